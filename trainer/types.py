@@ -1,0 +1,45 @@
+"""What travels between the rooms of the trainer: frozen, with the shape of every field beside it.
+
+Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, L packed tokens of a micro-batch
+(prompts and completions), N its completion tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How an engine samples. Names and meaning are vLLM's; `temperature=0` is greedy."""
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # the same seed, prompts and weights give the same completions
+
+    @property
+    def is_plain(self) -> bool:
+        """True where tokens come from softmax(logits / temperature) itself, as the trainer's log-probs assume."""
+        untruncated = self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+        return self.temperature > 0 and untruncated and self.repetition_penalty == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """G completions for each of P prompts. Prompt-major: completion i belongs to prompt i // G."""
+
+    prompt_ids: list[list[int]]  # P lists of token ids
+    completion_ids: list[list[int]]  # B lists of token ids, each with its end-of-sequence token where it stopped
+    sampling_logprobs: list[list[float]]  # B lists, log-prob of each token under the distribution it was drawn from
+    finish_reasons: list[FinishReason]  # B
+    num_generations: int  # G
+    weight_version: int  # the optimizer step whose weights the engine was serving
