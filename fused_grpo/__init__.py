@@ -1,0 +1,57 @@
+"""GRPO without the logits: fused log-prob and loss ops (the trainer is `fused_grpo.trainer`).
+
+The ops (`linear_logprobs`, `grpo_loss`, `fused_linear_grpo_loss`) work from hidden states and the `lm_head` weight;
+the `[tokens, vocab]` logits never exist. Exports are lazy: importing this package imports torch and nothing else, so
+Triton, vLLM and transformers are paid for by those who use them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fused_grpo._version import __version__
+
+if TYPE_CHECKING:
+    from fused_grpo.config import GRPOLossConfig
+    from fused_grpo.errors import FusedGRPOError
+    from fused_grpo.fused_loss import FusedLinearGRPOLoss, fused_linear_grpo_loss
+    from fused_grpo.logprobs import LogProbs, linear_logprobs, linear_logprobs_and_entropy
+    from fused_grpo.loss import GRPOLossOutput, grpo_loss
+
+_HOME = {
+    "FusedGRPOError": "errors",
+    "FusedLinearGRPOLoss": "fused_loss",
+    "GRPOLossConfig": "config",
+    "GRPOLossOutput": "loss",
+    "LogProbs": "logprobs",
+    "fused_linear_grpo_loss": "fused_loss",
+    "grpo_loss": "loss",
+    "linear_logprobs": "logprobs",
+    "linear_logprobs_and_entropy": "logprobs",
+}
+
+__all__ = [
+    "FusedGRPOError",
+    "FusedLinearGRPOLoss",
+    "GRPOLossConfig",
+    "GRPOLossOutput",
+    "LogProbs",
+    "__version__",
+    "fused_linear_grpo_loss",
+    "grpo_loss",
+    "linear_logprobs",
+    "linear_logprobs_and_entropy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fused_grpo' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fused_grpo.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

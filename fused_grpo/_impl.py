@@ -1,0 +1,65 @@
+"""Which implementation runs: `impl="auto" | "triton" | "torch" | "reference"`.
+
+"auto" takes Triton for tensors on a GPU that it compiles for, the chunked torch path otherwise, and says which, once,
+at INFO. An explicit choice that cannot run raises with the reason: nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import InputError, UnavailableError
+
+Impl = Literal["auto", "triton", "torch", "reference"]
+logger = logging.getLogger("fused_grpo")
+
+
+def choose(impl: str, hidden: Tensor) -> str:
+    """ "triton", "torch" or "reference" for these tensors.
+
+    Raises:
+        InputError: an unknown name.
+        UnavailableError: impl="triton" where it cannot run.
+    """
+    if impl not in ("auto", "triton", "torch", "reference"):
+        raise InputError(f"got impl={impl!r}, want 'auto', 'triton', 'torch' or 'reference'")
+    obstacle = why_not_triton(hidden)
+    if impl == "triton" and obstacle:
+        raise UnavailableError(f"got impl='triton', but {obstacle}; fix: impl='auto', which takes the torch path here")
+    if impl != "auto":
+        return impl
+    chosen = "triton" if hidden.is_cuda and not obstacle else "torch"
+    announce(chosen, str(hidden.device.type), obstacle)
+    return chosen
+
+
+def why_not_triton(hidden: Tensor) -> str | None:
+    """The reason that Triton cannot take these tensors, or None where it can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if hidden.dtype == torch.float64:
+        return "its kernels have no fp64"
+    if interpreted and hidden.dtype == torch.bfloat16:
+        return "its interpreter has no bf16 arithmetic (use fp32 or fp16 there)"
+    if not hidden.is_cuda and not interpreted:
+        return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
+    return None
+
+
+@functools.cache
+def announce(chosen: str, device: str, obstacle: str | None) -> None:
+    logger.info("impl='auto' runs the %s path on %s%s", chosen, device, f" ({obstacle})" if obstacle else "")
+
+
+def passes(impl: str) -> ModuleType:
+    """The module with the row passes. `fused_grpo.kernels` and `fused_grpo.chunked` offer the same four functions."""
+    return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.chunked")

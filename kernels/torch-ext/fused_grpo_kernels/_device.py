@@ -1,0 +1,39 @@
+"""Which machine the kernels would run on, and whether they can.
+
+Triton settles on the interpreter when `@triton.jit` runs, that is when this package is imported, so the answer is taken
+once, here, at the same moment.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def is_available() -> tuple[bool, str]:
+    """(can the kernels run here, why or why not). A CUDA or ROCm device, or Triton's interpreter."""
+    if INTERPRETED:
+        return True, "Triton's interpreter (TRITON_INTERPRET=1)"
+    if torch.cuda.is_available():
+        return True, torch.cuda.get_device_name()
+    return False, "no CUDA or ROCm device; fix: run on one, or set TRITON_INTERPRET=1 before the first import"
+
+
+def architecture(device: torch.device) -> str:
+    """The key of the tile tables: "sm_90" and the like, "gfx942" and the like, or "interpreter"."""
+    if INTERPRETED:
+        return "interpreter"
+    if torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` current: Triton launches on the current device, whatever the tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

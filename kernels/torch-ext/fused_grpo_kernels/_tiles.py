@@ -1,0 +1,163 @@
+"""What the kernels share: the logit of a tile, and the statistics of a row folded in tile by tile.
+
+The log-sum-exp kept here leaves the target out. With d = lse_excluded - z_target,
+
+    log p = -softplus(d)        1 - p = -expm1(log p)        lse = z_target + softplus(d)
+
+so a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 where lse - z_target would round to 0, and no rounding can
+make a log-prob positive. The entropy is a sum of terms that are all >= 0, from w = sum_v e^(z_v - m) (z_v - m) kept
+beside s = sum_v e^(z_v - m) over the others (m their maximum):
+
+    H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
+
+Triton has no expm1, log1p or tanh of its own, and the interpreter has no libdevice, so they are written out. No mask
+uses a finite stand-in for -inf: very negative logits are as good as any.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expm1_minus_x(x):
+    """exp(x) - 1 - x to a few ulp: a series where the terms would cancel, the formula elsewhere."""
+    # Taylor from x^9 down; the first term left out is below 1e-8 of the sum at |x| = 0.5.
+    poly = 2.7557319e-6 * x + 2.4801587e-5
+    poly = poly * x + 1.9841270e-4
+    poly = poly * x + 1.3888889e-3
+    poly = poly * x + 8.3333333e-3
+    poly = poly * x + 4.1666667e-2
+    poly = poly * x + 1.6666667e-1
+    poly = poly * x + 0.5
+    return tl.where(tl.abs(x) < 0.5, poly * x * x, tl.exp(x) - 1.0 - x)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 to a few ulp."""
+    return tl.where(tl.abs(x) < 0.5, x + expm1_minus_x(x), tl.exp(x) - 1.0)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), never overflowing and to a few ulp in both tails."""
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    # Kahan's log1p: log(u) errs by what 1 + y lost, and y / (u - 1) is that very factor.
+    lost = tl.where(u == 1.0, 1.0, u - 1.0)
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, tl.log(u) * (y / lost))
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) from expm1 of a non-positive argument, so nothing overflows or cancels."""
+    e = expm1(-2.0 * tl.abs(x))
+    t = -e / (2.0 + e)
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def inverse(temperature):
+    """1 / temperature, correctly rounded: every kernel must scale by the same bits."""
+    return tl.math.div_rn(tl.full(temperature.shape, 1.0, tl.float32), temperature)
+
+
+@triton.jit
+def load_bias(bias, columns, V):
+    """The bias of a tile's columns in fp32, shaped [1, columns]; None stays None."""
+    if bias is None:
+        return None
+    else:
+        return tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def logit(raw, bias, logit_scale, softcap, inverse_temperature):
+    """z = softcap(logit_scale * (raw + bias)) / temperature for raw = h.w in fp32."""
+    x = raw
+    if bias is not None:
+        x += bias
+    x = x * logit_scale
+    if softcap is not None:
+        # An optional float cannot be annotated, and an unannotated one may arrive as fp64.
+        cap = tl.cast(softcap, tl.float32)
+        x = cap * tanh(x * (1.0 / cap))
+    return x * inverse_temperature
+
+
+@triton.jit
+def logit_slope(raw, bias, logit_scale, softcap, inverse_temperature):
+    """dz / d raw. 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
+    slope = logit_scale * inverse_temperature
+    if softcap is not None:
+        x = raw
+        if bias is not None:
+            x += bias
+        e = tl.exp(-2.0 * tl.abs(x * logit_scale * (1.0 / tl.cast(softcap, tl.float32))))
+        slope = slope * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+    return slope
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a tile's columns."""
+    pairs = tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def start_statistics(ROWS: tl.constexpr):
+    """(maximum, total, weighted) of no logits at all."""
+    none = tl.full([ROWS], float("-inf"), tl.float32)
+    zero = tl.zeros([ROWS], tl.float32)
+    return none, zero, zero
+
+
+@triton.jit
+def add_tile(maximum, total, weighted, z, included, ENTROPY: tl.constexpr):
+    """Fold the included logits of a tile z [ROWS, COLUMNS] into the running statistics [ROWS]."""
+    z = tl.where(included, z, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(z, 1))
+    # Nothing included so far: any finite shift keeps -inf - shift out of NaN.
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp(maximum - shift)
+    centred = z - shift[:, None]
+    e = tl.exp(centred)
+    if ENTROPY:
+        # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
+        moved = weighted + tl.maximum(maximum - shift, -128.0) * total
+        weighted = rescale * moved + tl.sum(e * tl.maximum(centred, -128.0), 1)
+    return new_maximum, rescale * total + tl.sum(e, 1), weighted
+
+
+@triton.jit
+def merge_statistics(maximum, total, weighted, ENTROPY: tl.constexpr):
+    """The statistics [ROWS] of a row from those of its parts [PARTS, ROWS]."""
+    new_maximum = tl.max(maximum, 0)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    drop = maximum - shift[None, :]
+    rescale = tl.exp(drop)
+    merged = new_maximum
+    if ENTROPY:
+        merged = tl.sum(rescale * (weighted + tl.maximum(drop, -128.0) * total), 0)
+    return new_maximum, tl.sum(rescale * total, 0), merged
+
+
+@triton.jit
+def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
+    """(log p of the target, entropy, lse) from the statistics of all the other tokens."""
+    alone = total == 0.0
+    safe_total = tl.where(alone, 1.0, total)
+    log_total = tl.log(safe_total)
+    # (maximum - target) first: the difference of two large numbers is exact, their sums with log_total are not.
+    d = tl.where(alone, float("-inf"), (maximum - target_logit) + log_total)
+    logprob = -softplus(d)
+    others = softplus(-d)
+    lse = tl.where(d > 0.0, maximum + (log_total + others), target_logit - logprob)
+    entropy = logprob
+    if ENTROPY:
+        rest = tl.where(alone, 0.0, others) + (log_total - weighted / safe_total)
+        entropy = -expm1(logprob) * rest - tl.exp(logprob) * tl.maximum(logprob, -128.0)
+    return logprob, entropy, lse

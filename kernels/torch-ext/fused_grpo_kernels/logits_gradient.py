@@ -1,0 +1,138 @@
+"""From logits to their gradient, in the logits' own memory.
+
+With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
+
+    dL/dz_v = -g p_v - g_H p_v (log p_v + H)                  v != t
+    dL/dz_t =  g (1 - p_t) - g_H p_t (log p_t + H)
+    dL/d(h.w_v) = dL/dz_v / temperature * (1 - tanh^2) * logit_scale          (tanh^2 only with a softcap)
+
+1 - p_t is -expm1(log p_t), so a confident target keeps its gradient. log p_v is z_v - lse or (z_v - z_t) + log p_t,
+whichever of lse and log p_t is smaller: those two are the fp32 numbers that come in rounded.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import launching_on
+from ._tiles import expm1, inverse, load_bias, logit, logit_slope
+from .tuning import row_tile
+
+
+@triton.jit
+def _logits_gradient_kernel(
+    logits,
+    gradient,
+    targets,
+    bias,
+    temperature,
+    lse,
+    logprobs,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    V,
+    logits_row,
+    gradient_row,
+    logit_scale: tl.float32,
+    softcap,
+    ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Grid: rows. A program owns the memory of one row: it reads logits there and writes the gradient over them.
+
+    `gradient` is the same memory as `logits`, in elements of the same or of half the size. Walking left to right, tile
+    i is written to bytes that tiles <= i have been read from: the very bytes of tile i in fp32, the front half of
+    tiles 0..i at half width. So no later tile is hurt, but the threads that write tile i may run ahead of threads that
+    still read it (and tile 0 overlaps itself), hence the barrier between the read and the write of each tile.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * logits_row
+    target = tl.load(targets + row)
+    inverse_temperature = inverse(tl.load(temperature + row))
+    row_lse = tl.load(lse + row)
+    row_logprob = tl.load(logprobs + row)
+    g = tl.load(grad_logprobs + row)
+
+    target_bias = None
+    if bias is not None:
+        target_bias = tl.load(bias + target).to(tl.float32)
+    target_logit = logit(tl.load(start + target), target_bias, logit_scale, softcap, inverse_temperature)
+    near_target = tl.abs(row_logprob) < tl.abs(row_lse)
+    anchor = tl.where(near_target, target_logit, row_lse)
+    offset = tl.where(near_target, row_logprob, 0.0)
+    for first in range(0, V, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        inside = columns < V
+        raw = tl.load(start + columns, mask=inside, other=0.0)[None, :]
+        tile_bias = load_bias(bias, columns, V)
+        is_target = (columns == target)[None, :]
+        z = logit(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+        log_p = tl.where(is_target, row_logprob, (z - anchor) + offset)
+        p = tl.exp(log_p)
+        dz = tl.where(is_target, -g * expm1(row_logprob), -g * p)
+        if ENTROPY:
+            # The clamp keeps 0 * -inf out; below -128 p is 0.
+            dz -= tl.load(grad_entropy + row) * p * (tl.maximum(log_p, -128.0) + tl.load(entropy + row))
+        d_raw = dz * logit_slope(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+        tl.debug_barrier()
+        out = gradient + row * gradient_row + columns
+        tl.store(out[None, :], d_raw.to(gradient.dtype.element_ty), mask=inside[None, :])
+
+
+def logits_gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    lse: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Overwrite logits with the gradient of the loss with respect to them.
+
+    Args:
+        logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
+        targets: [R] int64, each in [0, V).
+        lse, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits.
+        grad_logprobs: [R] fp32, dL/dlogprobs.
+        grad_entropy: [R] fp32, dL/dentropy; with None the entropy takes no part and may be None too.
+        bias, temperature, logit_scale, softcap: as given to `row_statistics`.
+        dtype: of the result. bf16 and fp16 are written into the front half of each row's memory.
+
+    Returns:
+        [R, V] of `dtype`, a view of the memory of `logits`: dL/d(h.w). dL/dbias is its sum over rows.
+
+    Memory: none.
+    """
+    R, V = logits.shape
+    gradient = logits.view(dtype)[:, :V]
+    if R == 0:
+        return gradient
+    rows = [
+        None if vector is None else vector.contiguous()
+        for vector in (targets, bias, temperature, lse, logprobs, entropy, grad_logprobs, grad_entropy)
+    ]
+    with launching_on(logits.device):
+        _logits_gradient_kernel[(R,)](
+            logits,
+            gradient,
+            *rows,
+            V,
+            logits.stride(0),
+            gradient.stride(0),
+            logit_scale,
+            softcap,
+            ENTROPY=grad_entropy is not None,
+            **row_tile(logits.device).launch_options(),
+        )
+    return gradient

@@ -1,0 +1,103 @@
+"""Log-probs of the targets (and the entropy) from a chunk of logits that is in memory anyway.
+
+Equals
+    z = softcap(logit_scale * (logits + bias)) / temperature[:, None]
+    log_softmax(z)[arange(R), targets]
+
+The chunked plan lets the vendor library write raw h.w for a few rows, reads their statistics here, and turns the same
+memory into gradients (`logits_gradient.py`): one read of the chunk each.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import launching_on
+from ._tiles import add_tile, finish_row, inverse, load_bias, logit, start_statistics
+from .tuning import row_tile
+
+
+@triton.jit
+def _row_statistics_kernel(
+    logits,
+    targets,
+    bias,
+    temperature,
+    logprobs,
+    entropy,
+    lse,
+    V,
+    logits_row,
+    logits_column,
+    logit_scale: tl.float32,
+    softcap,
+    ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Grid: rows. A program reads one row tile by tile and is alone in writing that row's results."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    target = tl.load(targets + row)
+    inverse_temperature = inverse(tl.load(temperature + row))
+    start = logits + row * logits_row
+    row_maximum, row_total, row_weighted = start_statistics(1)
+    row_target = tl.zeros([1], tl.float32)
+    for first in range(0, V, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        inside = (columns < V)[None, :]
+        raw = tl.load(start[:, None] + columns.to(tl.int64)[None, :] * logits_column, mask=inside, other=0.0)
+        z = logit(raw, load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
+        is_target = columns[None, :] == target[:, None]
+        row_target += tl.sum(tl.where(is_target, z, 0.0), 1)
+        row_maximum, row_total, row_weighted = add_tile(
+            row_maximum, row_total, row_weighted, z, inside & ~is_target, ENTROPY
+        )
+    row_logprob, row_entropy, row_lse = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
+    tl.store(logprobs + row, row_logprob)
+    tl.store(lse + row, row_lse)
+    if ENTROPY:
+        tl.store(entropy + row, row_entropy)
+
+
+def row_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and log-sum-exp of the rows of materialised logits, which stay as they are.
+
+    Args:
+        logits: [R, V] fp32, raw h.w, any strides.
+        targets: [R] int64, each in [0, V).
+        bias, temperature, logit_scale, softcap, entropy: as in `logprob_forward`.
+
+    Returns:
+        (logprobs [R], entropy [R] or None, lse [R]), fp32, the entropy in nats.
+    """
+    R, V = logits.shape
+    logprobs, lse = (torch.empty(R, dtype=torch.float32, device=logits.device) for _ in range(2))
+    entropies = torch.empty_like(logprobs) if entropy else None
+    if R == 0:
+        return logprobs, entropies, lse
+    inputs = logits, targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
+    with launching_on(logits.device):
+        _row_statistics_kernel[(R,)](
+            *inputs,
+            logprobs,
+            entropies,
+            lse,
+            V,
+            *logits.stride(),
+            logit_scale,
+            softcap,
+            ENTROPY=entropy,
+            **row_tile(logits.device).launch_options(),
+        )
+    return logprobs, entropies, lse

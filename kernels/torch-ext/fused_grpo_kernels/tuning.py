@@ -1,0 +1,88 @@
+"""Tile sizes per architecture. Tables, not an autotuner.
+
+An autotuner would time kernels at the first step, pick differently on two runs (and so change the bits of a sum), and
+retune whenever a length changes. A table is read in microseconds, gives the same bits every time, and can be checked:
+`tests/kernels/test_compile.py` compiles each row of it for its architecture and refuses spilled registers.
+
+What bounds the GEMM rows: the fp32 accumulator block_n x block_v / (threads) must leave registers for the epilogue, and
+stages * (block_n + block_v) * block_d * bytes must fit shared memory (163 KiB on sm_80, 227 KiB on sm_90 and sm_100,
+99 KiB on the consumer parts that fall under "default", 64 KiB on gfx942).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ._device import architecture
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """A program multiplies `block_n` rows of hidden with `block_v` rows of the head, `block_d` features at a time."""
+
+    block_n: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    # Row tiles that sweep the same stretch of vocabulary together, so that both operands stay in L2.
+    group_n: int = 16
+    # Contiguous stretches of vocabulary at most: enough programs to fill the device when there are few rows.
+    max_splits: int = 64
+
+    def launch_options(self) -> dict[str, int]:
+        """The keyword arguments of the launch, as the kernel names them."""
+        return {
+            "BLOCK_N": self.block_n,
+            "BLOCK_V": self.block_v,
+            "BLOCK_D": self.block_d,
+            "GROUP_N": self.group_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """A program walks one row `block_v` logits at a time."""
+
+    block_v: int
+    num_warps: int
+
+    def launch_options(self) -> dict[str, int]:
+        """The keyword arguments of the launch, as the kernels name them."""
+        return {"BLOCK_V": self.block_v, "num_warps": self.num_warps}
+
+
+HALF: dict[str, GemmTile] = {
+    "sm_80": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "sm_90": GemmTile(128, 256, 64, num_warps=8, num_stages=3),
+    "sm_100": GemmTile(128, 256, 64, num_warps=8, num_stages=3),
+    "gfx942": GemmTile(128, 128, 64, num_warps=8, num_stages=2),
+    "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4),
+    "default": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
+}
+
+# fp32 multiplies on the plain FMA units (TF32 would lose 13 bits), where operands cost registers: small tiles.
+SINGLE: dict[str, GemmTile] = {
+    "interpreter": HALF["interpreter"],
+    "default": GemmTile(64, 64, 32, num_warps=8, num_stages=2),
+}
+
+ROW: dict[str, RowTile] = {
+    "interpreter": RowTile(64, num_warps=1),
+    "default": RowTile(4096, num_warps=8),
+}
+
+TOKENS_PER_PROGRAM = 1024
+
+
+def gemm_tile(device: torch.device, dtype: torch.dtype) -> GemmTile:
+    """The tile of `logprob_forward` for inputs of `dtype`."""
+    table = SINGLE if dtype == torch.float32 else HALF
+    return table.get(architecture(device), table["default"])
+
+
+def row_tile(device: torch.device) -> RowTile:
+    """The tile of the passes over materialised logits."""
+    return ROW.get(architecture(device), ROW["default"])

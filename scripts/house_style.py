@@ -1,0 +1,85 @@
+"""The house rules that ruff and mypy do not know: `python scripts/house_style.py` lists every breach and exits 1.
+
+Floors: kernels -> fused_grpo -> trainer, and an import never goes up. Lengths: files of at most 400 lines, functions of
+at most 60, jit kernels of at most 90, public functions of at most 4 positional parameters. Safety: no pickle, no eval, no
+yaml.load. Honesty: no notes to self left in the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {"kernels": 0, "fused_grpo": 1, "trainer": 2}
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 400, 60, 90, 4
+PUBLIC = ("logprobs", "loss", "fused_loss", "config", "loop")
+FORBIDDEN = {
+    r"\bpickle\.loads?\b|weights_only=False": "pickle",
+    r"\byaml\.load\(": "yaml.load (use yaml.safe_load)",
+    r"(?<![\w.])eval\(": "eval",
+    r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b": "a note to self",
+}
+
+
+def main() -> int:
+    breaches = [breach for path in sources() for breach in breaches_of(path)]
+    print("\n".join(breaches) or f"house style: {len(list(sources()))} files are fine")
+    return bool(breaches)
+
+
+def sources() -> Iterator[Path]:
+    for folder in (*FLOORS, "tests", "bench", "scripts", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path == path.resolve():  # not through fused_grpo/kernels or fused_grpo/trainer again
+                yield path
+
+
+def breaches_of(path: Path) -> Iterator[str]:
+    text, name = path.read_text(), path.relative_to(ROOT)
+    shipped = name.parts[0] in FLOORS
+    if text.count("\n") > MAX_FILE:
+        yield f"{name}: {text.count(chr(10))} lines, at most {MAX_FILE}"
+    for pattern, what in FORBIDDEN.items():
+        for match in re.finditer(pattern, text) if path != Path(__file__) else ():
+            yield f"{name}:{text[: match.start()].count(chr(10)) + 1}: {what}"
+    tree = ast.parse(text)
+    if shipped and text.strip() and not ast.get_docstring(tree) and name.name != "_version.py":
+        yield f"{name}: no module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and shipped:
+            yield from function_breaches(node, name)
+        if isinstance(node, ast.Import | ast.ImportFrom) and shipped:
+            yield from import_breaches(node, name)
+
+
+def function_breaches(node: ast.FunctionDef, name: Path) -> Iterator[str]:
+    where, kernel = f"{name}:{node.lineno}: {node.name}", any("jit" in ast.dump(d) for d in node.decorator_list)
+    length, limit = (node.end_lineno or 0) - (node.body[0].lineno) + 1, MAX_KERNEL if kernel else MAX_FUNCTION
+    if ast.get_docstring(node):
+        length -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+    if length > limit:
+        yield f"{where} has {length} lines of code, at most {limit}"
+    positional = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls", "ctx")]
+    autograd = node.args.args[:1] and node.args.args[0].arg == "ctx"
+    public = name.stem in PUBLIC and not node.name.startswith("_") and not autograd
+    if public and len(positional) > MAX_POSITIONAL:
+        yield f"{where} takes {len(positional)} positional parameters, at most {MAX_POSITIONAL}"
+
+
+def import_breaches(node: ast.Import | ast.ImportFrom, name: Path) -> Iterator[str]:
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    for module in modules:
+        parts = module.split(".")
+        if parts[0] != "fused_grpo":
+            continue
+        floor = FLOORS.get(parts[1] if len(parts) > 1 else "", 1)
+        if floor > FLOORS[name.parts[0]] or name.parts[0] == "kernels":
+            yield f"{name}:{node.lineno}: imports {module}, which is a floor above"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

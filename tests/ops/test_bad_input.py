@@ -1,0 +1,133 @@
+"""Every mistake gets its own error: what was got, what is wanted, how to fix it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grpo import FusedGRPOError, GRPOLossConfig, _impl, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+
+
+def good(**changes):
+    arguments = {
+        "hidden": torch.randn(6, 4),
+        "weight": torch.randn(9, 4),
+        "targets": torch.arange(6),
+        "advantages": torch.ones(2),
+        "cu_seqlens": torch.tensor([0, 3, 6], dtype=torch.int32),
+    }
+    return {**arguments, **changes}
+
+
+HEAD = [
+    ({"targets": torch.tensor([0, 1, 2, 9, 4, 5])}, r"target 9 at \[3\]; want 0 <= target < V=9"),
+    ({"targets": torch.tensor([0, -1, 2, 3, 4, 5])}, r"target -1 at \[1\]"),
+    ({"targets": torch.arange(5)}, r"targets \(5,\), want \(6,\)"),
+    ({"targets": torch.arange(6).int()}, r"torch.int32, want torch.int64; fix: targets.long\(\)"),
+    ({"hidden": torch.randn(6, 5)}, r"hidden \(6, 5\) and weight \(9, 4\)"),
+    ({"weight": torch.randn(4, 9)}, r"fix: pass weight.t\(\)"),
+    ({"weight": torch.randn(9)}, r"want \[V, D\]"),
+    ({"hidden": torch.ones(6, 4).long()}, "hidden of dtype torch.int64"),
+    ({"bias": torch.randn(8)}, r"bias \(8,\)"),
+    ({"temperature": 0.0}, "temperature=0.0, want a finite number > 0"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": torch.zeros(6)}, "a temperature of 0.0, want all > 0"),
+    ({"temperature": torch.ones(5)}, r"temperature \(5,\)"),
+    ({"softcap": -1.0}, "softcap=-1.0"),
+    ({"logit_scale": float("inf")}, "logit_scale=inf"),
+    ({"hidden": torch.randn(6, 4, device="meta")}, "hidden on meta, weight on cpu"),
+    ({"impl": "cuda"}, "impl='cuda', want 'auto'"),
+]
+LOSS = [
+    ({"advantages": torch.ones(3)}, r"advantages \(3,\), want \[B\] = \(2,\)"),
+    ({"advantages": torch.ones(2).long()}, "advantages of dtype torch.int64"),
+    ({"mask": torch.ones(5)}, r"mask \(5,\), want \(6,\)"),
+    ({"old_logprobs": torch.zeros(7)}, r"old_logprobs \(7,\)"),
+    ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, "from 0 to 5, want ascending from 0 to N=6"),
+    ({"cu_seqlens": torch.tensor([0, 7, 6], dtype=torch.int32)}, "want ascending"),
+    ({"cu_seqlens": torch.tensor([0.0, 6.0])}, r"want \[B\+1\] int32"),
+    ({"cu_seqlens": None}, r"without cu_seqlens; want padded \[B, T\]"),
+    ({"num_tokens": 0}, "num_tokens=0, want a number > 0"),
+    ({"config": GRPOLossConfig(beta=0.1)}, "beta=0.1 without ref_logprobs"),
+    ({"chunk_bytes": 0}, "chunk_bytes=0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HEAD)
+def test_linear_logprobs_names_what_is_wrong(change, message):
+    arguments = good(**change)
+    del arguments["advantages"], arguments["cu_seqlens"]
+    with pytest.raises(InputError, match=message):
+        linear_logprobs(**arguments)
+
+
+@pytest.mark.parametrize(("change", "message"), HEAD + LOSS)
+def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, message):
+    arguments = good(**change)
+    arguments["weight"].requires_grad_()
+    with pytest.raises(InputError, match=message):
+        fused_linear_grpo_loss(**arguments)
+    assert arguments["weight"].grad is None
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"loss_type": "ppo"}, InputError, r"'ppo', want one of \('grpo', 'dapo'\)"),
+        ({"loss_type": "sapo"}, UnsupportedError, "does not have yet"),
+        ({"epsilon": -0.1}, InputError, "epsilon=-0.1, want 0 <= epsilon <= 1"),
+        ({"epsilon": 1.5}, InputError, "epsilon=1.5"),
+        ({"epsilon_high": -1.0}, InputError, "epsilon_high=-1.0"),
+        ({"beta": float("nan")}, InputError, "beta=nan"),
+        ({"delta": 2.0}, UnsupportedError, "delta=2.0"),
+        ({"importance_sampling_level": "sequence"}, UnsupportedError, "importance_sampling_level='sequence'"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(option, error, message):
+    with pytest.raises(error, match=message):
+        GRPOLossConfig(**option)
+
+
+def test_triton_without_a_gpu_says_why(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnavailableError, match="it needs a GPU and the tensors are on 'cpu'; fix: impl='auto'"):
+        fused_linear_grpo_loss(**good(impl="triton"))
+
+
+def test_bf16_in_the_interpreter_is_refused_not_garbled():
+    arguments = good(impl="triton")
+    arguments |= {name: arguments[name].bfloat16() for name in ("hidden", "weight")}
+    with pytest.raises(UnavailableError, match="no bf16 arithmetic"):
+        fused_linear_grpo_loss(**arguments)
+
+
+def test_mixed_dtypes_and_process_groups_are_for_later():
+    with pytest.raises(UnsupportedError, match=r"fix: weight.to\(hidden.dtype\)"):
+        fused_linear_grpo_loss(**good(hidden=torch.randn(6, 4).bfloat16()))
+    with pytest.raises(UnsupportedError, match="process_group"):
+        fused_linear_grpo_loss(**good(process_group=object()))
+
+
+def test_grpo_loss_checks_its_own_input():
+    with pytest.raises(InputError, match=r"logprobs of dtype torch\.int64"):
+        grpo_loss(torch.ones(2, 3).long(), advantages=torch.ones(2))
+    with pytest.raises(InputError, match="entropy"):
+        grpo_loss(torch.ones(2, 3), advantages=torch.ones(2), entropy=torch.ones(2))
+
+
+def test_errors_are_also_the_standard_ones():
+    assert issubclass(InputError, (ValueError, FusedGRPOError))
+    assert issubclass(UnsupportedError, NotImplementedError)
+    assert issubclass(UnavailableError, RuntimeError)
+
+
+def test_auto_says_once_which_path_it_took(caplog, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    _impl.announce.cache_clear()
+    with caplog.at_level("INFO", logger="fused_grpo"):
+        for _ in range(2):
+            fused_linear_grpo_loss(**good())
+    assert [record.getMessage() for record in caplog.records] == [
+        "impl='auto' runs the torch path on cpu (it needs a GPU and the tensors are on 'cpu')"
+    ]

@@ -1,0 +1,165 @@
+"""Every path against fp64: outputs and all gradients, with an error of at most twice that of plain fp32 torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs_and_entropy, planner
+
+RAGGED = [(1, 1, 3), (7, 2, 5), (13, 127, 16), (33, 130, 40), (64, 257, 24)]
+CONFIG = GRPOLossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1)
+
+
+def logprobs_and_gradients(problem, dtype: torch.dtype, impl: str) -> dict[str, Tensor]:
+    leaves = problem.leaves(dtype)
+    out = linear_logprobs_and_entropy(targets=problem.targets, **leaves, **problem.head, impl=impl)
+    # Upstream gradients that differ from row to row, as a loss would send.
+    slope = torch.linspace(-1, 1, len(problem.targets), dtype=out.logprobs.dtype)
+    gradients = torch.autograd.grad((out.logprobs * slope + out.entropy * slope.flip(0)).sum(), list(leaves.values()))
+    return {**out._asdict(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def loss_and_gradients(problem, dtype: torch.dtype, impl: str, chunk_bytes: int | None = None) -> dict[str, Tensor]:
+    leaves = problem.leaves(dtype)
+    out = fused_linear_grpo_loss(
+        targets=problem.targets,
+        **leaves,
+        **problem.head,
+        **problem.loss,
+        config=CONFIG,
+        impl=impl,
+        chunk_bytes=chunk_bytes,
+    )
+    gradients = torch.autograd.grad(out.loss * 3, list(leaves.values()))
+    return {"loss": out.loss, **out.metrics, "logprobs": out.logprobs, **dict(zip(leaves, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("options", [False, True])
+@pytest.mark.parametrize("shape", RAGGED)
+def test_logprobs_are_as_exact_as_fp32_allows(make_problem, assert_as_exact, monkeypatch, impl, options, shape):
+    monkeypatch.setattr(planner, "DEFAULT_CHUNK_BYTES", 4 * 4 * shape[1])  # four rows: ragged chunks too
+    problem = make_problem(*shape, options=options)
+    exact = logprobs_and_gradients(problem, torch.float64, "reference")
+    plain = logprobs_and_gradients(problem, torch.float32, "reference")
+    ours = logprobs_and_gradients(problem, torch.float32, impl)
+    for name in exact:
+        assert_as_exact(ours[name], plain[name], exact[name], what=name)
+    assert (ours["logprobs"] <= 0).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("options", [False, True])
+@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+def test_the_fused_loss_is_as_exact_as_fp32_allows(make_problem, assert_as_exact, impl, options, shape, rows):
+    problem = make_problem(*shape, options=options)
+    exact = loss_and_gradients(problem, torch.float64, "reference")
+    plain = loss_and_gradients(problem, torch.float32, "reference")
+    ours = loss_and_gradients(problem, torch.float32, impl, chunk_bytes=rows * 4 * shape[1])
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert_as_exact(ours[name], plain[name], exact[name], what=name)
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [("torch", torch.bfloat16), ("torch", torch.float16), ("triton", torch.float16)]
+)
+def test_sixteen_bit_inputs_give_fp32_logprobs(make_problem, assert_as_exact, impl, dtype):
+    problem = make_problem(33, 257, 24)
+    rounded = make_problem(33, 257, 24)
+    rounded.hidden, rounded.weight, rounded.bias = (
+        x.to(dtype).double() for x in (problem.hidden, problem.weight, problem.bias)
+    )
+    exact = logprobs_and_gradients(rounded, torch.float64, "reference")
+    plain = logprobs_and_gradients(rounded, torch.float32, "reference")
+    ours = logprobs_and_gradients(rounded, dtype, impl)
+    for name in ("logprobs", "entropy"):
+        assert ours[name].dtype == torch.float32
+        assert_as_exact(ours[name], plain[name], exact[name], what=name)
+    for name in ("hidden", "weight", "bias"):
+        assert ours[name].dtype == dtype
+        # Exact until the one rounding into the dtype of the input.
+        torch.testing.assert_close(ours[name].double(), exact[name], rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_gradcheck_of_logprobs_and_entropy(make_problem, impl):
+    problem = make_problem(6, 11, 4)
+    leaves = problem.leaves(torch.float64)
+
+    def op(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear_logprobs_and_entropy(hidden, weight, problem.targets, bias=bias, **problem.head, impl=impl))
+
+    assert torch.autograd.gradcheck(op, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_gradcheck_of_the_fused_loss(make_problem, impl, loss_type, bias_correction):
+    problem = make_problem(6, 11, 4)
+    config = GRPOLossConfig(loss_type=loss_type, beta=0.3, use_bias_correction_kl=bias_correction)
+
+    def op(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = {**problem.head, **problem.loss, "config": config, "impl": impl, "chunk_bytes": 4 * 8 * 11}
+        return fused_linear_grpo_loss(hidden, weight, problem.targets, bias=bias, **options).loss
+
+    assert torch.autograd.gradcheck(op, tuple(problem.leaves(torch.float64).values()))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("scale", [1e3, 1e4, -1e4])
+def test_extreme_logits_stay_finite_and_never_positive(impl, scale):
+    hidden = torch.full((3, 4), scale, requires_grad=True)
+    weight = torch.linspace(-1, 1, 9 * 4).reshape(9, 4).requires_grad_()
+    out = linear_logprobs_and_entropy(hidden, weight, torch.tensor([0, 4, 8]), impl=impl)
+    (out.logprobs + out.entropy).sum().backward()
+    assert torch.isfinite(out.logprobs).all()
+    assert (out.logprobs <= 0).all()
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_confident_token_keeps_its_gradient(impl):
+    """1 - p is 2e-9 here: fp32 cannot hold 1 - exp(log p), expm1 can."""
+    weight = torch.zeros(5, 2)
+    weight[2, 0] = 1.0
+    hidden = torch.tensor([[20.0, 0.0]], requires_grad=True)
+    linear_logprobs_and_entropy(hidden, weight, torch.tensor([2]), impl=impl).logprobs.sum().backward()
+    exact = 4 / (4 + torch.tensor(20.0, dtype=torch.float64).exp())
+    torch.testing.assert_close(hidden.grad[0, 0].double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_two_runs_are_bitwise_equal(make_problem, impl):
+    first, second = (loss_and_gradients(make_problem(33, 257, 24), torch.float32, impl) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_frozen_tensors_get_no_gradient(make_problem):
+    problem = make_problem(12, 31, 8)
+    leaves = problem.leaves(torch.float32)
+    leaves["weight"].requires_grad_(False)
+    leaves["bias"].requires_grad_(False)
+    fused_linear_grpo_loss(targets=problem.targets, **leaves, **problem.head, **problem.loss).loss.backward()
+    both = problem.leaves(torch.float32)
+    fused_linear_grpo_loss(targets=problem.targets, **both, **problem.head, **problem.loss).loss.backward()
+    assert leaves["weight"].grad is None
+    assert torch.equal(leaves["hidden"].grad, both["hidden"].grad)
+
+
+def test_a_second_backward_needs_retain_graph(make_problem):
+    problem = make_problem(12, 31, 8)
+    leaves = problem.leaves(torch.float32)
+    loss = fused_linear_grpo_loss(targets=problem.targets, **leaves, **problem.head, **problem.loss).loss
+    loss.backward(retain_graph=True)
+    once = leaves["weight"].grad.clone()
+    loss.backward()
+    torch.testing.assert_close(leaves["weight"].grad, 2 * once)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()

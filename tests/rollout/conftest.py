@@ -1,0 +1,110 @@
+"""Tiny real models, a tokenizer over their characters, and the log-probs that a plain forward pass gives."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from fused_grpo.trainer.types import Rollouts
+
+CHARACTERS = string.digits + string.ascii_lowercase + "+-*= "
+MAX_MODEL_LEN = 192
+SECOND_STOP_ID = 7
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedModel]:
+    def build(family: str = "qwen2", *, tied: bool = True) -> PreTrainedModel:
+        config_class, model_class = {
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+            "llama": (LlamaConfig, LlamaForCausalLM),
+        }[family]
+        config = config_class(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_MODEL_LEN,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = model_class(config).float()
+        # As published models do: a second stop token, and sampling habits that must not leak into training.
+        model.generation_config.update(
+            eos_token_id=[1, SECOND_STOP_ID], do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[5]
+        )
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Of many lengths, so that padding and order matter; two are equal, and one fills a block of vLLM's prefix cache."""
+    texts = ["3+4=", "12*7=", "a", "3+4=", "the cat sat", "0123456789" * 15]
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.fixture(scope="session")
+def plain_logits() -> Callable[[PreTrainedModel, Rollouts, int], torch.Tensor]:
+    """Logits `[T, V]` that the model alone gives for each token of completion `index`."""
+
+    @torch.no_grad()
+    def compute(model: PreTrainedModel, rollouts: Rollouts, index: int) -> torch.Tensor:
+        prompt = rollouts.prompt_ids[index // rollouts.num_generations]
+        completion = rollouts.completion_ids[index]
+        logits = model(torch.tensor([prompt + completion])).logits[0]
+        return logits[len(prompt) - 1 : -1]
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def plain_logprobs(plain_logits) -> Callable[..., torch.Tensor]:
+    """Log-probs of all completion tokens by a plain forward pass, end to end."""
+
+    def compute(model: PreTrainedModel, rollouts: Rollouts, *, temperature: float = 1.0) -> torch.Tensor:
+        chosen = []
+        for index, completion in enumerate(rollouts.completion_ids):
+            logprobs = (plain_logits(model, rollouts, index) / temperature).log_softmax(-1)
+            chosen.append(logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0])
+        return torch.cat(chosen)
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
+    """What the engine says they are, end to end."""
+
+    def collect(rollouts: Rollouts) -> torch.Tensor:
+        return torch.tensor([value for values in rollouts.sampling_logprobs for value in values])
+
+    return collect

@@ -1,0 +1,264 @@
+"""Checkpoints are whole or absent, damage is named, and no file of somebody else's is ever removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint import load_trainer_state, prepare_output_dir, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.metrics import RunLog
+
+
+def tiny_model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w2")
+
+
+def save(directory: Path, *, step: int = 1, **options: Any) -> Path:
+    state = {"step": step}
+    return save_checkpoint(
+        directory, model=tiny_model(seed=step), tokenizer=tiny_tokenizer(), trainer_state=state, **options
+    )
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(tmp_path / "run" / "checkpoint-1")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_was_saved_and_computes_the_same(tmp_path: Path, tied: bool) -> None:
+    model, ids = tiny_model(tied=tied), torch.arange(8)[None]
+    save_checkpoint(tmp_path / "c", model=model, tokenizer=tiny_tokenizer(), trainer_state={})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "c").eos_token == "w1"
+
+
+def test_a_state_dict_is_saved_in_place_of_the_models_own_weights(tmp_path: Path) -> None:
+    trained, ids = tiny_model(seed=5), torch.arange(8)[None]
+    save(tmp_path / "c", state_dict=trained.state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    assert torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_and_all_of_it_is_in_the_manifest(checkpoint: Path) -> None:
+    names = set(everything(checkpoint))
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja"}
+    assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
+
+
+def test_the_trainer_state_comes_back_equal(tmp_path: Path) -> None:
+    state = {"step": 7, "best": 0.1 + 0.2, "seen": [1, 2], "nested": {"a": None}}
+    save_checkpoint(tmp_path / "c", model=tiny_model(), tokenizer=tiny_tokenizer(), trainer_state=state)
+    assert load_trainer_state(tmp_path / "c") == state
+
+
+def test_a_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="trainer_state that is not JSON"):
+        save_checkpoint(
+            tmp_path / "c", model=tiny_model(), tokenizer=tiny_tokenizer(), trainer_state={"x": torch.ones(1)}
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"])
+def test_damage_names_the_file_and_what_happened_to_it(checkpoint: Path, name: str) -> None:
+    path = checkpoint / name
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(CheckpointError, match=f"{name} is changed"):
+        verify_checkpoint(checkpoint)
+    path.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=f"{name} is truncated"):
+        verify_checkpoint(checkpoint)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        verify_checkpoint(checkpoint)
+    path.write_bytes(content)
+    verify_checkpoint(checkpoint)
+
+
+def test_a_changed_state_is_not_loaded(checkpoint: Path) -> None:
+    (checkpoint / "trainer_state.json").write_text('{\n  "step": 9\n}\n')
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is changed"):
+        load_trainer_state(checkpoint)
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", '{"format": "other", "files": {}}', '{"files": {}}'])
+def test_a_manifest_that_is_not_ours_is_an_error_and_not_a_pass(checkpoint: Path, manifest: str) -> None:
+    (checkpoint / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        verify_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("failing", ["first rename", "second rename", "model", "tokenizer"])
+def test_a_failed_save_leaves_the_earlier_checkpoint_and_nothing_half_made(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    before, calls, rename = everything(checkpoint), [], os.rename
+
+    def fail(*args: Any, **_: Any) -> None:
+        calls.append(args)
+        if failing == "second rename" and len(calls) != 2:
+            return rename(*args)
+        raise OSError("no space left on device")
+
+    savers = {"model": LlamaForCausalLM, "tokenizer": PreTrainedTokenizerFast}
+    if failing in savers:
+        monkeypatch.setattr(savers[failing], "save_pretrained", fail)
+    else:
+        monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save(checkpoint, step=2)
+    assert everything(checkpoint) == before
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_kill_between_the_two_renames_is_named_and_the_next_save_recovers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, before = os.rename, everything(checkpoint)
+    done: list[str] = []
+
+    def killed_after_one(source: Path, target: Path) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoint, step=2)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"rename \.checkpoint-1\.previous to checkpoint-1"):
+        verify_checkpoint(checkpoint)
+    assert everything(checkpoint.parent / ".checkpoint-1.previous") == before
+    save(checkpoint, step=3)
+    verify_checkpoint(checkpoint)
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_by_the_next(checkpoint: Path) -> None:
+    partial = checkpoint.with_name(".checkpoint-2.partial")
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        verify_checkpoint(partial)
+    save(checkpoint.with_name("checkpoint-2"))
+    assert not partial.exists()
+
+
+def test_an_earlier_checkpoint_is_replaced_whole(checkpoint: Path) -> None:
+    save(checkpoint, step=2)
+    verify_checkpoint(checkpoint)
+    assert load_trainer_state(checkpoint) == {"step": 2}
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_directory_with_somebodys_files_is_never_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"files that no checkpoint wrote \(notes\.txt\)"):
+        save(checkpoint, step=2)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"chapter\.txt"):
+        save(tmp_path / "thesis")
+    assert (checkpoint / "notes.txt").read_text() == (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
+    verify_checkpoint(checkpoint)
+
+
+def write_run(directory: Path) -> Path:
+    log = RunLog(directory)
+    log.log_config({})
+    log.log_metrics({"step": 1})
+    (directory / "report.html").write_text("report")
+    save(directory / "checkpoint-1")
+    return directory
+
+
+def test_another_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    before = everything(run)
+    with pytest.raises(
+        CheckpointError, match=r"holds another run .*metrics\.jsonl.*; want .*; fix: .*--overwrite-output-dir"
+    ):
+        prepare_output_dir(run)
+    assert everything(run) == before
+    assert prepare_output_dir(run, resume=True) == run
+    assert everything(run) == before
+
+
+def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    theirs = {"config.json": b"{}", "notes.md": b"n", "checkpoint-1/mine.txt": b"m", "weights/manifest.json": b"{}"}
+    for name, content in theirs.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_bytes(content)
+    prepare_output_dir(run, overwrite=True)
+    assert everything(run) == theirs
+
+
+def test_overwriting_does_not_remove_the_model_that_the_run_starts_from(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    before = everything(run)
+    with pytest.raises(CheckpointError, match="want the model to survive"):
+        prepare_output_dir(run, overwrite=True, keep=str(run / "checkpoint-1"))
+    assert everything(run) == before
+    prepare_output_dir(run, overwrite=True, keep="Qwen/Qwen2.5-0.5B")
+    assert everything(run) == {}
+
+
+def test_overwriting_does_not_follow_links_to_checkpoints_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
+    run, before = write_run(tmp_path / "other"), everything(checkpoint)
+    (run / "best").symlink_to(checkpoint)
+    prepare_output_dir(run, overwrite=True)
+    assert everything(checkpoint) == before
+
+
+def test_a_manifest_cannot_make_overwriting_reach_outside(tmp_path: Path) -> None:
+    run, outside = write_run(tmp_path / "run"), tmp_path / "outside.txt"
+    outside.write_text("mine")
+    path = run / "checkpoint-1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../../outside.txt"] = {"size": 4, "sha256": ""}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="names files outside"):
+        verify_checkpoint(run / "checkpoint-1")
+    prepare_output_dir(run, overwrite=True)
+    assert outside.read_text() == "mine"
+
+
+def test_a_directory_with_other_files_may_hold_a_run_and_a_file_may_not(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("n")
+    assert prepare_output_dir(tmp_path) == tmp_path
+    assert prepare_output_dir(tmp_path / "a" / "b").is_dir()
+    with pytest.raises(CheckpointError, match="which is a file"):
+        prepare_output_dir(tmp_path / "notes.md")

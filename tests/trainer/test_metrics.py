@@ -1,0 +1,155 @@
+"""The logs of a run: whole lines, strict JSON, nothing private, and metrics merged as if there were one micro-batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.metrics import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    RUN_FILE,
+    RunLog,
+    merge_metrics,
+    metric,
+    read_metrics,
+)
+
+
+def test_metrics_keep_the_order_of_their_keys_and_come_back_equal(tmp_path: Path) -> None:
+    RunLog(tmp_path).log_metrics({"step": 1, "reward": 0.25, "engine": "vllm", "aaa": 3.0})
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1, "reward": 0.25, "engine": "vllm", "aaa": 3.0}\n'
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1, "reward": 0.25, "engine": "vllm", "aaa": 3.0}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_null_because_nan_is_not_json(tmp_path: Path, value: float) -> None:
+    RunLog(tmp_path).log_metrics({"step": 1, "kl": value})
+    line = (tmp_path / METRICS_FILE).read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "kl": None}
+
+
+def test_a_second_log_appends_and_does_not_continue_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+    RunLog(tmp_path).log_metrics({"step": 1})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 2, "rew')
+    RunLog(tmp_path).log_metrics({"step": 3})
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1}, {"step": 3}]
+
+
+def test_reading_leaves_out_a_last_line_cut_short_but_names_a_broken_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"step": 2, "rew\n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"line 2 of metrics\.jsonl"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\r\nc", "line\u2028separator\x85", "lone \ud800 surrogate", '"quoted" \x00 \x1b[1m']
+)
+def test_a_completion_is_one_line_and_comes_back_as_it_was(tmp_path: Path, text: str) -> None:
+    rows = [{"prompt": "p", "completion": text, "reward": 1.0}, {"prompt": "q", "completion": "", "reward": math.nan}]
+    RunLog(tmp_path).log_rollouts(7, rows)
+    back = read_metrics(tmp_path / ROLLOUTS_FILE)
+    assert [row["completion"] for row in back] == [text, ""]
+    assert back[1] == {"step": 7, "prompt": "q", "completion": "", "reward": None}
+
+
+def test_run_json_says_what_ran_where_and_a_second_run_does_not_rewrite_it(tmp_path: Path) -> None:
+    RunLog(tmp_path).log_config({"beta": 0.04}, task="arithmetic")
+    RunLog(tmp_path).log_config({"beta": 0.5}, task="other")
+    run = json.loads((tmp_path / RUN_FILE).read_text())
+    assert run["task"] == "arithmetic"
+    assert run["config"] == {"beta": 0.04}
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["machine"]["cpu_count"] >= 1
+
+
+def test_secrets_and_home_directories_do_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/srv/people/ada")
+    config = {
+        "hub_token": "abc123",
+        "report": {"wandb_api_key": "def456"},
+        "model": "/srv/people/ada/models/tiny",
+        "data": ["/home/grace/data.json", Path("/root/x")],
+        "url": "https://grace:pa55@127.0.0.1:8000",
+        "note": "use hf_ABCDEFGHIJKLMNOPQRST",
+    }
+    RunLog(tmp_path).log_config(config)
+    text = (tmp_path / RUN_FILE).read_text()
+    for private in ("abc123", "def456", "ada", "grace", "/root", "pa55", "hf_ABC"):
+        assert private not in text
+    assert json.loads(text)["config"]["data"] == ["~/data.json", "~/x"]
+
+
+def test_settings_that_only_look_like_secrets_are_kept(tmp_path: Path) -> None:
+    config = {"max_tokens": 5, "eos_token": "</s>", "num_tokens": 9, "hub_token": None, "path": "/data/root/home/x"}
+    RunLog(tmp_path).log_config(config)
+    assert json.loads((tmp_path / RUN_FILE).read_text())["config"] == config
+
+
+def test_merged_metrics_are_those_of_the_batch_in_one_piece() -> None:
+    torch.manual_seed(0)
+    kl, ratio, sizes = torch.rand(12), torch.rand(12), (1, 8, 3)
+
+    def described(kl: torch.Tensor, ratio: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            "num_tokens": torch.tensor(float(len(kl))),
+            "loss": kl.sum(),
+            "kl": kl.mean(),
+            "ratio_max": ratio.max(),
+            "ratio_min": ratio.min(),
+        }
+
+    parts = [described(a, b) for a, b in zip(kl.split(sizes), ratio.split(sizes), strict=True)]
+    whole = {name: value.item() for name, value in described(kl, ratio).items()}
+    merged = merge_metrics(parts)
+    assert list(merged) == list(whole)
+    assert merged == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_micro_batch_without_tokens_changes_nothing_whatever_it_holds() -> None:
+    full = {
+        "num_tokens": torch.tensor(4.0),
+        "kl": torch.tensor(0.5),
+        "loss": torch.tensor(2.0),
+        "r_max": torch.tensor(3.0),
+    }
+    empty = {
+        "num_tokens": torch.tensor(0.0),
+        "kl": torch.tensor(math.nan),
+        "loss": torch.tensor(0.0),
+        "r_max": -torch.inf * torch.ones(()),
+    }
+    assert merge_metrics([empty, full]) == {name: value.item() for name, value in full.items()}
+
+
+def test_a_metric_that_some_micro_batches_lack_is_the_mean_of_the_others() -> None:
+    first = {"num_tokens": torch.tensor(1), "kl": torch.tensor(1.0)}
+    second = {"num_tokens": torch.tensor(3), "kl": torch.tensor(2.0), "entropy": torch.tensor(0.7)}
+    merged = merge_metrics([first, second])
+    assert merged == pytest.approx({"num_tokens": 4.0, "kl": 1.75, "entropy": 0.7})
+    assert merge_metrics([]) == {}
+
+
+def test_merging_waits_for_the_device_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _n=name, _r=real: (waits.append(_n), _r(self, *a))[1])
+    merge_metrics([{"num_tokens": torch.tensor(2.0), "kl": torch.tensor(0.1), "r_min": torch.tensor(0.9)}] * 50)
+    assert waits == ["tolist"]
+
+
+def test_readers_find_a_metric_under_the_spelling_of_trl_and_of_the_loss_op() -> None:
+    assert metric({"clip_ratio/region_mean": 0.1}, "clip_ratio") == 0.1
+    assert metric({"clip_ratio_region": 0.2}, "clip_ratio") == 0.2
+    assert metric({"kl": None}, "kl") is None
+    assert metric({"kl": "much"}, "kl") is None

@@ -1,0 +1,215 @@
+"""The report: one file that needs nothing, shows the right numbers, and cannot be written into by a completion."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.charts import (
+    LIGHT,
+    moving_mean,
+    phase_chart,
+    reward_chart,
+    series,
+    small_multiples,
+    small_series,
+)
+from fused_grpo.trainer.formatting import duration
+from fused_grpo.trainer.markup import element
+from fused_grpo.trainer.metrics import RunLog, metric, read_metrics
+from fused_grpo.trainer.report import first_and_last_rows, pick_samples, write_report
+
+HOSTILE = "<script>alert(1)</script>[bold]</pre><img src=http://x onerror=alert(2)>\x1b[31m"
+VOID = {"meta", "img", "source"}
+
+
+def step_record(step: int, total: int, rng: random.Random) -> dict[str, float | int | str]:
+    """One step of a run that learns on a logistic curve."""
+    learnt = 1 / (1 + math.exp(-(step - total / 4) / (total / 12 + 1)))
+    times = {"generate": 2 + rng.random(), "reward": 0.02, "train": 1.3 + rng.random(), "sync": 0.2}
+    return {
+        "step": step,
+        "reward": 0.1 + 0.8 * learnt + rng.gauss(0, 0.03),
+        "reward_std": 0.05 + learnt * (1 - learnt),
+        "completions/mean_length": 40 + 120 * learnt,
+        "clip_ratio/region_mean": 0.012 + abs(rng.gauss(0, 0.004)),
+        "entropy": 0.3 + 2 * math.exp(-step / 60),
+        "grad_norm": 0.4 + rng.random() / 3,
+        "num_tokens": 64 * (40 + 120 * learnt),
+        "step_time": sum(times.values()),
+        **{f"time/{name}": seconds for name, seconds in times.items()},
+    }
+
+
+def write_run(directory: Path, steps: int, *, completion: str = "19") -> Path:
+    """The files of a run that looks real."""
+    rng, log = random.Random(0), RunLog(directory)
+    log.log_config(
+        {"learning_rate": 1.2345e-6, "note": completion}, task=f"sums {completion}", model="tiny", engine="vllm"
+    )
+    log.log_metrics({"step": 0, "eval/reward": 0.125})
+    for step in range(1, steps + 1):
+        log.log_metrics(step_record(step, steps, rng))
+        row = {"prompt": f"12 + 7? {completion}", "completion": completion, "advantage": 0.5, "finish_reason": "stop"}
+        log.log_rollouts(step, [row | {"reward": i / 8, "rewards": {completion: 1.0}} for i in range(8)])
+    log.log_metrics({"step": steps, "eval/reward": 0.875})
+    return directory
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on a tag that is closed out of order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open_tags: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.shown = ""
+        self.feed(text)
+        assert self.open_tags == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        self.open_tags += [] if tag in VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+
+
+def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path: Path) -> None:
+    text = write_report(write_run(tmp_path, 2, completion=HOSTILE)).read_text()
+    page = Page(text)
+    assert "<script" not in text
+    assert HOSTILE.replace("\x1b", "\\x1b") in page.shown
+    assert not {name for name, _ in page.attributes if name.startswith("on")}
+    harmless = {"html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "p", "dl", "dt", "dd"}
+    harmless |= {
+        "section",
+        "picture",
+        "source",
+        "img",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "div",
+        "pre",
+        "article",
+        "span",
+        "footer",
+    }
+    assert page.tags <= harmless
+
+
+def test_the_page_asks_for_nothing_from_anywhere(tmp_path: Path) -> None:
+    text = write_report(write_run(tmp_path, 3)).read_text()
+    page = Page(text)
+    links = [value or "" for name, value in page.attributes if name in ("src", "srcset", "href")]
+    assert links
+    assert all(link.startswith("data:image/png;base64,") for link in links)
+    assert ("content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_headline_compares_held_out_prompts_and_counts_steps_and_time(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path, 30)).read_text())
+    assert "sums 19: held-out reward 0.125 → 0.875" in page.shown
+    spent = sum(metric(record, "step_time") or 0.0 for record in read_metrics(tmp_path / "metrics.jsonl"))
+    assert f"optimizer steps30time in steps{duration(spent)}" in page.shown
+    assert "modeltinyenginevllm" in page.shown
+    assert "1.2345e-06" in page.shown
+
+
+def test_without_held_out_prompts_the_headline_compares_the_tenths_of_training(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in range(1, 21):
+        log.log_metrics({"step": step, "reward": step / 20})
+    page = Page(write_report(tmp_path).read_text())
+    assert "GRPO run: training reward 0.075 → 0.975" in page.shown
+
+
+@pytest.mark.parametrize("steps", [1, 2, 60])
+def test_runs_of_any_length_give_png_charts(tmp_path: Path, steps: int) -> None:
+    text = write_report(write_run(tmp_path, steps)).read_text()
+    pictures = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", text)]
+    assert len(pictures) == (4 if steps == 1 else 6)
+    for picture in (*pictures, (tmp_path / "reward.png").read_bytes()):
+        assert picture.startswith(b"\x89PNG")
+    assert len({len(picture) for picture in pictures}) == len(pictures)
+
+
+def test_a_run_with_nothing_but_one_bad_step_still_gets_a_report(tmp_path: Path) -> None:
+    RunLog(tmp_path).log_metrics({"step": 1, "reward": math.nan, "kl": math.inf})
+    assert "training reward - → -" in Page(write_report(tmp_path).read_text()).shown
+
+
+def test_a_directory_without_a_run_is_named_and_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no metrics\.jsonl with a step in it; want .*; fix: "):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_are_of_the_first_and_the_last_step_only(tmp_path: Path) -> None:
+    rows = first_and_last_rows(write_run(tmp_path, 5) / "rollouts.jsonl")
+    assert {step: len(samples) for step, samples in rows.items()} == {1: 8, 5: 8}
+    assert "Step 1, 8 completions" in Page(write_report(tmp_path).read_text()).shown
+
+
+def test_samples_are_the_best_the_worst_and_always_the_same_random_one() -> None:
+    rows: list[dict[str, Any]] = [{"reward": reward} for reward in (0.2, 0.9, None, 0.1, 0.5, 0.4)]
+    chosen = pick_samples(rows, seed=3)
+    assert [kind for kind, _ in chosen] == ["best", "worst", "random"]
+    assert [row["reward"] for _, row in chosen[:2]] == [0.9, 0.1]
+    assert chosen[2][1]["reward"] in (0.2, 0.4, 0.5)
+    assert pick_samples(rows, seed=3) == chosen
+    assert [kind for kind, _ in pick_samples(rows[:1], seed=0)] == ["best"]
+    assert pick_samples([{"reward": None}], seed=0) == []
+
+
+def test_of_a_step_that_was_repeated_the_last_record_counts() -> None:
+    records = [{"step": 1, "kl": 0.1}, {"step": 2, "kl": 0.2}, {"step": 1, "kl": 0.3}, {"step": 3, "kl": None}]
+    assert series(records, "kl") == ([1.0, 2.0], [0.3, 0.2])
+
+
+def test_charts_show_the_data_and_not_only_axes() -> None:
+    base = [{"step": i, "reward": 0.1 * i, "time/train": 1.0, "time/sync": 1.0, "entropy": 1.0} for i in range(1, 6)]
+    other = [record | {"reward": 0.5, "time/sync": 3.0, "entropy": float(record["step"])} for record in base]
+    for draw in (reward_chart, phase_chart, small_multiples):
+        assert draw(base, LIGHT) == draw(base, LIGHT)
+        assert draw(base, LIGHT) != draw(other, LIGHT)
+    assert small_series([{"step": 1, "reward": 0.1, "kl": None}]) == []
+
+
+def test_a_moving_mean_keeps_its_length_and_narrows_at_the_ends() -> None:
+    assert moving_mean([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
+
+
+def test_only_html_made_by_element_is_not_escaped() -> None:
+    assert element("p", "a < b", element("b", "&"), title='"') == '<p title="&quot;">a &lt; b<b>&amp;</b></p>'
+
+
+def test_the_report_needs_no_display_and_leaves_the_backend_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    monkeypatch.setenv("MPLBACKEND", "TkAgg")
+    before = dict(matplotlib.rcParams)
+    write_report(write_run(tmp_path, 2))
+    assert dict(matplotlib.rcParams) == before
+    assert json.loads((tmp_path / "run.json").read_text())["model"] == "tiny"

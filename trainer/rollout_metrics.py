@@ -1,0 +1,45 @@
+"""What a step's rollouts say about the run, under the names that TRL's users plot."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_grpo.trainer.scoring import ScoredRollouts
+
+# From the loss op's names to TRL's.
+LOSS_METRICS = {
+    "clip_ratio_low": "clip_ratio/low_mean",
+    "clip_ratio_high": "clip_ratio/high_mean",
+    "clip_ratio_region": "clip_ratio/region_mean",
+    "sampling_difference_mean": "sampling/sampling_logp_difference/mean",
+    "sampling_difference_max": "sampling/sampling_logp_difference/max",
+}
+
+
+def rollout_metrics(scored: ScoredRollouts) -> dict[str, float]:
+    """Reward and length metrics of one effective batch."""
+    rollouts = scored.rollouts
+    spread = scored.rewards.view(-1, rollouts.num_generations).std(1)
+    lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32)
+    clipped = torch.tensor([reason == "length" for reason in rollouts.finish_reasons])
+    metrics = {
+        "reward": scored.rewards.nanmean(),
+        "reward_std": spread.nanmean(),
+        "frac_reward_zero_std": (spread == 0).float().mean(),
+    }
+    for name, values in zip(scored.reward_names, scored.per_function.unbind(1), strict=True):
+        known = values[~values.isnan()]
+        metrics[f"rewards/{name}/mean"] = known.mean()
+        metrics[f"rewards/{name}/std"] = known.std() if len(known) > 1 else torch.zeros(())
+    metrics |= {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": clipped.float().mean(),
+    }
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The loss op's metrics under TRL's names."""
+    return {LOSS_METRICS.get(name, name): value for name, value in metrics.items()}
