@@ -1,7 +1,7 @@
 """The house rules that ruff and mypy do not know: `python scripts/house_style.py` lists every breach and exits 1.
 
-Floors: kernels -> fused_grpo -> trainer, and an import never goes up. Lengths: files of at most 400 lines, functions of
-at most 60, jit kernels of at most 90, public functions of at most 4 positional parameters. Safety: no pickle, no eval, no
+Floors: kernels -> fused_grpo -> trainer; an import never goes up. Lengths: files of at most 400 lines, functions of at
+most 60, jit kernels of at most 90, public functions of at most 4 positional parameters. Safety: no pickle, no eval, no
 yaml.load. Honesty: no notes to self left in the code.
 """
 

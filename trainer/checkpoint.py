@@ -95,8 +95,7 @@ def save_checkpoint(
     directory = Path(directory)
     state = _encode_state(trainer_state)
     partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
-    if previous.exists() and not directory.exists():
-        os.rename(previous, directory)
+    pass
     _refuse_foreign(directory)
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError
@@ -60,3 +61,23 @@ def prompt_batches(
     while True:
         batch = [next(stream) for _ in range(size * world_size)]
         yield batch[rank * size : (rank + 1) * size]
+
+
+def load_rows(source: str, *, split: str) -> list[Row]:
+    """The rows of a local file (.jsonl, .json, .csv, .parquet) or of a hub dataset's split.
+
+    Raises:
+        DataError: a file that does not exist or cannot be read, or a dataset that cannot be had.
+    """
+    from datasets import load_dataset
+
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    suffix = Path(source).suffix
+    try:
+        if suffix in formats:
+            if not Path(source).is_file():
+                raise FileNotFoundError("no such file")
+            return list(load_dataset(formats[suffix], data_files=source, split="train"))
+        return list(load_dataset(source, split=split))
+    except Exception as error:
+        raise DataError(f"got dataset {source!r}, which cannot be loaded: {error}") from error

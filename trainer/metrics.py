@@ -136,7 +136,7 @@ def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
     if name.endswith("_min"):
         return values.amin()
     weights = torch.stack([part["num_tokens"].detach().float() for part in parts])
-    return (values * weights).sum() / weights.sum().clamp(min=1.0)
+    return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
 
 
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:

@@ -1,8 +1,8 @@
 """Compile every kernel for every architecture, exactly as its launcher would launch it, without a GPU.
 
-Run as a script in a process without TRITON_INTERPRET. The launchers are called with meta tensors while `JITFunction.run`
-records what they would launch (arguments, constants, warps, stages), so what is compiled here cannot drift from what
-ships. Prints one JSON object per kernel: {"name": ..., "arch": ..., "dtype": ..., "stack": bytes spilled, ...}.
+Run as a script in a process without TRITON_INTERPRET. The launchers are called with meta tensors while
+`JITFunction.run` records what they would launch (arguments, constants, warps, stages), so what is compiled here cannot
+drift from what ships. Prints one JSON object per kernel: {"name": ..., "arch": ..., "dtype": ..., "stack": bytes spilled, ...}.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 Launch = tuple[JITFunction, dict[str, Any], dict[str, int]]
 
 
-def record_launches(arch: str, dtype: torch.dtype, *, softcap: float | None) -> list[Launch]:
-    """What the launchers would run on `arch`, for inputs with every option on."""
+def record_launches(arch: str, dtype: torch.dtype, *, full: bool) -> list[Launch]:
+    """What the launchers would run on `arch`, with every option on or none."""
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -45,25 +45,26 @@ def record_launches(arch: str, dtype: torch.dtype, *, softcap: float | None) -> 
     original, JITFunction.run = JITFunction.run, record
     tuning.architecture = lambda device: arch
     try:
-        call_launchers(dtype, softcap=softcap)
+        call_launchers(dtype, full=full)
     finally:
         JITFunction.run = original
     return launches
 
 
-def call_launchers(dtype: torch.dtype, *, softcap: float | None) -> None:
+def call_launchers(dtype: torch.dtype, *, full: bool) -> None:
     N, D, V = 512, 4096, 151936
     with torch.device("meta"):
         hidden, weight, logits = torch.empty(N, D, dtype=dtype), torch.empty(V, D, dtype=dtype), torch.empty(N, V)
         row, targets, mask = torch.empty(N), torch.empty(N, dtype=torch.int64), torch.empty(N, dtype=torch.bool)
         bias = torch.empty(V, dtype=dtype)
-    head = {"bias": bias, "temperature": row, "softcap": softcap}
-    kernels.logprob_forward(hidden, weight, targets, entropy=True, **head)
-    kernels.row_statistics(logits, targets, entropy=True, **head)
-    upstream = {"grad_logprobs": row, "grad_entropy": row, "dtype": dtype}
-    kernels.logits_gradient_(logits, targets, lse=row, logprobs=row, entropy=row, **upstream, **head)
-    given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy"), row)
-    config = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "bias_correction_kl": True}
+    head = {"temperature": row} | ({"bias": bias, "softcap": 30.0} if full else {})
+    kernels.logprob_forward(hidden, weight, targets, entropy=full, **head)
+    kernels.row_statistics(logits, targets, entropy=full, **head)
+    optional = row if full else None
+    upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
+    kernels.logits_gradient_(logits, targets, lse=row, logprobs=row, entropy=optional, **upstream, **head)
+    given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy"), optional)
+    config = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "bias_correction_kl": full}
     kernels.grpo_token_loss(row, advantages=row, weights=row, mask=mask, **given, **config)
 
 
@@ -87,6 +88,7 @@ def report(launch: Launch, arch: str) -> dict[str, Any]:
     fn, arguments, options = launch
     compiled = triton.compile(source_of(fn, arguments), target=TARGETS[arch], options=options)
     facts: dict[str, Any] = {"name": fn.__name__, "arch": arch, "shared": compiled.metadata.shared}
+    facts["barriers"] = compiled.asm["ttgir"].count("ttg.barrier")
     if arch.startswith("gfx"):
         spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
         return facts | {"stack": int(spilled[1]) if spilled else None}
@@ -106,8 +108,8 @@ def dump(what: str, path: str) -> str:
 
 def main(arches: list[str]) -> None:
     for arch in arches:
-        for dtype, softcap in ((torch.bfloat16, None), (torch.float32, 30.0)):
-            for launch in record_launches(arch, dtype, softcap=softcap):
+        for dtype, full in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+            for launch in record_launches(arch, dtype, full=full):
                 facts = report(launch, arch) | {"dtype": str(dtype).removeprefix("torch.")}
                 print(json.dumps(facts), flush=True)
 

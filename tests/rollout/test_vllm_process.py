@@ -98,6 +98,17 @@ def test_a_prompt_without_room_is_refused_instead_of_cut_short(engine) -> None:
     assert len(engine.generate([[3] * 60], SAMPLING).completion_ids) == 2
 
 
+def test_a_call_that_vllm_fails_closes_the_engine_instead_of_leaving_requests(engine, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._llm.llm_engine.engine_core.engine_core.model_executor, "execute_model", fail)
+    with pytest.raises(UnavailableError, match=r"RuntimeError from vLLM while sampling.*out of memory.*fix:"):
+        engine.generate([[3, 4]], SAMPLING)
+    with pytest.raises(UnavailableError, match="closed"):
+        engine.generate([[3, 4]], SAMPLING)
+
+
 def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
     with pytest.raises(InputError, match="load_format"):
         VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"load_format": "auto"})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -92,27 +92,23 @@ class VLLMEngine:
             self._llm: Any = start_vllm(
                 model, tokenizer, options=options, on_cpu=self._on_cpu, untie=self._tie is not None, resources=resources
             )
-            self.load_weights(checkpoint_weights(model), version=0)
             self._close = weakref.finalize(self, resources.pop_all().close)
         VLLMEngine._running = weakref.ref(self)
+        self.load_weights(checkpoint_weights(model), version=0)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """`sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
 
         Errors:
             InputError: an empty prompt, or one that leaves no room for `sampling.max_tokens`.
-            UnavailableError: the engine is closed.
+            UnavailableError: the engine is closed, or vLLM failed, which closes it.
         """
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids]
-        with ExitStack() as guest:
-            guest.enter_context(isolation.kept_rng())
-            if self._on_cpu:
-                guest.enter_context(without_compiling())
-            outputs = self._engine().generate(prompts, self._requests(len(prompts), sampling), use_tqdm=False)
+        outputs = self._sample(prompts, self._requests(len(prompts), sampling))
         # Greedy completions of one prompt are equal, and vLLM makes one of them only.
         repeats = sampling.n if sampling.temperature == 0 else 1
-        completions = [completion for output in outputs for completion in output.outputs * repeats]
+        completions = [completion for output in outputs for completion in output.outputs]
         return Rollouts(
             prompt_ids=[prompt["prompt_token_ids"] for prompt in prompts],
             completion_ids=[list(completion.token_ids) for completion in completions],
@@ -126,7 +122,7 @@ class VLLMEngine:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
 
         Errors:
-            WeightSyncError: vLLM refused them. What it serves is then undefined: load again, or close.
+            WeightSyncError: vLLM refused them. It cannot load again after that: the engine is closed.
             UnavailableError: the engine is closed.
         """
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
@@ -136,9 +132,11 @@ class VLLMEngine:
             with isolation.kept_rng(), isolation.kept_threads(), isolation.quiet_reload():
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
+            self.close()
             raise WeightSyncError(
-                f"got {type(error).__name__} from vLLM while loading weight version {version}: {error}; want every "
-                "weight of the model, whole, under its checkpoint name; fix: pass checkpoint_weights(model)"
+                f"got {type(error).__name__} from vLLM while loading weight version {version}, and closed the engine: "
+                f"{error}; want every weight of the model, whole, under its checkpoint name; fix: pass "
+                "checkpoint_weights(model)"
             ) from error
         # Keys and values of the old weights are wrong for the new ones.
         llm.reset_prefix_cache()
@@ -153,6 +151,22 @@ class VLLMEngine:
         if self._llm is None:
             raise UnavailableError("got a call on a closed vllm engine, want an open one; fix: make a new engine")
         return self._llm
+
+    def _sample(self, prompts: list[dict[str, list[int]]], requests: list[Any]) -> list[Any]:
+        llm = self._engine()
+        try:
+            with isolation.kept_rng(), without_compiling() if self._on_cpu else nullcontext():
+                outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False)
+        except BaseException as error:
+            # The unfinished requests would be served, and returned, by the next call.
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise UnavailableError(
+                f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model "
+                "that vLLM can run on this machine; fix: change engine_options, or take the transformers engine"
+            ) from error
+        return outputs
 
     def _requests(self, count: int, sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams

@@ -78,6 +78,9 @@ def start_vllm(
     # Before the start, so that one that fails half-way is cleaned up too.
     started: list[Any] = []
     keep_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if keep_group and "LOCAL_RANK" in os.environ:
+        # Otherwise the engines of all ranks would take device 0.
+        options = {"distributed_executor_backend": "external_launcher", **options}
     resources.callback(_shut_down, started, keep_group=keep_group)
     try:
         started.append(_launch(folder, options, on_cpu=on_cpu))

@@ -24,14 +24,15 @@ import triton.language as tl
 def expm1_minus_x(x):
     """exp(x) - 1 - x to a few ulp: a series where the terms would cancel, the formula elsewhere."""
     # Taylor from x^9 down; the first term left out is below 1e-8 of the sum at |x| = 0.5.
-    poly = 2.7557319e-6 * x + 2.4801587e-5
-    poly = poly * x + 1.9841270e-4
-    poly = poly * x + 1.3888889e-3
-    poly = poly * x + 8.3333333e-3
-    poly = poly * x + 4.1666667e-2
-    poly = poly * x + 1.6666667e-1
-    poly = poly * x + 0.5
-    return tl.where(tl.abs(x) < 0.5, poly * x * x, tl.exp(x) - 1.0 - x)
+    near = tl.where(tl.abs(x) < 0.5, x, 0.0)
+    poly = 2.7557319e-6 * near + 2.4801587e-5
+    poly = poly * near + 1.9841270e-4
+    poly = poly * near + 1.3888889e-3
+    poly = poly * near + 8.3333333e-3
+    poly = poly * near + 4.1666667e-2
+    poly = poly * near + 1.6666667e-1
+    poly = poly * near + 0.5
+    return tl.where(tl.abs(x) < 0.5, poly * near * near, tl.exp(x) - 1.0 - x)
 
 
 @triton.jit
@@ -148,16 +149,18 @@ def merge_statistics(maximum, total, weighted, ENTROPY: tl.constexpr):
 @triton.jit
 def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     """(log p of the target, entropy, lse) from the statistics of all the other tokens."""
+    # Without another token (V = 1, or all others at -inf) the target is certain; stand-ins keep inf - inf out.
     alone = total == 0.0
-    safe_total = tl.where(alone, 1.0, total)
-    log_total = tl.log(safe_total)
+    total = tl.where(alone, 1.0, total)
+    maximum = tl.where(alone, target_logit, maximum)
+    log_total = tl.log(total)
     # (maximum - target) first: the difference of two large numbers is exact, their sums with log_total are not.
     d = tl.where(alone, float("-inf"), (maximum - target_logit) + log_total)
     logprob = -softplus(d)
-    others = softplus(-d)
+    others = tl.where(alone, 0.0, softplus(-d))
     lse = tl.where(d > 0.0, maximum + (log_total + others), target_logit - logprob)
     entropy = logprob
     if ENTROPY:
-        rest = tl.where(alone, 0.0, others) + (log_total - weighted / safe_total)
+        rest = others + (log_total - weighted / total)
         entropy = -expm1(logprob) * rest - tl.exp(logprob) * tl.maximum(logprob, -128.0)
     return logprob, entropy, lse

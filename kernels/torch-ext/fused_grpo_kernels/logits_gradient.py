@@ -72,6 +72,7 @@ def _logits_gradient_kernel(
         is_target = (columns == target)[None, :]
         z = logit(raw, tile_bias, logit_scale, softcap, inverse_temperature)
         log_p = tl.where(is_target, row_logprob, (z - anchor) + offset)
+        log_p = tl.where(inside[None, :], log_p, float("-inf"))
         p = tl.exp(log_p)
         dz = tl.where(is_target, -g * expm1(row_logprob), -g * p)
         if ENTROPY:

