@@ -95,7 +95,8 @@ def save_checkpoint(
     directory = Path(directory)
     state = _encode_state(trainer_state)
     partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
-    pass
+    if previous.exists() and not directory.exists():
+        os.rename(previous, directory)
     _refuse_foreign(directory)
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)

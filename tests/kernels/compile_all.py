@@ -2,7 +2,8 @@
 
 Run as a script in a process without TRITON_INTERPRET. The launchers are called with meta tensors while
 `JITFunction.run` records what they would launch (arguments, constants, warps, stages), so what is compiled here cannot
-drift from what ships. Prints one JSON object per kernel: {"name": ..., "arch": ..., "dtype": ..., "stack": bytes spilled, ...}.
+drift from what ships. Prints one JSON object per kernel: its name, arch and dtype, the bytes of shared memory and of
+stack (spilled registers) it takes, and its barriers.
 """
 
 from __future__ import annotations

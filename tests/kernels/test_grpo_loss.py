@@ -134,11 +134,10 @@ def test_kl_of_nearly_equal_policies_does_not_cancel() -> None:
 def test_counts_beyond_fp32_integers_stay_exact() -> None:
     from fused_grpo.kernels.grpo_loss import STATISTICS, _statistics
 
-    # 2^14 programs of 1024 tokens, then one token more: 2^24 + 2 is an fp32, 2^24 + 1 + 1 added in fp32 is not.
-    partials = torch.zeros(2**14 + 2, STATISTICS)
-    partials[:, 2] = 1024
-    partials[-2:, 2] = 1
-    assert _statistics(partials)["num_tokens"].item() == 2**24 + 2
+    # 2^24 + 4096 is an fp32, but adding 1 to 2^24 in fp32 gives 2^24.
+    partials = torch.ones(4097, STATISTICS)
+    partials[0, 2] = 2**24
+    assert _statistics(partials)["num_tokens"].item() == 2**24 + 4096
 
 
 def test_reruns_are_bitwise_equal() -> None:

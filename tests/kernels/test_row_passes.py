@@ -76,6 +76,21 @@ def test_huge_logits_keep_finite_statistics_and_gradients(oracle: Any, head_opti
     check_gradient(oracle, shifted, targets, **upstream(5), **options)
 
 
+def test_probable_target_at_huge_logits_keeps_exact_probabilities(head_options: Any) -> None:
+    logits, targets = torch.tensor([[1e4, 1e4 - 1.5, 1e4 - 3.0]]), torch.tensor([0])
+    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)}
+    exact = torch.tensor([[1.0, 0.0, 0.0]]).double() - torch.softmax(logits.double(), -1)
+    ours = our_gradient(logits, targets, **grads, **head_options(1, 3))
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=0)
+
+
+def test_hopeless_target_does_not_round_the_log_sum_exp(oracle: Any, head_options: Any) -> None:
+    logits, targets = torch.tensor([[0.3, -0.2, -12345.678]]), torch.tensor([2])
+    _, _, lse = row_statistics(logits, targets, **head_options(1, 3))
+    _, _, exact = oracle.statistics(logits.double(), targets, **head_options(1, 3))
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=0)
+
+
 def test_gradient_without_entropy_needs_no_entropy(oracle: Any, head_options: Any) -> None:
     (logits, targets), options = problem(5, 130), head_options(5, 130, ALL)
     g = upstream(5)["grad_logprobs"]

@@ -65,11 +65,14 @@ def test_truncated_sampling_renormalises_over_the_tokens_it_keeps(engine, model,
         torch.testing.assert_close(torch.tensor(rollouts.sampling_logprobs[index]), expected, atol=1e-4, rtol=0)
 
 
-def test_a_repetition_penalty_does_not_depend_on_the_batch(engine, prompts) -> None:
+def test_a_repetition_penalty_does_not_depend_on_the_batch(engine, prompts, sampled_logprobs) -> None:
     penalised = replace(GREEDY, repetition_penalty=1.5, n=1)
-    together = engine.generate(prompts, penalised).completion_ids
-    assert together == [engine.generate([prompt], penalised).completion_ids[0] for prompt in prompts]
-    assert together != engine.generate(prompts, replace(GREEDY, n=1)).completion_ids
+    together = engine.generate(prompts, penalised)
+    alone = [engine.generate([prompt], penalised) for prompt in prompts]
+    assert together.completion_ids == [rollouts.completion_ids[0] for rollouts in alone]
+    expected = torch.cat([sampled_logprobs(rollouts) for rollouts in alone])
+    torch.testing.assert_close(sampled_logprobs(together), expected, atol=1e-4, rtol=0)
+    assert together.completion_ids != engine.generate(prompts, replace(GREEDY, n=1)).completion_ids
 
 
 def test_stopped_completions_keep_their_stop_token_and_say_so(engine, prompts) -> None:

@@ -105,7 +105,7 @@ def test_a_call_that_vllm_fails_closes_the_engine_instead_of_leaving_requests(en
     monkeypatch.setattr(engine._llm.llm_engine.engine_core.engine_core.model_executor, "execute_model", fail)
     with pytest.raises(UnavailableError, match=r"RuntimeError from vLLM while sampling.*out of memory.*fix:"):
         engine.generate([[3, 4]], SAMPLING)
-    with pytest.raises(UnavailableError, match="closed"):
+    with pytest.raises(UnavailableError, match="on a closed vllm engine"):
         engine.generate([[3, 4]], SAMPLING)
 
 

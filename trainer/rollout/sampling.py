@@ -17,7 +17,7 @@ SEED_BITS = 62
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
+    """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config."""
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
     ids = from_model if isinstance(from_model, list) else [from_model]

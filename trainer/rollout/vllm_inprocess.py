@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.rollout import isolation
-from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_prompts, prompt_seeds, stop_token_ids
+from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_prompts, prompt_seeds
 from fused_grpo.trainer.rollout.vllm_start import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.rollout.weights import Tie, checkpoint_weights
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -84,7 +84,6 @@ class VLLMEngine:
             **_checked(engine_options or {}),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
-        self._stop_ids = stop_token_ids(model, tokenizer)
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
         self.weight_version = -1
@@ -108,7 +107,7 @@ class VLLMEngine:
         outputs = self._sample(prompts, self._requests(len(prompts), sampling))
         # Greedy completions of one prompt are equal, and vLLM makes one of them only.
         repeats = sampling.n if sampling.temperature == 0 else 1
-        completions = [completion for output in outputs for completion in output.outputs]
+        completions = [completion for output in outputs for completion in output.outputs * repeats]
         return Rollouts(
             prompt_ids=[prompt["prompt_token_ids"] for prompt in prompts],
             completion_ids=[list(completion.token_ids) for completion in completions],
@@ -182,7 +181,6 @@ class VLLMEngine:
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
                 seed=prompt_seed,
-                stop_token_ids=self._stop_ids,
                 logprobs=0,
                 detokenize=False,
             )
