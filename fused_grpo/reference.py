@@ -112,7 +112,7 @@ def token_loss(
         "clip_low": (on * ((ratio < 1 - epsilon_low) & (advantages < 0))).sum(),
         "clip_high": (on * ((ratio > 1 + epsilon_high) & (advantages > 0))).sum(),
         "sampling_difference": difference.sum(),
-        "sampling_difference_max": largest(difference),
+        "sampling_difference_max": largest(difference).clamp_min(0.0),
         "ratio_min": -largest(torch.where(mask, -ratio, -torch.inf)),
         "ratio_max": largest(torch.where(mask, ratio, -torch.inf)),
     }

@@ -40,14 +40,14 @@ from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.console import Console
 from fused_grpo.trainer.data import Row, check_rows, prompt_batches
 from fused_grpo.trainer.metrics import RunLog, merge_metrics
-from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights, wants_bf16
+from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights, takes_any_lengths, wants_bf16
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.report import write_report
 from fused_grpo.trainer.rewards import check_reward_functions
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement, make_engine
 from fused_grpo.trainer.rollout_metrics import rename_loss_metrics, rollout_metrics
 from fused_grpo.trainer.scoring import ScoredRollouts, score
-from fused_grpo.trainer.types import MicroBatch, SamplingParams
+from fused_grpo.trainer.types import EffectiveBatch, MicroBatch, Rollouts, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,7 @@ class GRPOTrainer:
                     advantages = self._advantages(scored.rewards)
                 with phases("train"):
                     batch = scored.effective_batch(advantages)
-                    packed = micro_batches(batch, args.per_device_train_batch_size, self.accelerator.device)
-                    packed = self._with_reference(packed)
+                    packed = self._pack(batch)
                 for _ in range(min(args.num_iterations, self.max_steps - self.step)):
                     with phases("train"):
                         packed, loss_metrics = self._optimizer_step(packed)
@@ -188,7 +187,7 @@ class GRPOTrainer:
         if self.engine.weight_version != self.step:
             self.engine.load_weights(self._weights().items(), version=self.step)
 
-    def _generate(self, rows: list[Row]) -> Any:
+    def _generate(self, rows: list[Row]) -> Rollouts:
         """The one `generate` call of an effective batch."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         seed = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
@@ -201,8 +200,14 @@ class GRPOTrainer:
         advantages = group_advantages(everyone, self.args.num_generations, scale=self.args.scale_rewards)
         return advantages.view(-1, len(rewards))[self.accelerator.process_index]
 
-    def _with_reference(self, packed: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with the initial model's log-probs, where there is a KL term."""
+    def _pack(self, batch: EffectiveBatch) -> list[MicroBatch]:
+        """Micro-batches, with the initial model's log-probs where there is a KL term."""
+        packed = micro_batches(
+            batch,
+            self.args.per_device_train_batch_size,
+            one_row=takes_any_lengths(self.model),
+            device=self.accelerator.device,
+        )
         if self.reference is None:
             return packed
         return [dataclasses.replace(batch, ref_logprobs=self.reference.logprobs(batch)) for batch in packed]

@@ -18,6 +18,11 @@ def wants_bf16(args: GRPOConfig) -> bool:
     return torch.cuda.is_available() if args.bf16 is None else args.bf16
 
 
+def takes_any_lengths(model: PreTrainedModel) -> bool:
+    """Whether the model's attention is a variable-length kernel, which takes packed sequences without a mask."""
+    return "flash" in str(model.config._attn_implementation)
+
+
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool) -> PreTrainedModel:
     """The module itself, or fp32 weights from a path or hub id."""
     if isinstance(model, PreTrainedModel):

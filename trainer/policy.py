@@ -75,7 +75,7 @@ class PolicyLoss(nn.Module):
         backbone = self.model.get_decoder()
         head: Any = self.model.get_output_embeddings()
         states = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        hidden: Tensor = states.last_hidden_state[0, batch.predictors]
+        hidden: Tensor = states.last_hidden_state.flatten(0, 1)[batch.predictors]
         options = {
             "bias": getattr(head, "bias", None),
             "temperature": self.temperature,

@@ -1,7 +1,7 @@
 """What travels between the rooms of the trainer: frozen, with the shape of every field beside it.
 
-Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, L packed tokens of a micro-batch
-(prompts and completions), N its completion tokens.
+Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, R rows of L tokens in a
+micro-batch (prompts and completions), N its completion tokens.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class EffectiveBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of an effective batch, packed end to end without padding."""
+    """Some sequences of an effective batch, packed end to end into R rows."""
 
-    input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
-    predictors: Tensor  # [N] int64, the places in 0..L-1 whose hidden state predicts a completion token
+    input_ids: Tensor  # [R, L] int64
+    position_ids: Tensor  # [R, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
+    predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts a completion token
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
     advantages: Tensor  # [b] fp32

@@ -6,17 +6,19 @@ from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import integers, lists
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import CheckpointError, DataError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.advantages import group_advantages, total_rewards
-from fused_grpo.trainer.batching import micro_batches, pack
+from fused_grpo.trainer.batching import micro_batches, pack, place
 from fused_grpo.trainer.data import check_rows, prompt_batches
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch
 
-NAN = float("nan")
+NAN, CPU = float("nan"), torch.device("cpu")
 
 
 def test_advantages_are_those_of_the_group():
@@ -51,7 +53,7 @@ def batch() -> EffectiveBatch:
 
 
 def test_packing_keeps_every_token_and_what_predicts_it(batch):
-    packed = pack(batch, slice(0, 3), torch.device("cpu"))
+    packed = pack(batch, slice(0, 3), one_row=True, device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1, 4, 5, 6, 1, 7, 10, 11, 12, 1]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert packed.predictors.tolist() == [1, 2, 3, 7, 9, 10, 11, 12]
@@ -60,17 +62,35 @@ def test_packing_keeps_every_token_and_what_predicts_it(batch):
     assert packed.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6, -7, -8]
 
 
+def test_rows_are_as_long_as_the_longest_sequence(batch):
+    packed = pack(batch, slice(0, 3), one_row=False, device=CPU)
+    assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1], [7, 10, 11, 12, 1], [4, 5, 6, 1, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 0]]
+    assert packed.targets.tolist() == packed.input_ids.flatten()[packed.predictors + 1].tolist()
+    assert packed.targets.tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
+
+
+@given(lists(integers(1, 9), min_size=1, max_size=30))
+def test_sequences_share_rows_without_overlapping(lengths):
+    starts, num_rows = place(lengths, max(lengths))
+    taken = [slot for start, length in zip(starts, lengths, strict=True) for slot in range(start, start + length)]
+    assert len(set(taken)) == len(taken)
+    assert all(start % max(lengths) + length <= max(lengths) for start, length in zip(starts, lengths, strict=True))
+    assert num_rows <= 2 * sum(lengths) / max(lengths) + 1
+
+
 def test_micro_batches_cover_the_batch_in_order(batch):
-    cut = micro_batches(batch, 2, torch.device("cpu"))
+    cut = micro_batches(batch, 2, one_row=False, device=CPU)
     assert [part.advantages.tolist() for part in cut] == [[1.0, -1.0], [0.5]]
     assert torch.cat([part.targets for part in cut]).tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
 
 
+@pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, attention):
+def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, attention, one_row):
     model = make_model(attn_implementation=attention).double()
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    packed = policy.logprobs(pack(batch, slice(0, 3), torch.device("cpu")))
+    packed = policy.logprobs(pack(batch, slice(0, 3), one_row=one_row, device=CPU))
     alone = []
     for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8

@@ -144,8 +144,7 @@ def _worked_sums(
         for (prompts, answers), count in ((with_carry, 51), (without, 205)):
             chosen = torch.randint(len(prompts), (count,), generator=generator)
             parts.append((prompts[chosen], answers[chosen]))
-        prompts, answers = zip(*parts, strict=True)
-        return torch.cat(prompts), torch.cat(answers)
+        return torch.cat([prompts for prompts, _ in parts]), torch.cat([answers for _, answers in parts])
 
     return draw
 
@@ -173,4 +172,5 @@ def _greedy_accuracy(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -
     That is exactly the share that greedy decoding gets right: the first wrong token decides either way.
     """
     likeliest = _answer_logits(model, prompts, answers).argmax(-1)
-    return ((likeliest == answers) | (answers == model.config.pad_token_id)).all(1).float().mean().item()
+    right = (likeliest == answers) | (answers == model.config.pad_token_id)
+    return right.all(1).float().mean().item()
