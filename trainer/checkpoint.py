@@ -41,6 +41,25 @@ class SavesTokenizer(Protocol):
     def save_pretrained(self, save_directory: str) -> Any: ...
 
 
+def check_output_dir(
+    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
+) -> list[Path]:
+    """What `prepare_output_dir` would remove; raises what it would raise. Nothing is written or removed."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
+    found = _run_files(path)
+    if found and not (resume or overwrite):
+        raise CheckpointError(
+            f"got {path}, which holds another run ({', '.join(sorted(file.name for file in found))}); "
+            "want an output directory of its own; fix: choose another --output-dir, or pass --overwrite-output-dir"
+        )
+    if resume:
+        return []
+    _refuse_to_lose(keep, found)
+    return found
+
+
 def prepare_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> Path:
@@ -57,17 +76,7 @@ def prepare_output_dir(
             `path` is a file.
     """
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
-    found = _run_files(path)
-    if found and not (resume or overwrite):
-        raise CheckpointError(
-            f"got {path}, which holds another run ({', '.join(sorted(file.name for file in found))}); "
-            "want an output directory of its own; fix: choose another --output-dir, or pass --overwrite-output-dir"
-        )
-    if overwrite and not resume:
-        _refuse_to_lose(keep, found)
-        _remove(found)
+    _remove(check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep))
     path.mkdir(parents=True, exist_ok=True)
     return path
 

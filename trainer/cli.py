@@ -101,10 +101,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def train(options: TrainOptions) -> None:
     """Run what the options ask for."""
-    from fused_grpo.trainer.checkpoint import prepare_output_dir
+    from fused_grpo.trainer.checkpoint import check_output_dir
 
     # Before anything slow: a demo that has pretrained a model should not then find its directory taken.
-    prepare_output_dir(Path(options.output_dir), overwrite=options.overwrite_output_dir)
+    check_output_dir(Path(options.output_dir), overwrite=options.overwrite_output_dir, keep=options.model)
     if options.model is None:
         train_demo(options)
     else:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,16 @@ from fused_grpo.errors import NonFiniteError
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.advantages import group_advantages
 from fused_grpo.trainer.batching import micro_batches
-from fused_grpo.trainer.checkpoint import prepare_output_dir, save_checkpoint
+from fused_grpo.trainer.checkpoint import check_output_dir, prepare_output_dir, save_checkpoint
 from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.console import Console
 from fused_grpo.trainer.data import Row, check_rows, prompt_batches
-from fused_grpo.trainer.metrics import RunLog, merge_metrics
+from fused_grpo.trainer.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights, takes_any_lengths, wants_bf16
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.report import write_report
-from fused_grpo.trainer.rewards import check_reward_functions
+from fused_grpo.trainer.rewards import check_reward_functions, reward_name
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement, make_engine
 from fused_grpo.trainer.rollout_metrics import rename_loss_metrics, rollout_metrics
+from fused_grpo.trainer.run_output import Phases, RunOutput
 from fused_grpo.trainer.scoring import ScoredRollouts, score
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch, Rollouts, SamplingParams
 
@@ -101,8 +99,9 @@ class GRPOTrainer:
         self.accelerator = Accelerator(mixed_precision="bf16" if wants_bf16(args) else "no")
         self.prompts_per_step = args.prompts_per_process(self.accelerator.num_processes)
         self.output_dir = Path(args.output_dir)
-        if self.accelerator.is_main_process:
-            prepare_output_dir(self.output_dir, overwrite=args.overwrite_output_dir)
+        self.task = "+".join(map(reward_name, self.reward_funcs))
+        self.model_path = model if isinstance(model, str) else None
+        check_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
         self.tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
         self.model = load_model(model, trust_remote_code=args.trust_remote_code)
         self.max_steps = self._planned_steps()
@@ -119,8 +118,10 @@ class GRPOTrainer:
             NonFiniteError: the loss or a gradient is not finite.
             In all three cases the step that failed has updated nothing.
         """
-        args = self.args
-        self._open_log()
+        args, is_main = self.args, self.accelerator.is_main_process
+        if is_main:
+            prepare_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
+        self.output = RunOutput(args, self.max_steps, is_main=is_main, facts=self._facts())
         prompts = self._prompt_batches()
         metrics: dict[str, Any] = {}
         try:
@@ -141,14 +142,22 @@ class GRPOTrainer:
                 for _ in range(min(args.num_iterations, self.max_steps - self.step)):
                     with phases("train"):
                         packed, loss_metrics = self._optimizer_step(packed)
-                    metrics = self._log_step(scored, advantages, loss_metrics, phases)
+                    metrics = self._record(scored, loss_metrics, phases)
+                    self.output.step(metrics, scored, advantages, phases)
                     phases = Phases()
                     if self._due(args.eval_steps):
                         after = self.evaluate()
                     if self._due(args.save_steps):
                         self.save_model(f"checkpoint-{self.step}")
             after = self.evaluate()
-            return self._finish(metrics, before, after)
+            return TrainResult(
+                steps=self.step,
+                metrics=metrics,
+                eval_before=before,
+                eval_after=after,
+                checkpoint=self.save_model("final"),
+                report=self.output.report(),
+            )
         finally:
             self.engine.close()
 
@@ -165,9 +174,7 @@ class GRPOTrainer:
             for name, column in zip(scored.reward_names, scored.per_function.T, strict=True)
         }
         result = {name: values.nanmean().item() for name, values in ({"reward": scored.rewards} | means).items()}
-        if self.log is not None:
-            self.log.log_metrics({"step": self.step} | {f"eval/{name}": value for name, value in result.items()})
-        self.console.note(f"step {self.step}: held-out reward {result['reward']:.3f} on {len(self.eval_rows)} prompts")
+        self.output.evaluation(self.step, result, len(self.eval_rows))
         return result
 
     def save_model(self, name: str) -> Path:
@@ -267,31 +274,20 @@ class GRPOTrainer:
                 "nothing was updated; fix: a lower learning_rate, or look at this step's rewards and log-probs"
             )
 
-    def _log_step(
-        self, scored: ScoredRollouts, advantages: Tensor, loss_metrics: dict[str, float], phases: Phases
-    ) -> dict[str, Any]:
-        """Metrics, rollouts and console; the metrics as logged."""
-        seconds = phases.seconds
-        metrics = self._over_processes(rollout_metrics(scored) | rename_loss_metrics(loss_metrics))
-        record: dict[str, Any] = {
+    def _record(self, scored: ScoredRollouts, loss_metrics: dict[str, float], phases: Phases) -> dict[str, Any]:
+        """The metrics of a step, over all processes."""
+        everyone = gather_object([(rollout_metrics(scored), loss_metrics)])
+        rollout, loss = ([pair[part] for pair in everyone] for part in (0, 1))
+        return {
             "step": self.step,
-            **metrics,
-            "step_time": sum(seconds.values()),
-            **{f"time/{name}": value for name, value in seconds.items()},
+            **{name: sum(part[name] for part in rollout) / len(rollout) for name in rollout[0]},
+            **rename_loss_metrics(merge_floats(loss)),
+            "step_time": sum(phases.seconds.values()),
+            **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
             "generate_calls": self.generate_calls,
             "weight_version": scored.rollouts.weight_version,
             "rollout_engine": self.engine.name,
         }
-        if self.log is not None:
-            self.log.log_metrics(record)
-            records = scored.records(advantages)
-            if "generate" in seconds:
-                self.log.log_rollouts(self.step, records)
-            if self.step % self.args.logging_steps == 0 or self.step == self.max_steps:
-                self.console.step(self.step, record, seconds)
-            if self.args.log_completions and (self.step - 1) % self.args.log_completions_steps == 0:
-                self.console.completions(self.step, records, self.args.num_completions_to_print)
-        return record
 
     def _planned_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -348,39 +344,20 @@ class GRPOTrainer:
             world_size=self.accelerator.num_processes,
         )
 
-    def _open_log(self) -> None:
-        args, accelerator = self.args, self.accelerator
-        self.console = Console(self.max_steps, quiet=not accelerator.is_main_process)
-        self.log = RunLog(self.output_dir) if accelerator.is_main_process else None
-        sequences = self.prompts_per_step * args.num_generations * accelerator.num_processes
+    def _facts(self) -> dict[str, str]:
+        """What the console and the report say about the run beforehand."""
+        args, processes = self.args, self.accelerator.num_processes
+        prompts = self.prompts_per_step * processes
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        facts = {
-            "model": f"{type(self.model).__name__}, {parameters:,} parameters",
+        return {
+            "task": self.task,
+            "model": f"{self.model.config.name_or_path or type(self.model).__name__}, {parameters:,} parameters",
             "engine": self.engine.name,
-            "batch": f"{sequences} sequences = {sequences // args.num_generations} prompts x {args.num_generations}, "
-            f"in {args.gradient_accumulation_steps} micro-batch(es) on {accelerator.num_processes} process(es)",
+            "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
+            f"in {args.gradient_accumulation_steps} micro-batch(es) on {processes} process(es)",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
-            "output": str(self.output_dir),
+            "output": args.output_dir,
         }
-        self.console.banner(facts)
-        if self.log is not None:
-            self.log.log_config(dataclasses.asdict(args), **facts)
-
-    def _finish(
-        self, metrics: dict[str, Any], before: dict[str, float] | None, after: dict[str, float] | None
-    ) -> TrainResult:
-        checkpoint = self.save_model("final")
-        report = self.output_dir / "report.html"
-        if self.accelerator.is_main_process:
-            report = write_report(self.output_dir)
-        return TrainResult(
-            steps=self.step,
-            metrics=metrics,
-            eval_before=before,
-            eval_after=after,
-            checkpoint=checkpoint,
-            report=report,
-        )
 
     def _encode(self, rows: list[Row]) -> list[list[int]]:
         ids: list[list[int]] = self.tokenizer([row["prompt"] for row in rows])["input_ids"]
@@ -392,24 +369,3 @@ class GRPOTrainer:
     def _due(self, every: int | None) -> bool:
         """True at every so many steps, except at the last, which has its own."""
         return every is not None and self.step % every == 0 and self.step < self.max_steps
-
-    def _over_processes(self, metrics: dict[str, float]) -> dict[str, float]:
-        if self.accelerator.num_processes == 1:
-            return metrics
-        gathered = gather_object([metrics])
-        return merge_metrics([{name: torch.tensor(value) for name, value in part.items()} for part in gathered])
-
-
-class Phases:
-    """Where the seconds of a step go."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.provenance import machine, publishable, to_json, versions
+from fused_grpo.trainer.publishable import publishable, to_json
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -125,6 +126,11 @@ def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         return {}
     merged = [_merge(name, [part for part in parts if name in part]) for name in names]
     return dict(zip(names, torch.stack(merged).tolist(), strict=True))
+
+
+def merge_floats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`merge_metrics` of what processes have made of theirs."""
+    return merge_metrics([{name: torch.tensor(value) for name, value in part.items()} for part in parts])
 
 
 def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:

