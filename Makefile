@@ -15,7 +15,7 @@ demo:    ## train the built-in arithmetic task with vLLM rollouts; SEED=n, OUTPU
 
 test:    ## the whole suite, with real vLLM and interpreted Triton
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/pytest $(ARGS)
 
 check:   ## style, types and the house rules
 	@$(PYTHON) scripts/setup_env.py dev bench
@@ -26,7 +26,7 @@ check:   ## style, types and the house rules
 
 bench:   ## pytest-benchmark on this machine
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/python -m pytest bench $(ARGS)
+	@$(BIN)/pytest bench $(ARGS)
 
 clean:   ## everything that these targets made, but not runs/
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -103,7 +103,8 @@ def train(options: TrainOptions) -> None:
     """Run what the options ask for."""
     from fused_grpo.trainer.checkpoint import check_output_dir
 
-    # Before anything slow: a demo that has pretrained a model should not then find its directory taken.
+    # Before anything slow: a demo that has made its model should not then find its directory taken.
+    options.prompts_per_process(num_processes=1)
     check_output_dir(Path(options.output_dir), overwrite=options.overwrite_output_dir, keep=options.model)
     if options.model is None:
         train_demo(options)
@@ -181,3 +182,7 @@ def print_environment() -> None:
 
     for name, value in environment().items():
         print(f"{name:14} {value}")
+
+
+if __name__ == "__main__":
+    main()

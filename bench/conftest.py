@@ -1,0 +1,15 @@
+"""Benchmarks run only behind a correctness check, on two threads at most so that runs can be compared."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from fused_grpo.env import environment
+
+
+def pytest_benchmark_update_machine_info(config, machine_info) -> None:
+    machine_info["node"] = platform.machine()  # no host names in files that get published
+    machine_info["fused_grpo"] = environment()
+    machine_info["torch_threads"] = torch.get_num_threads()

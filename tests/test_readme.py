@@ -1,0 +1,72 @@
+"""The README's snippets, run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def tiny_model(tmp_path) -> Path:
+    """Stands in for the model of the README: bytes for tokens, one layer, a head size that vLLM's CPU attention takes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    for part in (LlamaForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(snippet: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", snippet], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_op_and_loop_quickstarts_run(number, tmp_path):
+    run(SNIPPETS[number], tmp_path)
+
+
+@pytest.mark.engine
+def test_the_trainer_quickstart_runs(tiny_model, tmp_path):
+    assert "Qwen/Qwen3-0.6B" in SNIPPETS[2]
+    shown = run(SNIPPETS[2].replace("Qwen/Qwen3-0.6B", str(tiny_model)), tmp_path)
+    assert "2/2" in shown
+    assert (tmp_path / "runs" / "brief" / "report.html").exists()
+
+
+def test_quickstarts_are_short_and_name_public_things():
+    assert len(SNIPPETS) == 3
+    for snippet in SNIPPETS:
+        assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
+
+
+def test_every_file_that_the_readme_names_exists():
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([\w./-]+)\)", text):
+        assert (ROOT / target).exists(), target
+    tree = re.search(r"```\n(kernels/.*?)```", text, re.DOTALL)[1]
+    for name in re.findall(r"[\w]+\.(?:py|toml|md)\b", tree):
+        assert list(ROOT.glob(f"**/{name}")), name
