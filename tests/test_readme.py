@@ -16,7 +16,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), 
 
 @pytest.fixture
 def tiny_model(tmp_path) -> Path:
-    """Stands in for the model of the README: bytes for tokens, one layer, a head size that vLLM's CPU attention takes."""
+    """Stands in for the README's model: bytes for tokens, one layer, heads of the size that vLLM wants on a CPU."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
