@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 import yaml
 
@@ -101,7 +102,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def train(options: TrainOptions) -> None:
     """Run what the options ask for."""
+    from transformers.utils.logging import disable_progress_bar
+
     from fused_grpo.trainer.checkpoint import check_output_dir
+
+    disable_progress_bar()  # bars for single files, between our own lines
 
     # Before anything slow: a demo that has made its model should not then find its directory taken.
     options.prompts_per_process(num_processes=1)
@@ -119,6 +124,9 @@ def train_demo(options: TrainOptions) -> None:
 
     if options.dataset or options.reward_funcs:
         raise InputError("got a dataset or reward functions without --model; fix: pass --model too")
+    if not torch.cuda.is_available():
+        # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
+        torch.set_num_threads(1)
     print("no --model given: making a small one for the built-in arithmetic task", flush=True)
     splits = arithmetic.build_splits()
     model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: print(f"  {line}", flush=True))

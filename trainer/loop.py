@@ -37,6 +37,7 @@ from fused_grpo.trainer.batching import micro_batches
 from fused_grpo.trainer.checkpoint import check_output_dir, prepare_output_dir, save_checkpoint
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import Row, check_rows, prompt_batches
+from fused_grpo.trainer.formatting import short_number
 from fused_grpo.trainer.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights, takes_any_lengths, wants_bf16
 from fused_grpo.trainer.policy import PolicyLoss
@@ -348,10 +349,11 @@ class GRPOTrainer:
         """What the console and the report say about the run beforehand."""
         args, processes = self.args, self.accelerator.num_processes
         prompts = self.prompts_per_step * processes
+        name = self.model_path or type(self.model).__name__.removesuffix("ForCausalLM")
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return {
             "task": self.task,
-            "model": f"{self.model.config.name_or_path or type(self.model).__name__}, {parameters:,} parameters",
+            "model": f"{name} ({short_number(parameters)})",
             "engine": self.engine.name,
             "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
             f"in {args.gradient_accumulation_steps} micro-batch(es) on {processes} process(es)",

@@ -29,18 +29,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
     def make(seed: int = 0, **options: Any) -> PreTrainedModel:
-        config = Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **options,
-        )
+        shape = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        config = Qwen2Config(**{**shape, **options})
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = Qwen2ForCausalLM(config)

@@ -173,4 +173,4 @@ def _greedy_accuracy(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -
     """
     likeliest = _answer_logits(model, prompts, answers).argmax(-1)
     right = (likeliest == answers) | (answers == model.config.pad_token_id)
-    return right.all(1).float().mean().item()
+    return float(right.all(1).float().mean())
