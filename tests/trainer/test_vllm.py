@@ -10,10 +10,6 @@ import torch
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 pytestmark = pytest.mark.engine
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore::Warning:vllm"),
-    pytest.mark.filterwarnings("default"),
-]
 
 
 @pytest.mark.parametrize("tied", [False, True])
