@@ -97,7 +97,9 @@ class GRPOTrainer:
         self.reward_funcs, self.reward_weights = check_reward_functions(reward_funcs, args.reward_weights)
         self.rows = check_rows(train_dataset, name="train_dataset")
         self.eval_rows = [] if eval_dataset is None else check_rows(eval_dataset, name="eval_dataset")
-        self.accelerator = Accelerator(mixed_precision="bf16" if wants_bf16(args) else "no")
+        # Without cpu=True, Accelerate on a machine without an accelerator lets every rank train by itself.
+        on_cpu = not torch.accelerator.is_available()
+        self.accelerator = Accelerator(mixed_precision="bf16" if wants_bf16(args) else "no", cpu=on_cpu)
         self.prompts_per_step = args.prompts_per_process(self.accelerator.num_processes)
         self.output_dir = Path(args.output_dir)
         self.task = "+".join(map(reward_name, self.reward_funcs))
