@@ -12,6 +12,7 @@ micro-batches is the loss of the step, however it is cut.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -151,5 +152,7 @@ def check_normaliser(name: str, value: float | Tensor | None) -> None:
     if isinstance(value, Tensor):
         if value.ndim != 0:
             raise InputError(f"got {name} of shape {tuple(value.shape)}, want a number or a 0-d tensor")
-    elif value is not None and not value > 0:
-        raise InputError(f"got {name}={value}, want a number > 0: the count over the whole optimizer step")
+        if value.device.type != "cpu":
+            return
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"got {name}={value}, want a finite number > 0: the count over the whole optimizer step")

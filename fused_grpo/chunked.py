@@ -140,8 +140,9 @@ def grpo_token_loss(
     bias_correction_kl: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(d loss / d log p [N], the statistics of `reference.token_loss`). All inputs are [N]."""
-    with torch.enable_grad():
-        leaf = logprobs.detach().requires_grad_()
+    inference = torch.is_inference_mode_enabled()  # where autograd cannot run, and nobody can ask for a gradient
+    with torch.set_grad_enabled(not inference):
+        leaf = logprobs.detach().requires_grad_(not inference)
         loss, statistics = reference.token_loss(
             leaf,
             advantages=advantages,
@@ -156,7 +157,7 @@ def grpo_token_loss(
             beta=beta,
             bias_correction_kl=bias_correction_kl,
         )
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        gradient = torch.zeros_like(leaf) if inference else torch.autograd.grad(loss, leaf)[0]
     return gradient, statistics
 
 

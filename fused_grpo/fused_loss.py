@@ -22,7 +22,7 @@ from fused_grpo import _impl, reference
 from fused_grpo._checks import check_chunk_bytes
 from fused_grpo._layout import TokenInputs, token_inputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head import Head, HeadGradients
+from fused_grpo.head import Head, HeadGradients, full_precision
 from fused_grpo.logprobs import flatten_head
 from fused_grpo.loss import GRPOLossOutput
 
@@ -65,7 +65,8 @@ def fused_linear_grpo_loss(
     Returns:
         `GRPOLossOutput(loss, metrics, logprobs)`; metrics include the entropy.
 
-    Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks.
+    Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
+        their dtype before the upstream gradient arrives: with fp16 and a loss scaler, prefer bf16 or fp32 weights.
     Memory: the chunk, O(N), the gradients asked for and their fp32 accumulators. Gradients are handed over, not copied:
         a second backward pass needs `retain_graph=True` on the first, which costs that copy.
 
@@ -94,14 +95,17 @@ def fused_linear_grpo_loss(
         config=config,
     )
     chosen = _impl.choose(impl, hidden)
-    if chosen == "reference":
-        loss, logprobs, statistics = _reference_loss(head, tokens, config)
-    else:
-        with torch.no_grad():
-            done = _one_pass(head, tokens, config, _impl.passes(chosen), chunk_bytes)
-        inputs = (head.hidden, weight, bias, done.statistics["loss"], done.gradients)
-        loss = _AttachGradients.apply(*inputs)  # type: ignore[no-untyped-call]
-        logprobs, statistics = done.logprobs, done.statistics
+    with full_precision(hidden):
+        if chosen == "reference":
+            loss, logprobs, statistics = _reference_loss(head, tokens, config)
+        else:
+            wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
+            with torch.no_grad():
+                done = _one_pass(head, tokens, config, _impl.passes(chosen), chunk_bytes, wanted)
+            inputs = (head.hidden, weight, bias, done.statistics["loss"], done.gradients)
+            loss = _AttachGradients.apply(*inputs)  # type: ignore[no-untyped-call]
+            logprobs, statistics = done.logprobs, done.statistics
+    logprobs = torch.where(kept, logprobs, 0.0)
     metrics = reference.finish_metrics(
         statistics, has_ref=ref_logprobs is not None, has_sampling=sampling_logprobs is not None, has_entropy=True
     )
@@ -145,10 +149,14 @@ class _Done(NamedTuple):
 
 
 def _one_pass(
-    head: Head, tokens: TokenInputs, config: GRPOLossConfig, passes: ModuleType, chunk_bytes: int | None
+    head: Head,
+    tokens: TokenInputs,
+    config: GRPOLossConfig,
+    passes: ModuleType,
+    chunk_bytes: int | None,
+    wanted: dict[str, bool],
 ) -> _Done:
-    """Every chunk once: log-probs, loss, and the gradients that `head`'s tensors ask for."""
-    wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
+    """Every chunk once: log-probs, loss, and the gradients that are wanted of hidden, weight and bias."""
     gradients = HeadGradients(head, **wanted)
     all_logprobs, parts = torch.empty_like(head.temperature), []
     for rows, logits in head.chunked_logits(chunk_bytes):
@@ -176,7 +184,7 @@ def _one_pass(
 
 
 def asks_gradient(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def _reference_loss(

@@ -22,6 +22,11 @@ from fused_grpo.reference import compute_dtype
 _SLICE_BYTES = 4 * 2**20
 
 
+def full_precision(tensor: Tensor) -> torch.autocast:
+    """No autocast in here: it would round logits and gradients behind our back."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 @dataclass(frozen=True)
 class Head:
     """N rows that share a head."""

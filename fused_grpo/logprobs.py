@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fused_grpo import _impl, reference
 from fused_grpo._checks import check_head
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.head import Head, HeadGradients
+from fused_grpo.head import Head, HeadGradients, full_precision
 
 
 class LogProbs(NamedTuple):
@@ -107,12 +107,13 @@ def linear_logprobs_and_entropy(
 def _linear_logprobs(head: Head, kept: Tensor, impl: str, *, entropy: bool) -> list[Tensor]:
     """[log p] or [log p, entropy], each [N], where `kept` [N] says which rows count."""
     chosen = _impl.choose(impl, head.hidden)
-    if chosen == "reference":
-        everything = head.row_arguments(slice(None))
-        values = reference.logprobs_and_entropy(head.hidden, head.weight, head.targets, **everything)
-    else:
-        inputs = (head.hidden, head.weight, head.bias, head, _impl.passes(chosen), entropy)
-        values = _LinearLogProbs.apply(*inputs)  # type: ignore[no-untyped-call]
+    with full_precision(head.hidden):
+        if chosen == "reference":
+            everything = head.row_arguments(slice(None))
+            values = reference.logprobs_and_entropy(head.hidden, head.weight, head.targets, **everything)
+        else:
+            inputs = (head.hidden, head.weight, head.bias, head, _impl.passes(chosen), entropy)
+            values = _LinearLogProbs.apply(*inputs)  # type: ignore[no-untyped-call]
     # Ignored rows ran with a stand-in target: here they lose their value and, by autograd, their gradient.
     return [torch.where(kept, value, 0.0) for value in values[: 2 if entropy else 1]]
 
@@ -182,17 +183,18 @@ class _LinearLogProbs(torch.autograd.Function):
         head = Head(hidden, weight, bias, targets, temperature, *ctx.constants)
         gradients = HeadGradients(head, **needs)
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        for rows, logits in head.chunked_logits():
-            dlogits = ctx.passes.logits_gradient_(
-                logits,
-                targets[rows],
-                lse=lse[rows],
-                logprobs=logprobs[rows],
-                entropy=None if grad_entropy is None else entropy[rows],
-                grad_logprobs=grad_logprobs[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-                **head.row_arguments(rows),
-                dtype=gradients.gemm_dtype,
-            )
-            gradients.add(rows, dlogits)
+        with full_precision(hidden):
+            for rows, logits in head.chunked_logits():
+                dlogits = ctx.passes.logits_gradient_(
+                    logits,
+                    targets[rows],
+                    lse=lse[rows],
+                    logprobs=logprobs[rows],
+                    entropy=None if grad_entropy is None else entropy[rows],
+                    grad_logprobs=grad_logprobs[rows],
+                    grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                    **head.row_arguments(rows),
+                    dtype=gradients.gemm_dtype,
+                )
+                gradients.add(rows, dlogits)
         return *gradients.finish(), None, None, None

@@ -2,7 +2,7 @@
 
 One chunk is the only thing of size rows x V that ever exists, so its byte budget is the memory dial of the whole
 library. More rows per chunk save memory traffic: each chunk reads W and updates dW once, so below about a thousand
-rows those passes, not the GEMMs, set the time. 256 MiB is 442 rows at V=151936; raise `chunk_bytes` where there is
+rows those passes, not the GEMMs, set the time. 256 MiB is 441 rows at V=151936; raise `chunk_bytes` where there is
 room.
 """
 

@@ -95,7 +95,8 @@ def token_loss(
     if ref_logprobs is not None:
         log_ratio_ref = torch.where(mask, ref_logprobs - logprobs, 0.0)
         kl = torch.expm1(log_ratio_ref) - log_ratio_ref
-    regulariser = beta * (kl * ratio if bias_correction_kl else kl)
+    # With beta = 0 the KL is a metric and nothing else: an infinite one must not become 0 * inf in the loss.
+    regulariser = beta * (kl * ratio if bias_correction_kl else kl) if beta else 0.0
     loss = (weights * (policy + regulariser)).sum()
 
     ratio, on = ratio.detach(), mask.to(logprobs.dtype)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import tyro
@@ -42,6 +42,8 @@ class TrainOptions(GRPOConfig):
     """Split of a hub dataset."""
     eval_dataset: str | None = None
     """Path or hub id of held-out prompts."""
+    eval_dataset_split: str = "test"
+    """Split of a hub dataset of held-out prompts."""
     reward_funcs: list[str] = dataclasses.field(default_factory=list)
     """Reward functions as module:name or path.py:name."""
     config: str | None = None
@@ -72,13 +74,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     """Options from the command line, over those of a YAML file, over the defaults (of the demo, without a model)."""
-    given = {argument.split("=")[0].replace("_", "-") for argument in arguments}
-    values: dict[str, Any] = {} if "--model" in given else read_yaml(RECIPES / "demo.yaml")
+    values: dict[str, Any] = {}
     for position, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--config":
-            values |= read_yaml(Path(value or "".join(arguments[position + 1 : position + 2])))
-    return tyro.cli(TrainOptions, args=arguments, default=TrainOptions(**values), prog="fused-grpo train")
+            values = read_yaml(Path(value or "".join(arguments[position + 1 : position + 2])))
+    has_model = "model" in values or any(argument.split("=")[0] == "--model" for argument in arguments)
+    default = TrainOptions() if has_model else TrainOptions(**read_yaml(RECIPES / "demo.yaml"))
+    return tyro.cli(TrainOptions, args=[*as_arguments(values), *arguments], default=default, prog="fused-grpo train")
+
+
+def as_arguments(values: dict[str, Any]) -> list[str]:
+    """The values of a YAML file as the command line would have them, so that one parser checks both."""
+    types, arguments = get_type_hints(TrainOptions), list[str]()
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if types[name] is bool and isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+    return arguments
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -89,7 +104,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise InputError(f"got --config {path}, want a YAML file that exists")
-    values = yaml.safe_load(path.read_text())
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(f"got {path}, which is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     known = {field.name for field in dataclasses.fields(TrainOptions)}
@@ -154,7 +172,9 @@ def train_given(options: TrainOptions) -> None:
     if options.dataset is None or not options.reward_funcs:
         raise InputError("got --model without --dataset and --reward-funcs, want all three")
     rewards = [load_function(name) for name in options.reward_funcs]
-    held_out = None if options.eval_dataset is None else load_rows(options.eval_dataset, split=options.dataset_split)
+    held_out = (
+        None if options.eval_dataset is None else load_rows(options.eval_dataset, split=options.eval_dataset_split)
+    )
     rows = load_rows(options.dataset, split=options.dataset_split)
     GRPOTrainer(options.model, rewards, options.trainer_args(), rows, eval_dataset=held_out).train()
 
@@ -173,12 +193,13 @@ def load_function(name: str) -> Callable[..., Any]:
             spec = importlib.util.spec_from_file_location(Path(source).stem, source)
             assert spec is not None
             assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
+            sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
             module = importlib.import_module(source)
         function: Callable[..., Any] = getattr(module, attribute)
-    except (ImportError, AttributeError, OSError) as error:
+    except Exception as error:  # whatever the file does when it runs
         raise InputError(f"got reward function {name!r}, which cannot be loaded: {error}") from error
     if not callable(function):
         raise InputError(f"got reward function {name!r}, which is a {type(function).__name__}, want something callable")

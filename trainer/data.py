@@ -8,27 +8,42 @@ prompts in every run and on every number of processes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError
 
 Row = dict[str, Any]
+RESERVED = {"prompts", "completions", "completion_ids"}
 
 
 def check_rows(dataset: Any, *, name: str) -> list[Row]:
     """The rows of a dataset, each with a usable prompt.
 
     Raises:
-        DataError: no dataset, an empty one, no "prompt" column, or a prompt that is not a non-empty string.
+        DataError: no dataset, an empty one, no "prompt" column, a prompt that is not a non-empty string, rows with
+            different columns, or a column named like the model's output.
     """
     if dataset is None:
         raise DataError(f"got no {name}, want a datasets.Dataset or a list of dicts with a 'prompt' column")
-    rows = [dict(row) for row in dataset]
-    if not rows:
+    entries = list(dataset)
+    if not entries:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        hint = "; fix: choose a split of it" if isinstance(dataset, Mapping) else ""
+        raise DataError(f"got a {type(dataset).__name__} as {name}, want a datasets.Dataset or a list of dicts{hint}")
+    rows = [dict(entry) for entry in entries]
     for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise DataError(
+                f"got columns {sorted(row)} in row {number} of {name}, want those of row 0: {sorted(rows[0])}"
+            )
+        if reserved := RESERVED & row.keys():
+            raise DataError(
+                f"got {name} with a column {min(reserved)!r}, a name that reward functions know as the model's output; "
+                "fix: dataset.rename_column(...)"
+            )
         if "prompt" not in row:
             have = ", ".join(map(repr, row)) or "none"
             raise DataError(

@@ -43,7 +43,7 @@ from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights,
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.rewards import check_reward_functions, reward_name
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement, make_engine
-from fused_grpo.trainer.rollout_metrics import rename_loss_metrics, rollout_metrics
+from fused_grpo.trainer.rollout_metrics import mean_over_processes, rename_loss_metrics, rollout_metrics
 from fused_grpo.trainer.run_output import Phases, RunOutput
 from fused_grpo.trainer.scoring import ScoredRollouts, score
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch, Rollouts, SamplingParams
@@ -83,7 +83,7 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | Path | PreTrainedModel,
         reward_funcs: Any,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
@@ -103,6 +103,7 @@ class GRPOTrainer:
         self.prompts_per_step = args.prompts_per_process(self.accelerator.num_processes)
         self.output_dir = Path(args.output_dir)
         self.task = "+".join(map(reward_name, self.reward_funcs))
+        model = str(model) if isinstance(model, Path) else model
         self.model_path = model if isinstance(model, str) else None
         check_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
         self.tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
@@ -122,13 +123,13 @@ class GRPOTrainer:
             In all three cases the step that failed has updated nothing.
         """
         args, is_main = self.args, self.accelerator.is_main_process
-        if is_main:
-            prepare_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
-        self.output = RunOutput(args, self.max_steps, is_main=is_main, facts=self._facts())
         prompts = self._prompt_batches()
         metrics: dict[str, Any] = {}
         try:
-            before = after = self.evaluate()
+            if is_main:
+                prepare_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
+            self.output = RunOutput(args, self.max_steps, is_main=is_main, facts=self._facts())
+            before = self.evaluate()
             while self.step < self.max_steps:
                 phases = Phases()
                 with phases("sync"):
@@ -139,25 +140,24 @@ class GRPOTrainer:
                 with phases("reward"):
                     scored = score(rollouts, rows, self.reward_funcs, self.reward_weights, self.tokenizer)
                     advantages = self._advantages(scored.rewards)
+                self.output.rollouts(self.step + 1, scored, advantages)
                 with phases("train"):
-                    batch = scored.effective_batch(advantages)
-                    packed = self._pack(batch)
+                    packed = self._pack(scored.effective_batch(advantages))
                 for _ in range(min(args.num_iterations, self.max_steps - self.step)):
                     with phases("train"):
                         packed, loss_metrics = self._optimizer_step(packed)
                     metrics = self._record(scored, loss_metrics, phases)
-                    self.output.step(metrics, scored, advantages, phases)
+                    self.output.step(metrics, phases)
                     phases = Phases()
                     if self._due(args.eval_steps):
-                        after = self.evaluate()
+                        self.evaluate()
                     if self._due(args.save_steps):
                         self.save_model(f"checkpoint-{self.step}")
-            after = self.evaluate()
             return TrainResult(
                 steps=self.step,
                 metrics=metrics,
                 eval_before=before,
-                eval_after=after,
+                eval_after=self.evaluate(),
                 checkpoint=self.save_model("final"),
                 report=self.output.report(),
             )
@@ -220,24 +220,25 @@ class GRPOTrainer:
         )
         if self.reference is None:
             return packed
-        return [dataclasses.replace(batch, ref_logprobs=self.reference.logprobs(batch)) for batch in packed]
+        with self.accelerator.autocast():
+            return [dataclasses.replace(batch, ref_logprobs=self.reference.logprobs(batch)) for batch in packed]
 
     def _optimizer_step(self, packed: list[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
         """One update from all micro-batches. They come back with the old log-probs that a second iteration needs."""
         counts = self._counts(packed)
         self.policy.train()
-        outputs = [self._backward(batch, counts, last=batch is packed[-1]) for batch in packed]
-        metrics = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-        grad_norm = float(self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm))
         try:
+            outputs = [self._backward(batch, counts, last=batch is packed[-1]) for batch in packed]
+            mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+            # Of all processes, so that either every one of them goes on from here or none does.
+            metrics = merge_floats(gather_object([mine]))
+            grad_norm = float(self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm))
             self._check_step(packed, metrics, grad_norm)
-        except Exception:
+            metrics |= {"grad_norm": grad_norm, "learning_rate": self.scheduler.get_last_lr()[0]}
+            self.optimizer.step()
+        finally:
             self.optimizer.zero_grad()
-            raise
-        metrics |= {"grad_norm": grad_norm, "learning_rate": self.scheduler.get_last_lr()[0]}
-        self.optimizer.step()
         self.scheduler.step()
-        self.optimizer.zero_grad()
         self.step += 1
         if packed[0].old_logprobs is None:
             packed = [
@@ -279,12 +280,10 @@ class GRPOTrainer:
 
     def _record(self, scored: ScoredRollouts, loss_metrics: dict[str, float], phases: Phases) -> dict[str, Any]:
         """The metrics of a step, over all processes."""
-        everyone = gather_object([(rollout_metrics(scored), loss_metrics)])
-        rollout, loss = ([pair[part] for pair in everyone] for part in (0, 1))
         return {
             "step": self.step,
-            **{name: sum(part[name] for part in rollout) / len(rollout) for name in rollout[0]},
-            **rename_loss_metrics(merge_floats(loss)),
+            **mean_over_processes(gather_object([rollout_metrics(scored)])),
+            **rename_loss_metrics(loss_metrics),
             "step_time": sum(phases.seconds.values()),
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
             "generate_calls": self.generate_calls,

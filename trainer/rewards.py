@@ -8,7 +8,7 @@ from it; an error names the function and the prompt, and nothing has been update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ def check_reward_functions(functions: Any, weights: Sequence[float] | None) -> t
         raise InputError(f"got reward_funcs={functions!r}, want a function or a non-empty list of functions")
     if weights is not None and len(weights) != len(listed):
         raise InputError(f"got {len(weights)} reward_weights for {len(listed)} reward functions, want one each")
+    if weights is not None and not all(map(math.isfinite, weights)):
+        raise InputError(f"got reward_weights={list(weights)}, want finite numbers")
     return listed, torch.tensor([1.0] * len(listed) if weights is None else list(weights))
 
 
@@ -53,19 +55,25 @@ def call_reward_functions(
         "completion_ids": completion_ids,
         **columns,
     }
-    return torch.stack([torch.tensor(_call(function, inputs)) for function in functions], dim=1)
+    return torch.stack([torch.tensor(_call(function, inputs), dtype=torch.float32) for function in functions], dim=1)
 
 
 def _call(function: RewardFunction, inputs: dict[str, list[Any]]) -> list[float]:
     name, prompts = reward_name(function), inputs["prompts"]
     try:
-        values = list(function(**inputs))
+        returned = function(**inputs)
     except Exception as error:
-        culprit = _first_to_raise(function, inputs)
+        culprit = _first_to_raise(function, inputs, type(error))
         raise RewardError(
             f"reward function {name!r} raised {type(error).__name__}: {error}; at prompt {culprit!r}; "
             "fix the function, or return None for what it cannot score"
         ) from error
+    if not isinstance(returned, Iterable):
+        raise RewardError(
+            f"reward function {name!r} returned {returned!r} for {len(prompts)} completions "
+            f"(first prompt {prompts[0]!r}); want one float or None per completion"
+        )
+    values = list(returned)
     if len(values) != len(prompts):
         raise RewardError(
             f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions "
@@ -81,7 +89,7 @@ def _checked(value: Any, name: str, prompt: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise RewardError(
             f"reward function {name!r} returned {value!r} at prompt {prompt!r}; "
             "want a finite float, or None for what it cannot score"
@@ -89,12 +97,17 @@ def _checked(value: Any, name: str, prompt: str) -> float:
     return number
 
 
-def _first_to_raise(function: RewardFunction, inputs: dict[str, list[Any]]) -> str:
-    """The prompt of the first completion that fails by itself; the first prompt where only the batch fails."""
+def _first_to_raise(function: RewardFunction, inputs: dict[str, list[Any]], error: type[Exception]) -> str:
+    """The prompt of the first completion that fails by itself in that way; the first prompt where only the batch does.
+
+    The run is over by now: calling the function again is the price of naming the prompt.
+    """
     prompts = inputs["prompts"]
     for index, prompt in enumerate(prompts):
         try:
-            list(function(**{name: [values[index]] for name, values in inputs.items()}))
-        except Exception:
+            function(**{name: [values[index]] for name, values in inputs.items()})
+        except error:
             return str(prompt)
+        except Exception:
+            continue
     return str(prompts[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 
 from fused_grpo.trainer.scoring import ScoredRollouts
@@ -38,6 +40,12 @@ def rollout_metrics(scored: ScoredRollouts) -> dict[str, float]:
         "completions/clipped_ratio": clipped.float().mean(),
     }
     return {name: value.item() for name, value in metrics.items()}
+
+
+def mean_over_processes(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Every process has as many completions; the least and greatest lengths are of all of them."""
+    merge = {"completions/min_length": min, "completions/max_length": max}
+    return {name: merge.get(name, fmean)([part[name] for part in parts]) for name in parts[0]}
 
 
 def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:

@@ -36,18 +36,23 @@ class RunOutput:
         if self.log is not None:
             self.log.log_config(dataclasses.asdict(args), **facts)
 
-    def step(self, record: dict[str, Any], scored: ScoredRollouts, advantages: Tensor, phases: Phases) -> None:
-        """One optimizer step; its rollouts are written in the step that generated them."""
+    def rollouts(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> None:
+        """What optimizer step `step` is about to learn from: written before it can fail."""
         if self.log is None:
             return
-        step, records = record["step"], scored.records(advantages)
-        self.log.log_metrics(record)
-        if "generate" in phases.seconds:
-            self.log.log_rollouts(step, records)
-        if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
-            self.console.step(step, record, phases.seconds)
+        records = scored.records(advantages)
+        self.log.log_rollouts(step, records)
         if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
             self.console.completions(step, records, self.args.num_completions_to_print)
+
+    def step(self, record: dict[str, Any], phases: Phases) -> None:
+        """One optimizer step."""
+        if self.log is None:
+            return
+        step = record["step"]
+        self.log.log_metrics(record)
+        if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
+            self.console.step(step, record, phases.seconds)
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
         """Mean rewards on held-out prompts."""

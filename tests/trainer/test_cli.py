@@ -26,13 +26,37 @@ def test_with_a_model_the_defaults_are_those_of_the_config():
 
 def test_a_yaml_file_is_below_the_command_line(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 0.5\nmax_steps: 9\n")
+    file.write_text("learning_rate: 5e-1\nmax_steps: 9\nshuffle_dataset: false\nbf16: false\nepsilon_high: null\n")
     options = parse_train_options(["--model", "m", "--config", str(file), "--max-steps", "4"])
     assert (options.learning_rate, options.max_steps) == (0.5, 4)
+    assert (options.shuffle_dataset, options.bf16, options.epsilon_high) == (False, False, None)
+
+
+@pytest.mark.parametrize("content", ["learning_rate: fast", "max_steps: 2.5", "bf16: perhaps", "epsilon: -1"])
+def test_yaml_values_are_checked_like_arguments(tmp_path, content, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        parse_train_options(["--model", "m", "--config", str(file)])
+    assert content.partition(":")[0].replace("_", "-") in capsys.readouterr().err
+
+
+def test_a_yaml_file_that_names_a_model_is_no_demo(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: somewhere\nreward_funcs: m:f\nscale_rewards: none\n")
+    options = parse_train_options(["--config", str(file)])
+    assert (options.learning_rate, options.output_dir) == (1e-6, "runs/grpo")
+    assert (options.reward_funcs, options.scale_rewards) == (["m:f"], "none")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("lerning_rate: 1", "'lerning_rate'"), ("- 1", "want a mapping"), (None, "that exists")]
+    ("content", "message"),
+    [
+        ("lerning_rate: 1", "'lerning_rate'"),
+        ("- 1", "want a mapping"),
+        ("seed: [", "is not YAML"),
+        (None, "that exists"),
+    ],
 )
 def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
     file = tmp_path / "run.yaml"

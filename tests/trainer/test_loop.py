@@ -74,18 +74,29 @@ def test_a_second_iteration_uses_the_first_ones_logprobs(make_trainer):
     assert second["ratio_min"] < 1 < second["ratio_max"]
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_number_that_is_not_finite_updates_nothing(make_trainer, where):
-    trainer = make_trainer()
-    weight = trainer.model.lm_head.weight
-    if where == "loss":
-        trainer.engine.logprobs = lambda prompt, ids, temperature: [float("nan")] * len(ids)
-        trainer._check_agreement = lambda *_: None
-    else:
+@pytest.mark.parametrize("where", ["loss", "gradient", "second micro-batch"])
+def test_a_step_that_fails_updates_nothing(make_trainer, where):
+    # top_p switches the agreement check off: what is tested is the check behind it.
+    trainer = make_trainer(top_p=0.9, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    weight, calls = trainer.model.lm_head.weight, []
+    if where == "gradient":
         weight.register_hook(lambda gradient: gradient * float("inf"))
+    else:
+        forward = trainer.policy.forward
+
+        def failing(*args, **counts):
+            calls.append(1)
+            output = forward(*args, **counts)
+            if where == "second micro-batch" and len(calls) == 2:
+                raise NonFiniteError("from inside")
+            return output._replace(loss=output.loss * (float("nan") if where == "loss" else 1.0))
+
+        trainer.policy.forward = failing
     start = parameters(trainer)
-    with pytest.raises((NonFiniteError, WeightSyncError)):
+    with pytest.raises(NonFiniteError):
         trainer.train()
+    # What went into the step is on record, for whoever looks for the cause.
+    assert (trainer.output_dir / "rollouts.jsonl").read_text().count("\n") == 4
     assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
     assert weight.grad is None
     assert trainer.engine.closed

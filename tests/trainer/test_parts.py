@@ -120,6 +120,10 @@ def test_prompt_batches_are_deterministic_cover_a_pass_and_shard():
         ),
         ([{"prompt": "1+1="}, {"prompt": ""}], "got '' as the prompt of row 1"),
         ([{"prompt": [{"role": "user", "content": "hi"}]}], "apply_chat_template"),
+        ([{"prompt": "1+1=", "completions": "2"}], "a column 'completions'"),
+        ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}], r"columns \['prompt'\] in row 1"),
+        ({"train": [{"prompt": "1+1="}]}, "got a dict as train_dataset.*choose a split"),
+        (["1+1="], "got a list as train_dataset"),
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_refused(dataset, message):
@@ -136,6 +140,9 @@ def test_a_dataset_that_cannot_be_used_is_refused(dataset, message):
         ({"loss_type": "ppo"}, "loss_type='ppo'"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"scale_rewards": "std"}, "scale_rewards='std'"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"adam_beta2": 2.0}, "adam_beta2=2.0"),
     ],
 )
 def test_a_config_out_of_range_is_refused(option, message):
@@ -167,3 +174,5 @@ def test_what_is_no_reward_function_is_refused(make_trainer):
         make_trainer([])
     with pytest.raises(InputError, match="got 2 reward_weights for 1 reward functions"):
         make_trainer(reward_weights=[1.0, 2.0])
+    with pytest.raises(InputError, match="want finite numbers"):
+        make_trainer(reward_weights=[NAN])

@@ -87,7 +87,7 @@ def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 
 
 def make_base_model(
-    *, seed: int = 0, target: float = 0.42, max_batches: int = 1500, on_progress: Callable[[str], None] | None = None
+    *, seed: int = 1, target: float = 0.42, max_batches: int = 1500, on_progress: Callable[[str], None] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The supervised stage: a model that adds and does not yet carry. The same seed makes the same model.
 
