@@ -40,7 +40,7 @@ def record_launches(arch: str, dtype: torch.dtype, *, full: bool) -> list[Launch
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+        options = {key: kwargs.pop(key) for key in kwargs.keys() - self.signature.parameters.keys()}
         launches.append((self, self.signature.bind(*args, **kwargs).arguments, options))
 
     original, JITFunction.run = JITFunction.run, record

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import expm1, expm1_minus_x
-from .tuning import TOKENS_PER_PROGRAM
+from .tuning import FUSED_MULTIPLY_ADD, TOKENS_PER_PROGRAM
 
 SUMS = (
     "loss",
@@ -170,6 +170,7 @@ def grpo_token_loss(
             BIAS_CORRECTION_KL=bias_correction_kl,
             STATISTICS=STATISTICS,
             BLOCK=TOKENS_PER_PROGRAM,
+            **FUSED_MULTIPLY_ADD,
         )
     return grad_logprobs, _statistics(partials)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import add_tile, finish_row, halves, inverse, load_bias, logit, merge_statistics, start_statistics
-from .tuning import GemmTile, gemm_tile
+from .tuning import FUSED_MULTIPLY_ADD, GemmTile, gemm_tile
 
 MERGE_ROWS = 16
 
@@ -205,7 +205,7 @@ def logprob_forward(
             EVEN_D=hidden.shape[1] % tile.block_d == 0,
             **tile.launch_options(),
         )
-        merge = {"ENTROPY": entropy, "SPLITS": triton.next_power_of_2(splits), "ROWS": MERGE_ROWS}
+        merge = {"ENTROPY": entropy, "SPLITS": triton.next_power_of_2(splits), "ROWS": MERGE_ROWS, **FUSED_MULTIPLY_ADD}
         _merge_splits_kernel[(triton.cdiv(N, MERGE_ROWS),)](*statistics, logprobs, entropies, lse, N, splits, **merge)
     return logprobs, entropies, lse
 
