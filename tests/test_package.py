@@ -38,10 +38,12 @@ def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
         assert f"fused_grpo/{name}" in wheel
 
 
-def test_the_sdist_builds_the_same_package(archives):
+def test_the_sdist_holds_the_same_package_and_nothing_else(archives):
     wheel, sdist = archives
     inside = {name.partition("/")[2] for name in sdist}
     assert {name for name in wheel if ".dist-info" not in name} <= inside
+    folders = {name.split("/")[0] for name in inside if "/" in name}
+    assert folders == {"fused_grpo", "fused_grpo.egg-info"}
     assert {"LICENSE", "README.md", "pyproject.toml"} <= inside
 
 
