@@ -1,0 +1,93 @@
+"""What reward functions are shown, and what becomes of what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from fused_grpo.errors import RewardError
+
+
+def lines(trainer, name: str) -> list[dict]:
+    return [json.loads(line) for line in (trainer.output_dir / name).read_text().splitlines()]
+
+
+def by_length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def first_digit(completions, **columns):
+    return [float(next((c for c in text if c.isdigit()), "0")) for text in completions]
+
+
+def test_every_completion_comes_with_the_columns_of_its_own_prompt(make_trainer):
+    seen = []
+
+    def reward(**columns):
+        seen.append(columns)
+        return by_length(columns["completions"])
+
+    trainer = make_trainer(reward, per_device_train_batch_size=8, max_steps=1)
+    recorded, generate = [], trainer.engine.generate
+    trainer.engine.generate = lambda *arguments: recorded.append(generate(*arguments)) or recorded[-1]
+    trainer.train()
+    (columns,), (rollouts,) = seen, recorded
+    assert columns.keys() == {"prompts", "completions", "completion_ids", "answer"}
+    decode = trainer.tokenizer.decode
+    assert columns["prompts"] == [decode(rollouts.prompt_ids[index // 4]) for index in range(8)]
+    assert len(set(columns["prompts"])) == 2
+    sums = [sum(map(int, prompt.rstrip("=").split("+"))) for prompt in columns["prompts"]]
+    assert columns["answer"] == list(map(str, sums))
+    assert columns["completion_ids"] == rollouts.completion_ids
+    # With the end-of-sequence token in the ids and without it in the text.
+    assert columns["completions"] == [decode(ids[:-1]) for ids in rollouts.completion_ids]
+
+
+def test_an_advantage_belongs_to_the_completion_that_earned_it(make_trainer):
+    trainer = make_trainer(by_length, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1)
+    packed, pack = [], trainer._pack
+    trainer._pack = lambda batch: packed.append(batch) or pack(batch)
+    trainer.train()
+    (batch,), records = packed, lines(trainer, "rollouts.jsonl")
+    assert [record["reward"] for record in records] == [len(ids) - 1 for ids in batch.completion_ids]
+    groups = torch.tensor([float(len(ids)) for ids in batch.completion_ids]).view(2, 4)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(batch.advantages.view(2, 4), expected)
+    assert [record["advantage"] for record in records] == batch.advantages.tolist()
+
+
+def test_weights_and_names_keep_the_order_of_the_functions(make_trainer):
+    trainer = make_trainer([first_digit, by_length], reward_weights=[2.0, -0.5], max_steps=1)
+    metrics = trainer.train().metrics
+    for record in lines(trainer, "rollouts.jsonl"):
+        digit, length = first_digit([record["completion"]])[0], len(record["completion"])
+        assert record["rewards"] == {"first_digit": digit, "by_length": length}
+        assert record["reward"] == 2 * digit - 0.5 * length
+    digit, length = (metrics[f"rewards/{name}/mean"] for name in ("first_digit", "by_length"))
+    assert digit != length
+    assert metrics["reward"] == pytest.approx(2 * digit - 0.5 * length)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e39, -1e39])
+def test_an_infinite_reward_is_refused(make_trainer, value):
+    trainer = make_trainer(lambda completions, **_: [0.0, value, 0.0, 0.0])
+    with pytest.raises(RewardError, match="want a finite float, or None"):
+        trainer.train()
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("num_generations", [4, 6])
+def test_groups_without_a_difference_are_counted(make_trainer, num_generations):
+    def reward(completions, **_):
+        constant = [0.1] * (2 * num_generations)
+        return constant + [float(index) for index in range(num_generations)] + [0.7] * num_generations
+
+    batch = 4 * num_generations
+    trainer = make_trainer(reward, per_device_train_batch_size=batch, num_generations=num_generations, max_steps=1)
+    metrics = trainer.train().metrics
+    assert metrics["frac_reward_zero_std"] == 0.75
+    spread = torch.arange(float(num_generations)).std().item()
+    assert metrics["reward_std"] == pytest.approx(spread / 4)
