@@ -6,6 +6,7 @@ from statistics import fmean
 
 import torch
 
+from fused_grpo.trainer.advantages import nanstd
 from fused_grpo.trainer.scoring import ScoredRollouts
 
 # From the loss op's names to TRL's.
@@ -21,13 +22,13 @@ LOSS_METRICS = {
 def rollout_metrics(scored: ScoredRollouts) -> dict[str, float]:
     """Reward and length metrics of one effective batch."""
     rollouts = scored.rollouts
-    spread = scored.rewards.view(-1, rollouts.num_generations).std(1)
+    spread = nanstd(scored.rewards.view(-1, rollouts.num_generations))
     lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32)
     clipped = torch.tensor([reason == "length" for reason in rollouts.finish_reasons])
     metrics = {
         "reward": scored.rewards.nanmean(),
-        "reward_std": spread.nanmean(),
-        "frac_reward_zero_std": (spread == 0).float().mean(),
+        "reward_std": spread.mean(),
+        "frac_reward_zero_std": (spread < 1e-6).float().mean(),  # equal up to rounding: nothing to learn from
     }
     for name, values in zip(scored.reward_names, scored.per_function.unbind(1), strict=True):
         known = values[~values.isnan()]

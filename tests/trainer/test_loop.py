@@ -141,7 +141,9 @@ def test_none_rewards_take_no_part(make_trainer):
         return [None if index % 4 == 0 else float(index) for index, _ in enumerate(completions)]
 
     trainer = make_trainer(sometimes, max_steps=1)
-    assert trainer.train().metrics["reward"] == pytest.approx(2.0)
+    metrics = trainer.train().metrics
+    assert metrics["reward"] == pytest.approx(2.0)
+    assert metrics["reward_std"] == pytest.approx(1.0)
     rows = [json.loads(line) for line in (trainer.output_dir / "rollouts.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [None, 1.0, 2.0, 3.0]
     assert rows[0]["advantage"] == 0
