@@ -11,8 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError
 
+_GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
+IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,9 +27,9 @@ def check_head(
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
-    ignore_index: int,
+    sharded: bool = False,
 ) -> None:
-    """Everything that decides the logits. `targets` may be any leading shape of `hidden`."""
+    """Everything that decides the logits, but for values. `targets` may be any leading shape of `hidden`."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             raise InputError(f"got {name} of dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATS))}")
@@ -38,12 +40,8 @@ def check_head(
             f"got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}, want [..., D] and [V, D] with one D"
             + ("; fix: pass weight.t()" if hidden.ndim and hidden.shape[-1] == weight.shape[0] else "")
         )
-    if weight.shape[0] == 0:
+    if weight.shape[0] == 0 and not sharded:
         raise InputError("got weight of 0 rows, want a vocabulary of at least one token")
-    if hidden.dtype != weight.dtype:
-        raise UnsupportedError(
-            f"got hidden {hidden.dtype} and weight {weight.dtype}, want one dtype; fix: weight.to(hidden.dtype)"
-        )
     if targets.dtype != torch.int64:
         raise InputError(f"got targets of dtype {targets.dtype}, want torch.int64; fix: targets.long()")
     if targets.shape != hidden.shape[:-1]:
@@ -56,7 +54,14 @@ def check_head(
         raise InputError(f"got logit_scale={logit_scale}, want a finite number")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise InputError(f"got softcap={softcap}, want a finite number > 0, or None for no cap")
-    check_targets(targets, weight.shape[0], ignore_index)
+
+
+def check_plan(impl: str, chunk_bytes: int | None) -> None:
+    """How to get there: which implementation, in how much memory."""
+    if impl not in IMPLS:
+        raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        raise InputError(f"got chunk_bytes={chunk_bytes}, want a number of bytes > 0, or None for the default")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
@@ -67,10 +72,9 @@ def check_same_device(**tensors: Tensor | None) -> None:
 
 
 def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
-    fix = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
     if not isinstance(temperature, Tensor):
         if not 0.0 < temperature < math.inf:
-            raise InputError(f"got temperature={temperature}, want a finite number > 0; {fix}")
+            raise InputError(f"got temperature={temperature}, want a finite number > 0; {_GREEDY}")
         return
     if temperature.shape != targets.shape or not temperature.is_floating_point():
         raise InputError(
@@ -78,8 +82,16 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
             f"want a float, or a floating tensor of targets' shape {tuple(targets.shape)}"
         )
     check_same_device(temperature=temperature, targets=targets)
-    if temperature.device.type == "cpu" and not bool((temperature > 0).all()):
-        raise InputError(f"got a temperature of {temperature.min().item()}, want all > 0; {fix}")
+
+
+def check_temperature_values(temperature: Tensor) -> None:
+    """Every temperature of a tensor [N]."""
+    allowed = (temperature > 0) & (temperature < math.inf)
+    if temperature.device.type == "cuda":
+        torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")
+    elif not bool(allowed.all()):
+        found = temperature[~allowed][0].item()
+        raise InputError(f"got a temperature of {found}, want finite numbers > 0; {_GREEDY}")
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -90,8 +102,3 @@ def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     elif not bool(allowed.all()):
         at = (~allowed).nonzero()[0].tolist()
         raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
-
-
-def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    if chunk_bytes is not None and chunk_bytes <= 0:
-        raise InputError(f"got chunk_bytes={chunk_bytes}, want a number of bytes > 0, or None for the default")

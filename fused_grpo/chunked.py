@@ -1,13 +1,10 @@
 """The row passes in plain torch: the path for CPUs, and for any device that Triton does not serve.
 
-Four functions, the same four that `fused_grpo.kernels` offers, so that the ops are written once over either module.
-
-`logits` [R, V] is always one chunk of raw h.w, and the chunk is all the memory there is: the passes walk it in blocks
-of rows that fit a core's cache, with two block-sized scratch tensors. That keeps the peak at one chunk and is also the
-fast way on a CPU: a block is exponentiated, summed and differentiated while it is still in the cache.
-
-Numerics: the log-sum-exp leaves the target out, so log p = -log(1 + exp(lse_others - z_target)) is never positive and
-1 - p comes from expm1: a confident token keeps its gradient, where 1 - exp(log p) would round it to zero.
+The same passes that `fused_grpo.kernels` offers, so that the ops are written once over either module. `logits` [R, C]
+is always a tile of raw h.w: some rows, and the whole vocabulary or a stretch of it. The passes walk it in blocks of
+rows that fit a core's cache, with two block-sized scratch tensors. That keeps the peak at one tile and is also the fast
+way on a CPU: a block is exponentiated, summed and differentiated while it is still in the cache.
+The numerics are those of `statistics.py`.
 """
 
 from __future__ import annotations
@@ -19,43 +16,66 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner, reference
-from fused_grpo.head import Head
-
-_BLOCK_BYTES = 2**20
+from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.statistics import RowState, finish_rows, start_rows
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some rows of a chunk with their transformed logits, in scratch."""
+    """Some rows of a tile with their transformed logits, in scratch."""
 
     rows: slice
-    z: Tensor  # [r, V], scratch
-    work: Tensor  # [r, V], scratch of undefined content
-    slope: Tensor | None  # [r, V] dz/dx of the soft cap, None without one
-    column: Tensor  # [r, 1] the targets
+    z: Tensor  # [r, C], the tile itself where nothing transforms it, else scratch
+    work: Tensor  # [r, C], scratch
+    spare: Tensor  # [r, C], scratch once z is not needed
+    slope: Tensor | None  # [r, C] dz/dx of the soft cap, None without one
+    column: Tensor  # [r, 1] of the target, 0 where it is not here
+    here: Tensor  # [r, 1] whether the target is in this tile
 
 
-def logprob_forward(
-    hidden: Tensor,
-    weight: Tensor,
+def fold_tile_(
+    logits: Tensor,
     targets: Tensor,
+    state: RowState,
     *,
     bias: Tensor | None = None,
     temperature: Tensor,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log p, entropy or None, log-sum-exp), each [N], of hidden [N, D], weight [V, D] and targets [N], by chunks."""
-    head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
-    logprobs, entropies, lse = torch.empty((3, len(targets)), dtype=head.dtype, device=hidden.device)
-    for rows, logits in head.chunked_logits():
-        logprobs[rows], chunk_entropy, lse[rows] = row_statistics(
-            logits, targets[rows], **head.row_arguments(rows), entropy=entropy
-        )
-        if chunk_entropy is not None:
-            entropies[rows] = chunk_entropy
-    return logprobs, entropies if entropy else None, lse
+    weights: torch.dtype | None = None,
+    weights_scale: float = 1.0,
+) -> Tensor | None:
+    """Fold a tile [R, C] into the state of its rows; `targets` are -1 where the target is in another tile.
+
+    With `weights`, the tile is overwritten by weights_scale * e^(z - m) * dsoftcap, 0 at the target, in that dtype, and
+    returned: a view of its memory. Sums that were weighted before are relative to the maximum of then: scale them by
+    e^(m_then - m). Without, the tile is left as it was.
+    """
+    out = None if weights is None else _in_place(logits, weights)
+    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=weights is not None):
+        maximum, total, weighted, target_logit = state.rows(block.rows)
+        at_target = block.z.gather(1, block.column)
+        target_logit.copy_(torch.where(block.here, at_target, target_logit[:, None])[:, 0])
+        others = block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))
+        top = torch.maximum(maximum, others.amax(1))
+        # Nothing but -inf so far: any finite shift keeps -inf - shift out of NaN.
+        shift = top.masked_fill(top == -torch.inf, 0.0)
+        drop = maximum - shift
+        rescale = drop.exp()
+        centred = torch.sub(others, shift[:, None], out=block.work)
+        others.scatter_(1, block.column, at_target)
+        e = torch.exp(centred, out=block.spare)
+        if entropy:
+            # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
+            moved = rescale * (weighted + drop.clamp_min(-128.0) * total)
+            weighted.copy_(moved + centred.clamp_min_(-128.0).mul_(e).sum(1))
+        total.mul_(rescale).add_(e.sum(1))
+        maximum.copy_(top)
+        if out is not None:
+            e = e if block.slope is None else e.mul_(block.slope)
+            torch.mul(e, weights_scale, out=out[block.rows])
+    return out
 
 
 def row_statistics(
@@ -68,25 +88,11 @@ def row_statistics(
     softcap: float | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log p, entropy or None, log-sum-exp), each [R], of a chunk that is left as it was."""
-    logprobs, entropies, lse = torch.empty((3, len(targets)), dtype=logits.dtype, device=logits.device)
-    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=False):
-        z_target = block.z.gather(1, block.column)[:, 0]
-        others = block.z.scatter_(1, block.column, -torch.inf)
-        # A vocabulary of one token has no others: any finite maximum will do.
-        top = others.amax(1, keepdim=True).clamp_min_(torch.finfo(others.dtype).min)
-        shifted = others.sub_(top)
-        weights = torch.exp(shifted, out=block.work)
-        total = weights.sum(1)
-        lse_others = top[:, 0] + total.log()
-        block_lse = torch.logaddexp(lse_others, z_target)
-        block_logprobs = -torch.logaddexp(lse_others - z_target, torch.zeros_like(z_target))
-        logprobs[block.rows], lse[block.rows] = block_logprobs, block_lse
-        if entropy:
-            # sum over the others of p * (lse - z): every term is >= 0, so nothing cancels.
-            height = block_lse - top[:, 0]
-            surprise = height * total - weights.mul_(shifted.scatter_(1, block.column, 0.0)).sum(1)
-            entropies[block.rows] = (-height).exp() * surprise - block_logprobs.exp() * block_logprobs
+    """(log p, entropy or None, log-sum-exp), each [R], of whole rows that are left as they were."""
+    state = start_rows(len(targets), dtype=logits.dtype, device=logits.device)
+    options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    fold_tile_(logits, targets, state, **options, entropy=entropy)  # type: ignore[arg-type]
+    logprobs, entropies, lse = finish_rows(state)
     return logprobs, entropies if entropy else None, lse
 
 
@@ -105,23 +111,36 @@ def logits_gradient_(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """d(h.w) [R, V] in `dtype`, written over `logits`: it shares their memory, at half width for 16-bit dtypes."""
-    out = logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
+    """d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
+
+    `targets` are -1 where the target is in another tile; `lse`, `logprobs` and `entropy` are those of the whole row.
+    """
+    out = _in_place(logits, dtype)
     for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
-        rows, log_p = block.rows, block.z.sub_(lse[block.rows, None])
-        p = torch.exp(log_p, out=block.work)
-        upstream = grad_logprobs[rows, None]
-        at_target = upstream * -torch.expm1(logprobs[rows, None])
+        rows, slope = block.rows, logit_scale / temperature[block.rows, None]
+        upstream, log_p_target = grad_logprobs[rows, None], logprobs[rows, None]
+        at_target = upstream * -torch.expm1(log_p_target)
+        log_p = torch.sub(block.z, lse[rows, None], out=block.work)
+        p = torch.exp(log_p, out=block.spare)
         if grad_entropy is None or entropy is None:
-            gradient = p.mul_(-upstream)
+            gradient = p.mul_(-upstream * slope)
         else:
             upstream_entropy, mean = grad_entropy[rows, None], entropy[rows, None]
-            gradient = log_p.add_(mean).mul_(upstream_entropy).add_(upstream).mul_(p).neg_()
-            log_p_target = logprobs[rows, None]
-            at_target = at_target - upstream_entropy * log_p_target.exp() * (log_p_target + mean)
-        gradient.scatter_(1, block.column, at_target).mul_(logit_scale / temperature[rows, None])
-        out[rows] = gradient if block.slope is None else gradient.mul_(block.slope)
+            # The clamps keep 0 * -inf out; below -128 p is 0 or all but.
+            gradient = log_p.clamp_min_(-128.0).add_(mean).mul_(-upstream_entropy).sub_(upstream).mul_(p).mul_(slope)
+            surprise = log_p_target.clamp_min(-128.0) + mean
+            at_target = at_target - upstream_entropy * log_p_target.exp() * surprise
+        elsewhere = gradient.gather(1, block.column)
+        gradient.scatter_(1, block.column, torch.where(block.here, at_target * slope, elsewhere))
+        if block.slope is not None:
+            gradient.mul_(block.slope)
+        out[rows] = gradient
     return out
+
+
+def _in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` [R, C] as memory for [R, C] of `dtype`; 16-bit dtypes take the front half of each row."""
+    return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
 def grpo_token_loss(
@@ -172,17 +191,28 @@ def _blocks(
     slope: bool,
 ) -> Iterator[_Block]:
     """Transformed logits of `logits`, a cache-sized block of rows at a time, in reused scratch."""
-    num_rows, vocab_size = logits.shape
-    height = min(num_rows, max(1, _BLOCK_BYTES // (vocab_size * logits.element_size())))
-    z_scratch, work_scratch = logits.new_empty((2, height, vocab_size))
+    num_rows, columns = logits.shape
+    height = min(num_rows, max(1, BLOCK_BYTES // (columns * logits.element_size())))
+    first, second = logits.new_empty((2, height, columns))
+    # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
+    as_they_are = bias is None and softcap is None and _all_equal(temperature, logit_scale)
     for rows in planner.chunks(num_rows, height):
-        z, work = (scratch[: rows.stop - rows.start] for scratch in (z_scratch, work_scratch))
-        raw = logits[rows] if bias is None else torch.add(logits[rows], bias, out=z)
-        sharpness, slopes = 1.0 / temperature[rows, None], None
-        if softcap is None:
-            torch.mul(raw, logit_scale * sharpness, out=z)
+        z, work = (scratch[: rows.stop - rows.start] for scratch in (first, second))
+        raw, slopes = logits[rows], None
+        if as_they_are:
+            z, spare = raw, z
         else:
-            torch.mul(raw, logit_scale / softcap, out=z).tanh_()
-            slopes = 1 - z.square() if slope else None
-            z.mul_(softcap * sharpness)
-        yield _Block(rows, z, work, slopes, targets[rows, None])
+            spare, sharpness = z, 1.0 / temperature[rows, None]
+            raw = raw if bias is None else torch.add(raw, bias, out=z)
+            if softcap is None:
+                torch.mul(raw, logit_scale * sharpness, out=z)
+            else:
+                torch.mul(raw, logit_scale / softcap, out=z).tanh_()
+                slopes = 1 - z.square() if slope else None
+                z.mul_(softcap * sharpness)
+        target = targets[rows, None]
+        yield _Block(rows, z, work, spare, slopes, target.clamp_min(0), target >= 0)
+
+
+def _all_equal(temperature: Tensor, value: float) -> bool:
+    return temperature.device.type == "cpu" and bool((temperature == value).all())

@@ -11,6 +11,7 @@ grad does the work of a backward pass too, even if `backward()` is never called;
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fused_grpo import _impl, reference
-from fused_grpo._checks import check_chunk_bytes
+from fused_grpo._checks import check_plan, check_targets, check_temperature_values
 from fused_grpo._layout import TokenInputs, token_inputs
 from fused_grpo.config import GRPOLossConfig
+from fused_grpo.errors import UnsupportedError
 from fused_grpo.head import Head, HeadGradients, full_precision
-from fused_grpo.logprobs import flatten_head
+from fused_grpo.logprobs import asks_gradient, flatten_head
 from fused_grpo.loss import GRPOLossOutput
 
 
@@ -74,11 +76,15 @@ def fused_linear_grpo_loss(
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`.
     """
     config = GRPOLossConfig() if config is None else config
-    check_chunk_bytes(chunk_bytes)
+    check_plan(impl, chunk_bytes)
+    if process_group is not None:
+        raise UnsupportedError("got a process_group; this loss does not shard the head yet; fix: linear_logprobs does")
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head, kept = flatten_head(
-        hidden, weight, targets, **options, ignore_index=ignore_index, process_group=process_group
-    )
+    head = flatten_head(hidden, weight, targets, **options)
+    check_targets(head.targets, len(weight), ignore_index)
+    check_temperature_values(head.temperature)
+    kept = head.targets != ignore_index
+    head = replace(head, targets=torch.where(kept, head.targets, 0))
     tokens = token_inputs(
         targets.shape,
         dtype=head.dtype,
@@ -125,7 +131,7 @@ class FusedLinearGRPOLoss(nn.Module):
         self, config: GRPOLossConfig | None = None, *, chunk_bytes: int | None = None, impl: _impl.Impl = "auto"
     ) -> None:
         super().__init__()
-        check_chunk_bytes(chunk_bytes)
+        check_plan(impl, chunk_bytes)
         self.config = GRPOLossConfig() if config is None else config
         self.chunk_bytes, self.impl = chunk_bytes, impl
 
@@ -157,10 +163,11 @@ def _one_pass(
     wanted: dict[str, bool],
 ) -> _Done:
     """Every chunk once: log-probs, loss, and the gradients that are wanted of hidden, weight and bias."""
-    gradients = HeadGradients(head, **wanted)
-    all_logprobs, parts = torch.empty_like(head.temperature), []
-    for rows, logits in head.chunked_logits(chunk_bytes):
-        targets, arguments = head.targets[rows], head.row_arguments(rows)
+    shape = head.chunk_shape(chunk_bytes)
+    gradients = HeadGradients(head, shape, **wanted)  # type: ignore[arg-type]
+    all_logprobs, parts = torch.empty(len(head.targets), dtype=head.dtype, device=head.hidden.device), []
+    for tile in head.tiles(shape):
+        rows, logits, targets, arguments = tile.rows, tile.logits, tile.targets, tile.arguments
         logprobs, entropy, lse = passes.row_statistics(logits, targets, **arguments, entropy=True)
         grad_logprobs, statistics = passes.grpo_token_loss(
             logprobs, **tokens.rows(rows), entropy=entropy, **config.token_terms()
@@ -177,14 +184,10 @@ def _one_pass(
                 grad_logprobs=grad_logprobs,
                 grad_entropy=None,
                 **arguments,
-                dtype=gradients.gemm_dtype,
+                dtype=head.gemm_dtype,
             )
-            gradients.add(rows, dlogits)
+            gradients.add(tile, dlogits)
     return _Done(reference.merge_statistics(parts), all_logprobs, gradients.finish())
-
-
-def asks_gradient(tensor: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def _reference_loss(

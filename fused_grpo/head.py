@@ -1,25 +1,31 @@
-"""The language-model head as the ops see it: flat rows, its big GEMMs, and where its gradients accumulate.
+"""The language-model head as the ops see it: flat rows, its big GEMMs, and where its gradients are written.
 
 The GEMMs belong to the vendor library. What this file guarantees around them: products of bf16 or fp16 inputs are
-accumulated and *kept* in fp32 (logits are never rounded before the log-sum-exp, dW is never rounded between chunks),
-and nothing of size N x V or a second copy of W is made on the way. CUDA does this in one call (`out_dtype`); elsewhere
+accumulated and *kept* in fp32 (logits are never rounded before the log-sum-exp, gradients never between tiles), and
+nothing of size N x V and no second copy of W is made on the way. CUDA does this in one call (`out_dtype`); elsewhere
 W is widened a slice at a time.
+
+Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo import planner
+from fused_grpo.planner import TileShape
 from fused_grpo.reference import compute_dtype
 
 # A slice of W as fp32 on the CPU: large enough for a good GEMM, small beside any chunk.
 _SLICE_BYTES = 4 * 2**20
+
+# The rows of every GEMM where a row's bits must not depend on how many others there are.
+INVARIANT_ROWS = 64
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
@@ -28,103 +34,228 @@ def full_precision(tensor: Tensor) -> torch.autocast:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A piece of the raw logits h.w and what made it."""
+
+    rows: slice  # of the head's rows
+    columns: slice  # of the vocabulary
+    logits: Tensor  # [R, C] in the dtype of accumulators
+    hidden: Tensor  # [R, D], as the GEMMs take it
+    weight: Tensor  # [C, D], in the dtype of the hidden states
+    targets: Tensor  # [R], relative to `columns`; -1 where the target is in another tile
+    arguments: dict[str, Any]  # what a row pass needs to know besides
+
+
+@dataclass(frozen=True)
 class Head:
     """N rows that share a head."""
 
     hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
+    weight: Tensor  # [V, D], cast to the dtype of `hidden` a slice at a time where it differs
     bias: Tensor | None  # [V]
-    targets: Tensor  # [N], all in [0, V)
+    targets: Tensor  # [N], in [0, V); -1 where the target is in another shard of the vocabulary
     temperature: Tensor  # [N], fp32
     logit_scale: float
     softcap: float | None
+    index: Tensor | None = None  # [N], the rows of `hidden` that take part; None for all, in order
 
     @property
     def dtype(self) -> torch.dtype:
         """fp32, or fp64 for fp64 inputs: of logits, statistics and accumulators."""
         return compute_dtype(self.hidden)
 
-    def row_arguments(self, rows: slice) -> dict[str, Any]:
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        """What d-logits should be for the GEMMs: the tensor cores' width on a GPU, the accumulators' elsewhere."""
+        return self.hidden.dtype if self.hidden.is_cuda else self.dtype
+
+    def select(self, index: Tensor | None) -> Head:
+        """The same head for these rows only. Per-row vectors are gathered at once, hidden states a tile at a time."""
+        if index is None:
+            return self
+        return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=index)
+
+    def row_arguments(self, rows: slice, columns: slice = slice(None)) -> dict[str, Any]:
         """What a row pass needs to know of these rows besides their raw logits."""
         return {
-            "bias": self.bias,
+            "bias": None if self.bias is None else self.bias[columns],
             "temperature": self.temperature[rows],
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
         }
 
-    def chunked_logits(self, chunk_bytes: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, h.w for these rows [R, V]) over all rows. Every chunk lives in the same buffer."""
-        (num_rows, _), vocab_size = self.hidden.shape, self.weight.shape[0]
-        rows = planner.chunk_rows(num_rows, vocab_size, itemsize=self.dtype.itemsize, chunk_bytes=chunk_bytes)
-        buffer = self.hidden.new_empty((rows, vocab_size), dtype=self.dtype)
-        for chunk in planner.chunks(num_rows, rows):
-            logits = buffer[: chunk.stop - chunk.start]
-            self._logits_into(logits, self.hidden[chunk])
-            yield chunk, logits
+    def chunk_shape(self, chunk_bytes: int | None) -> TileShape:
+        """Whole rows, as many as the budget allows."""
+        rows = planner.chunk_rows(
+            len(self.targets),
+            len(self.weight),
+            device=self.hidden.device,
+            itemsize=self.dtype.itemsize,
+            slice_bytes=self._slice_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+        return TileShape(rows, len(self.weight))
 
-    def _logits_into(self, out: Tensor, hidden: Tensor) -> None:
-        if hidden.dtype == out.dtype:
-            torch.mm(hidden, self.weight.t(), out=out)
-        elif hidden.is_cuda:
-            torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
-        else:
-            wide = hidden.to(out.dtype)
-            for columns, weight in widened(self.weight):
-                torch.mm(wide, weight.t(), out=out[:, columns])
+    def tile_shape(
+        self, chunk_bytes: int | None, *, num_rows: int | None = None, weight_gradient: bool = False
+    ) -> TileShape:
+        """Tiles for passes that need not see a whole row at once; for `num_rows` rows, not the head's own, if given."""
+        hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
+        cast, narrow = self.weight.dtype != self.hidden.dtype, self.weight.dtype != self.dtype
+        column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and narrow))
+        row_bytes = hidden_size * (size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None))
+        return planner.tile_shape(
+            len(self.targets) if num_rows is None else num_rows,
+            self.weight.shape[0],
+            device=self.hidden.device,
+            itemsize=size,
+            row_bytes=row_bytes,
+            column_bytes=column_bytes,
+            slice_bytes=self._slice_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+
+    @property
+    def _slice_bytes(self) -> int:
+        """What a GEMM holds of W in a wider dtype."""
+        return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
+
+    def tiles(self, shape: TileShape, *, pad: bool = False) -> Iterator[Tile]:
+        """All logits, row group by row group, each from left to right. Every tile lives in the same buffer.
+
+        With `pad` every GEMM multiplies `shape.rows` rows, however few there are.
+        """
+        buffer = self.hidden.new_empty(shape.rows * shape.columns, dtype=self.dtype)
+        # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
+        head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
+        for rows in planner.chunks(len(self.targets), shape.rows):
+            hidden = self.hidden[rows if self.index is None else self.index[rows]].to(self.gemm_dtype)
+            count, padding = len(hidden), shape.rows - len(hidden) if pad else 0
+            operand = torch.nn.functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+            for columns in planner.chunks(len(head_weight), shape.columns) if len(head_weight) else ():
+                weight = head_weight[columns].to(self.hidden.dtype)
+                logits = buffer[: len(operand) * len(weight)].view(len(operand), len(weight))
+                logits_into(logits, operand, weight)
+                targets = local_targets(self.targets[rows], columns)
+                arguments = self.row_arguments(rows, columns)
+                yield Tile(rows, columns, logits[:count], hidden, weight, targets, arguments)
+
+
+def local_targets(targets: Tensor, columns: slice) -> Tensor:
+    """Targets relative to a stretch of the vocabulary; -1 where they are outside."""
+    return torch.where((targets >= columns.start) & (targets < columns.stop), targets - columns.start, -1)
 
 
 class HeadGradients:
-    """dH, dW and db of one pass over the rows: only those asked for, W and b accumulated in fp32 (fp64 for fp64)."""
+    """dH, dW and db of one sweep over tiles: only those asked for, each rounded to its input's dtype once, at the end.
 
-    def __init__(self, head: Head, *, hidden: bool, weight: bool, bias: bool) -> None:
-        self._head = head
-        self.hidden = torch.empty_like(head.hidden) if hidden else None
-        self._weight = torch.zeros_like(head.weight, dtype=head.dtype) if weight else None
+    With tiles that hold all rows, each slice of dW comes out of one GEMM and no accumulator stands beside it; with more
+    row groups W accumulates in fp32 (fp64 for fp64). So does b, always, and H where a row has more than one tile.
+    `scale` is what the d-logits were multiplied by; the gradients are not. `hidden_dtype` is that of dH, where it is to
+    be summed further before it is rounded.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        shape: TileShape,
+        *,
+        hidden: bool,
+        weight: bool,
+        bias: bool,
+        scale: Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._head, self._scale = head, scale
+        # Rows that take no part, and all rows of an empty shard, have no tile to write their gradient.
+        every_row = head.index is None and len(head.weight) > 0
+        allocate = torch.empty_like if every_row else torch.zeros_like
+        self._hidden = allocate(head.hidden, dtype=hidden_dtype) if hidden else None
+        self._rows: Tensor | None = None  # the accumulator of the row group at hand
+        one_sweep = shape.rows >= len(head.targets)
+        self._weight = torch.empty_like(head.weight, dtype=None if one_sweep else head.dtype) if weight else None
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
 
-    @property
-    def gemm_dtype(self) -> torch.dtype:
-        """What d-logits should be for the GEMMs: the tensor cores' width on a GPU, the accumulators' elsewhere."""
-        return self._head.hidden.dtype if self._head.hidden.is_cuda else self._head.dtype
-
-    def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Take in d(h.w) [R, V] of these rows."""
-        if self.hidden is not None:
-            self.hidden[rows] = self._hidden_gradient(dlogits)
+    def add(self, tile: Tile, dlogits: Tensor) -> None:
+        """Take in d(h.w) [R, C] of a tile."""
+        if self._hidden is not None:
+            self._add_hidden_gradient(tile, dlogits)
         if self._weight is not None:
-            self._add_weight_gradient(dlogits, self._head.hidden[rows])
+            self._add_weight_gradient(tile, dlogits)
         if self._bias is not None:
-            self._bias += dlogits.sum(0, dtype=self._bias.dtype)
+            self._bias[tile.columns] += dlogits.sum(0, dtype=self._bias.dtype)
 
-    def _hidden_gradient(self, dlogits: Tensor) -> Tensor:
-        weight = self._head.weight
-        if dlogits.dtype == weight.dtype:
-            return dlogits @ weight
-        out = dlogits.new_zeros((dlogits.shape[0], weight.shape[1]))
-        for columns, wide in widened(weight):
-            out.addmm_(dlogits[:, columns], wide)
-        return out
+    def _add_hidden_gradient(self, tile: Tile, dlogits: Tensor) -> None:
+        assert self._hidden is not None
+        index, first = self._head.index, tile.columns.start == 0
+        in_place = index is None and self._hidden.dtype == self._head.dtype
+        if first:
+            self._rows = self._hidden[tile.rows] if in_place else self._hidden.new_empty(0)
+            if not in_place:
+                self._rows = torch.empty_like(tile.hidden, dtype=self._head.dtype)
+        assert self._rows is not None
+        weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=not first)
+        if tile.columns.stop == len(self._head.weight):
+            self._unscale(self._rows)
+            if not in_place:
+                self._hidden[tile.rows if index is None else index[tile.rows]] = self._rows.to(self._hidden.dtype)
+            self._rows = None
 
-    def _add_weight_gradient(self, dlogits: Tensor, hidden: Tensor) -> None:
+    def _add_weight_gradient(self, tile: Tile, dlogits: Tensor) -> None:
         assert self._weight is not None
-        if dlogits.dtype == self._weight.dtype:
-            self._weight.addmm_(dlogits.t(), hidden.to(dlogits.dtype))
-        else:
-            torch.addmm(self._weight, dlogits.t(), hidden, out_dtype=self._weight.dtype, out=self._weight)
+        out, hidden = self._weight[tile.columns], tile.hidden.to(dlogits.dtype)
+        exact = out.dtype == self._head.dtype
+        product = out if exact else torch.empty_like(out, dtype=self._head.dtype)
+        multiply_into(product, dlogits.t(), hidden, accumulate=tile.rows.start > 0)
+        if not exact:
+            self._unscale(product)
+            out.copy_(product)
+
+    def _unscale(self, gradient: Tensor | None) -> None:
+        if self._scale is not None and gradient is not None and gradient.dtype == self._head.dtype:
+            gradient.div_(self._scale)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dH, dW, db), each in its input's dtype. The accumulators are given away."""
+        self._unscale(self._weight)
+        self._unscale(self._bias)
         head, self._head = self._head, None  # type: ignore[assignment]
         weight = None if self._weight is None else self._weight.to(head.weight.dtype)
         bias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
-        hidden, self.hidden, self._weight, self._bias = self.hidden, None, None, None
+        hidden, self._hidden, self._weight, self._bias = self._hidden, None, None, None
         return hidden, weight, bias
 
 
-def widened(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(columns of the logits, those rows of W in fp32), a slice at a time."""
-    vocab_size, hidden_size = weight.shape
-    step = max(1, _SLICE_BYTES // (hidden_size * torch.float32.itemsize))
-    for columns in planner.chunks(vocab_size, step):
-        yield columns, weight[columns].float()
+def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """out [R, C] = hidden [R, D] @ weight.T [D, C]."""
+    if hidden.dtype == weight.dtype:
+        multiply_into(out, hidden, weight.t())
+        return
+    for columns, wide in widened(weight, out.dtype):
+        torch.mm(hidden, wide.t(), out=out[:, columns])
+
+
+def weighted_sum_into(out: Tensor, weights: Tensor, vectors: Tensor, *, accumulate: bool) -> None:
+    """out [R, D] = (out +) weights [R, C] @ vectors [C, D]."""
+    if weights.dtype == vectors.dtype:
+        multiply_into(out, weights, vectors, accumulate=accumulate)
+        return
+    for columns, wide in widened(vectors, out.dtype):
+        multiply_into(out, weights[:, columns], wide, accumulate=accumulate or columns.start > 0)
+
+
+def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
+    """out = (out +) a @ b, accumulated in the dtype of `out`, which a and b share or, on a GPU, fall short of."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of W, those rows in `dtype`), a slice at a time."""
+    count, hidden_size = weight.shape
+    for columns in planner.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
+        yield columns, weight[columns].to(dtype)

@@ -1,24 +1,25 @@
 """`linear_logprobs`: log-probs of given tokens straight from hidden states and the head's weight.
 
-With U = 2*N*D*V FLOP, one GEMM over the head: without gradients this costs 1U and nothing of size N x V; with
-gradients the backward pass computes the logits of a chunk again and turns them into d-logits in place, 4U in all.
-Recomputing is what keeps memory at one chunk: a log-prob op cannot know its upstream gradient in the forward pass. A
-loss that is known in the forward pass can do better: see `fused_loss.py`, 3U.
+With U = 2*N*D*V FLOP, one GEMM over the head, what it costs depends on what is asked for (`plans.py`):
+
+    no gradient     1U    one pass; nothing of size N x V
+    frozen head     2U    d log p / d h does not depend on the loss: taken in the forward, scaled in the backward
+    trainable head  4U    the backward pass computes the logits again, tile by tile
+
+Recomputing is what keeps memory at one tile: a log-prob op cannot know its upstream gradient in the forward pass. A
+loss that is known there can do better: see `fused_loss.py`, 3U.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fused_grpo import _impl, reference
-from fused_grpo._checks import check_head
-from fused_grpo.errors import UnsupportedError
-from fused_grpo.head import Head, HeadGradients, full_precision
+from fused_grpo import _impl, _ops, reference  # noqa: F401 - _ops registers what is called here
+from fused_grpo._checks import check_head, check_plan, check_targets, check_temperature_values
+from fused_grpo.head import Head, full_precision
 
 
 class LogProbs(NamedTuple):
@@ -41,41 +42,51 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int = -100,
     process_group: Any = None,
+    chunk_bytes: int | None = None,
+    batch_invariant: bool = False,
     impl: _impl.Impl = "auto",
 ) -> Tensor:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
-    Equals: `logits = (hidden.float() @ weight.float().t() + bias) / temperature`
+    Equals: `logits = softcap(logit_scale * (hidden.float() @ weight.float().t() + bias)) / temperature`
             `logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]`
 
     Args:
-        hidden: [..., D], fp32, bf16 or fp16 (fp64 without Triton).
-        weight: [V, D], dtype of `hidden`; nn.Linear's layout, tied embeddings included.
+        hidden: [..., D], fp32, bf16 or fp16 (fp64 without Triton), any strides.
+        weight: [V, D], nn.Linear's layout, tied embeddings included. Of another dtype than `hidden` (a fp32 master
+            weight), it is cast to that of `hidden` once, and its gradient comes back in its own, unrounded.
         targets: [...] int64 in [0, V), or `ignore_index`.
-        bias: [V].
+        bias: [V], any floating dtype.
         temperature: a number, or one per token in the shape of `targets`. Not differentiated.
         logit_scale: multiplies h.w + b.
         softcap: c of c * tanh(x / c), before the temperature.
         ignore_index: rows with this target give 0 and no gradient.
-        process_group: for a head sharded over the vocabulary; not in this version.
-        impl: "auto", "triton", "torch" (chunked, any device) or "reference" (full logits, the oracle).
+        process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`
+            and `bias` is the same on all of them, `targets` count over the whole vocabulary, and so are the results.
+        chunk_bytes: budget for the one piece of the logits that exists at a time. None: 256 MiB (at most 32 on a CPU,
+            where more buys nothing).
+        batch_invariant: guarantee that a row's results do not depend on the rows beside it, to the bit. On a GPU they
+            do only with a frozen head; elsewhere the vendor's GEMM may sum in another order for another N. With this,
+            GEMMs there run 64 rows at a time, and a frozen head costs 3U.
+        impl: "auto", "triton", "torch" (any device) or "reference" (full logits, the oracle).
 
     Returns:
         The shape of `targets`, fp32 (fp64 for fp64 inputs), never positive.
 
-    Numerics: logits and all reductions in fp32; a target-excluded log-sum-exp, so confident tokens keep their gradient.
-    Memory: one chunk of logits (256 MiB) beside O(N) and the gradients asked for.
+    Numerics: logits and all reductions in fp32; a target-excluded log-sum-exp, so confident tokens keep their gradient;
+        bitwise repeatable. Under autocast, inputs are cast as nn.Linear's are, and nothing else is.
+    Memory: the piece of logits, O(N), the gradients asked for and their fp32 accumulators: [N, D] for a 16-bit `hidden`
+        or a frozen head; [V, D] for a 16-bit `weight` only where N is beyond a tile's height (16384 rows for 256 MiB).
 
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.
         UnavailableError: impl="triton" where Triton cannot run.
-        UnsupportedError: mixed dtypes or `process_group`.
+        UnsupportedError: options that do not go with a process_group.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head, kept = flatten_head(
-        hidden, weight, targets, **options, ignore_index=ignore_index, process_group=process_group
-    )
-    return _linear_logprobs(head, kept, impl, entropy=False)[0].view(targets.shape)
+    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
+    return _linear_logprobs(head, plan, entropy=False)[0].view(targets.shape)
 
 
 def linear_logprobs_and_entropy(
@@ -89,33 +100,65 @@ def linear_logprobs_and_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     process_group: Any = None,
+    chunk_bytes: int | None = None,
+    batch_invariant: bool = False,
     impl: _impl.Impl = "auto",
 ) -> LogProbs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
     Equals, beside the log-probs: `torch.distributions.Categorical(logits=logits).entropy()`
 
-    Arguments, numerics, memory and errors are those of `linear_logprobs`.
+    Arguments, numerics, memory and errors are those of `linear_logprobs`. With a frozen head, a gradient through the
+    entropy costs another 2U in the backward pass; an entropy that is only looked at costs nothing more.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head, kept = flatten_head(
-        hidden, weight, targets, **options, ignore_index=ignore_index, process_group=process_group
-    )
-    return LogProbs(*(values.view(targets.shape) for values in _linear_logprobs(head, kept, impl, entropy=True)))
+    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
+    return LogProbs(*(values.view(targets.shape) for values in _linear_logprobs(head, plan, entropy=True)))
 
 
-def _linear_logprobs(head: Head, kept: Tensor, impl: str, *, entropy: bool) -> list[Tensor]:
-    """[log p] or [log p, entropy], each [N], where `kept` [N] says which rows count."""
-    chosen = _impl.choose(impl, head.hidden)
+class _Plan(NamedTuple):
+    """How a head's log-probs are to be had: the options that do not change what they are."""
+
+    ignore_index: int
+    process_group: Any
+    chunk_bytes: int | None
+    batch_invariant: bool
+    impl: str
+
+
+def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor, ...]:
+    """(log p,) or (log p, entropy), each [N]; the targets of `head` may be `ignore_index`."""
+    ignore_index, process_group, chunk_bytes, batch_invariant, impl = plan
+    check_plan(impl, chunk_bytes)
+    if process_group is not None:
+        from fused_grpo.vocab_parallel import vocab_parallel_logprobs
+
+        options: dict[str, Any] = {"impl": impl, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
+        values = vocab_parallel_logprobs(head, process_group, ignore_index=ignore_index, entropy=entropy, **options)
+    elif impl == "reference":
+        values = _reference(head, ignore_index)
+    else:
+        frozen = not asks_gradient(head.weight) and not asks_gradient(head.bias)
+        direction = frozen and asks_gradient(head.hidden) and not batch_invariant
+        inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
+        values = torch.ops.fused_grpo.linear_logprobs(
+            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, direction
+        )
+    return values[: 2 if entropy else 1]
+
+
+def _reference(head: Head, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Both, through full logits and autograd."""
+    if not torch.compiler.is_compiling():
+        check_targets(head.targets, len(head.weight), ignore_index)
+        check_temperature_values(head.temperature)
+    kept = head.targets != ignore_index
     with full_precision(head.hidden):
-        if chosen == "reference":
-            everything = head.row_arguments(slice(None))
-            values = reference.logprobs_and_entropy(head.hidden, head.weight, head.targets, **everything)
-        else:
-            inputs = (head.hidden, head.weight, head.bias, head, _impl.passes(chosen), entropy)
-            values = _LinearLogProbs.apply(*inputs)  # type: ignore[no-untyped-call]
-    # Ignored rows ran with a stand-in target: here they lose their value and, by autograd, their gradient.
-    return [torch.where(kept, value, 0.0) for value in values[: 2 if entropy else 1]]
+        logprobs, entropy = reference.logprobs_and_entropy(
+            head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None))
+        )
+    return torch.where(kept, logprobs, 0.0), torch.where(kept, entropy, 0.0)
 
 
 def flatten_head(
@@ -127,74 +170,30 @@ def flatten_head(
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
-    ignore_index: int,
-    process_group: Any,
-) -> tuple[Head, Tensor]:
-    """Check the arguments; give the flat rows and which of them count [N]."""
-    if process_group is not None:
-        raise UnsupportedError("got a process_group; a head sharded over the vocabulary is not in this version")
-    check_head(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-    )
-    flat_targets = targets.reshape(-1)
-    kept = flat_targets != ignore_index
+    sharded: bool = False,
+) -> Head:
+    """Check shapes, dtypes and devices; give the flat rows, their targets as they came."""
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    check_head(hidden, weight, targets, **options, sharded=sharded)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     dtype = reference.compute_dtype(hidden)
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full_like(flat_targets, temperature, dtype=dtype)
-    head = Head(
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(dtype).reshape(-1)
+    else:
+        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
+    return Head(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
         bias=bias,
-        targets=torch.where(kept, flat_targets, 0),
-        temperature=temperature.detach().to(dtype).reshape(-1),
+        targets=targets.reshape(-1),
+        temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
     )
-    return head, kept
 
 
-class _LinearLogProbs(torch.autograd.Function):
-    """(log p, entropy or None), each [N]; the backward pass recomputes logits chunk by chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, passes: ModuleType, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropies, lse = passes.logprob_forward(
-            hidden, weight, head.targets, **head.row_arguments(slice(None)), entropy=entropy
-        )
-        ctx.passes, ctx.constants = passes, (head.logit_scale, head.softcap)
-        ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, logprobs, entropies, lse)
-        ctx.set_materialize_grads(False)
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, logprobs, entropy, lse = ctx.saved_tensors
-        needs = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
-        head = Head(hidden, weight, bias, targets, temperature, *ctx.constants)
-        gradients = HeadGradients(head, **needs)
-        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        with full_precision(hidden):
-            for rows, logits in head.chunked_logits():
-                dlogits = ctx.passes.logits_gradient_(
-                    logits,
-                    targets[rows],
-                    lse=lse[rows],
-                    logprobs=logprobs[rows],
-                    entropy=None if grad_entropy is None else entropy[rows],
-                    grad_logprobs=grad_logprobs[rows],
-                    grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-                    **head.row_arguments(rows),
-                    dtype=gradients.gemm_dtype,
-                )
-                gradients.add(rows, dlogits)
-        return *gradients.finish(), None, None, None
+def asks_gradient(tensor: Tensor | None) -> bool:
+    """Whether autograd will want the gradient of this."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

@@ -1,27 +1,106 @@
-"""How large a chunk of logits may be.
+"""How large a piece of the logits may exist, from shapes and a byte budget.
 
-One chunk is the only thing of size rows x V that ever exists, so its byte budget is the memory dial of the whole
-library. More rows per chunk save memory traffic: each chunk reads W and updates dW once, so below about a thousand
-rows those passes, not the GEMMs, set the time. 256 MiB is 441 rows at V=151936; raise `chunk_bytes` where there is
-room.
+A piece of N x V is the only big temporary of this library, so its budget is the memory dial of all of it. There are
+two shapes of piece:
+
+- A **chunk** is whole rows, [R, V]: what a loss needs that must see a row's log-sum-exp before its gradient. Each chunk
+  reads W and updates dW once, so below about a thousand rows those passes, not the GEMMs, set the time.
+- A **tile** is rows x columns, [R, C]: what suffices where the log-sum-exp is known, or can be folded in tile by tile.
+  One tile high, each slice of W is read once and each slice of dW written once, with no accumulator beside it; the
+  price is that dH, [R, D], accumulates over the tiles. So tiles are tall: all rows up to twice the side of a square,
+  beyond which narrow tiles would spend more on dH than another sweep over the vocabulary costs.
+
+256 MiB is 441 whole rows at V=151936, or all of 8192 rows by 8192 columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
+# Half of what fits the cache of a CPU core: the row passes of `chunked.py` walk a piece in two blocks of this size.
+BLOCK_BYTES = 2**20
 
-def chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, chunk_bytes: int | None = None) -> int:
+# What a CPU holds beside the piece: those two blocks, and small change.
+_SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
+
+# A CPU multiplies tiles of this size at full speed, and the allocator recycles their pages; larger ones fault afresh.
+CPU_TILE_BYTES = 32 * 2**20
+
+# Columns in multiples of what GEMM kernels and vectorised loads like.
+ALIGNMENT = 128
+
+
+class TileShape(NamedTuple):
+    rows: int
+    columns: int
+
+
+def budget(chunk_bytes: int | None) -> int:
+    """The number of bytes that `chunk_bytes` stands for."""
+    return DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+
+
+def _room(chunk_bytes: int | None, device: torch.device, slice_bytes: int) -> int:
+    """What the budget leaves for the piece itself, beside the scratch of a CPU's row passes and GEMMs."""
+    whole = budget(chunk_bytes)
+    return max(whole - _SCRATCH_BYTES - slice_bytes, whole // 3) if device.type == "cpu" else whole
+
+
+def chunk_rows(
+    num_rows: int,
+    vocab_size: int,
+    *,
+    device: torch.device,
+    itemsize: int,
+    slice_bytes: int = 0,
+    chunk_bytes: int | None = None,
+) -> int:
     """Rows per chunk: the most that fit the budget (at least one), evened out so that the last chunk is not a stub."""
-    budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    fitting = max(1, budget // max(1, vocab_size * itemsize))
-    num_chunks = -(-num_rows // fitting)
-    return -(-num_rows // max(1, num_chunks))
+    return _evened(num_rows, _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize))
 
 
-def chunks(num_rows: int, rows: int) -> Iterator[slice]:
-    """The slices of `rows` rows that cover `num_rows`, in order; one empty slice where there are none."""
-    for start in range(0, max(1, num_rows), max(1, rows)):
-        yield slice(start, min(start + rows, num_rows))
+def tile_shape(
+    num_rows: int,
+    vocab_size: int,
+    *,
+    device: torch.device,
+    itemsize: int,
+    row_bytes: int = 0,
+    column_bytes: int = 0,
+    slice_bytes: int = 0,
+    chunk_bytes: int | None = None,
+) -> TileShape:
+    """The tile for [num_rows, vocab_size] logits of `itemsize` bytes each.
+
+    The budget covers the tile, `row_bytes` for each of its rows and `column_bytes` for each of its columns (copies of
+    hidden states and of W in the dtype of the GEMM), `slice_bytes` once, and on a CPU the two blocks of the row passes.
+    """
+    if device.type == "cpu":
+        chunk_bytes = min(budget(chunk_bytes), CPU_TILE_BYTES)
+    room = _room(chunk_bytes, device, slice_bytes)
+    tallest = 2 * math.isqrt(room // itemsize)
+    if row_bytes:
+        tallest = min(tallest, room // (4 * row_bytes))
+    rows = _evened(num_rows, tallest)
+    widest = (room - rows * row_bytes) // max(1, rows * itemsize + column_bytes)
+    widest -= widest % ALIGNMENT if widest >= ALIGNMENT else 0
+    columns = _evened(vocab_size, widest)
+    return TileShape(rows, min(vocab_size, columns + -columns % ALIGNMENT) if widest >= ALIGNMENT else columns)
+
+
+def _evened(total: int, most: int) -> int:
+    """The size of the parts, at most `most` (at least 1), when `total` is cut into as few and as equal as possible."""
+    parts = -(-total // max(1, most))
+    return -(-total // max(1, parts))
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    """The slices of `size` that cover `total`, in order; one empty slice where there is nothing."""
+    for start in range(0, max(1, total), max(1, size)):
+        yield slice(start, min(start + size, total))

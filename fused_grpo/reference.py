@@ -61,10 +61,20 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log p of the targets and the entropy, both [N], through full logits [N, V] and autograd."""
     dtype = compute_dtype(hidden)
-    raw = hidden.to(dtype) @ weight.to(dtype).t()
+    raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
     z = transform_logits(raw, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     log_p = torch.log_softmax(z, dim=-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    # A banned token, at -inf, adds nothing to the entropy; 0 * -inf would.
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
+
+
+def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight` with the values that `dtype` would give it, and a gradient that is not rounded."""
+    if weight.dtype == dtype:
+        return weight
+    # Neighbours differ by a number that both can hold, so the sum is the rounded value to the bit.
+    return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())
 
 
 def token_loss(

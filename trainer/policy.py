@@ -81,10 +81,7 @@ class PolicyLoss(nn.Module):
             "temperature": self.temperature,
             **logit_transform(self.model.config),
         }
-        # Under autocast the head runs in the dtype of the other linear layers; its logits stay in fp32 all the same.
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return hidden.to(dtype), head.weight.to(dtype), options
+        return hidden, head.weight, options
 
 
 def logit_transform(config: Any) -> dict[str, float | None]:

@@ -1,7 +1,11 @@
-"""Peak resident memory of one loss and backward, in bytes above what the inputs take: run as a script, prints JSON."""
+"""Peak resident memory of an op and its backward pass, in bytes above its inputs: `peak_memory.py CHUNK_BYTES`.
+
+Prints a JSON object per case: the peak, and what of it are the gradients that the caller gets.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fused_grpo import fused_linear_grpo_loss
+from fused_grpo import fused_linear_grpo_loss, linear_logprobs
 
 N, V, D = 4096, 50304, 256
 
@@ -18,22 +22,26 @@ def resident(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def loss_and_backward(rows: int, vocabulary: int, chunk_bytes: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = torch.randn(rows, D, requires_grad=True)
-    weight = torch.randn(vocabulary, D).mul_(0.05).requires_grad_()
-    targets = torch.randint(0, vocabulary, (rows,))
-    cu_seqlens = torch.arange(0, rows + 1, rows // 8, dtype=torch.int32)
+def run(case: str, chunk_bytes: int) -> dict[str, int | str]:
+    hidden = torch.randn(N, D, requires_grad=True)
+    weight = torch.randn(V, D).mul_(0.05).requires_grad_()
+    targets, upstream = torch.randint(0, V, (N,)), torch.randn(N)
+    cu_seqlens = torch.arange(0, N + 1, N // 8, dtype=torch.int32)
+    ctypes.CDLL(None).malloc_trim(0)  # or what an earlier case freed would count as there already
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    loss = fused_linear_grpo_loss(
-        hidden, weight, targets, advantages=torch.randn(8), cu_seqlens=cu_seqlens, chunk_bytes=chunk_bytes
-    ).loss
+    if case == "loss":
+        options = {"advantages": upstream[:8], "cu_seqlens": cu_seqlens, "chunk_bytes": chunk_bytes}
+        loss = fused_linear_grpo_loss(hidden, weight, targets, **options).loss
+    else:
+        loss = linear_logprobs(hidden, weight, targets, chunk_bytes=chunk_bytes) @ upstream
     (loss * 2).backward()
-    return resident("VmHWM") - before, hidden.grad.nbytes + weight.grad.nbytes
+    peak = resident("VmHWM") - before
+    return {"case": case, "peak": peak, "gradients": hidden.grad.nbytes + weight.grad.nbytes}
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    loss_and_backward(64, 1000, None)  # thread pools and library workspaces, which are not ours to count
-    peak, gradients = loss_and_backward(N, V, int(sys.argv[1]))
-    print(json.dumps({"peak": peak, "gradients": gradients}))
+    for name in ("loss", "logprobs"):
+        # The first run also makes thread pools and library workspaces, which are not ours to count.
+        print(json.dumps([run(name, int(sys.argv[1])) for _ in range(2)][-1]), flush=True)

@@ -32,7 +32,7 @@ HEAD = [
     ({"bias": torch.randn(8)}, r"bias \(8,\)"),
     ({"temperature": 0.0}, "temperature=0.0, want a finite number > 0"),
     ({"temperature": float("nan")}, "temperature=nan"),
-    ({"temperature": torch.zeros(6)}, "a temperature of 0.0, want all > 0"),
+    ({"temperature": torch.zeros(6)}, "a temperature of 0.0, want finite numbers > 0"),
     ({"temperature": torch.ones(5)}, r"temperature \(5,\)"),
     ({"softcap": -1.0}, "softcap=-1.0"),
     ({"logit_scale": float("inf")}, "logit_scale=inf"),
@@ -103,9 +103,7 @@ def test_bf16_in_the_interpreter_is_refused_not_garbled():
         fused_linear_grpo_loss(**arguments)
 
 
-def test_mixed_dtypes_and_process_groups_are_for_later():
-    with pytest.raises(UnsupportedError, match=r"fix: weight.to\(hidden.dtype\)"):
-        fused_linear_grpo_loss(**good(hidden=torch.randn(6, 4).bfloat16()))
+def test_the_fused_loss_has_no_process_group_yet():
     with pytest.raises(UnsupportedError, match="process_group"):
         fused_linear_grpo_loss(**good(process_group=object()))
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs, planner
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs, planner, plans
 from fused_grpo.errors import InputError
 from fused_grpo.head import HeadGradients
 from fused_grpo.trainer.batching import pack
@@ -155,46 +155,55 @@ def test_two_backward_passes_add_up_what_came_from_upstream(inputs, update, impl
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Calls of HeadGradients' methods, by name."""
-    counts = {"add": 0, "_add_weight_gradient": 0}
+def gemms(monkeypatch):
+    """Which GEMMs ran: "logits", "hidden" (its gradient) and "weight", in order."""
+    ran = []
 
-    def count(name, original):
-        def counted(*arguments):
-            counts[name] += 1
-            return original(*arguments)
+    def count(home, name, what):
+        original = getattr(home, name)
 
-        monkeypatch.setattr(HeadGradients, name, counted)
+        def counted(*arguments, **options):
+            ran.append(what)
+            return original(*arguments, **options)
 
-    for name in counts:
-        count(name, getattr(HeadGradients, name))
-    return counts
+        monkeypatch.setattr(home, name, counted)
+
+    count(head, "logits_into", "logits")
+    for home in (head, plans):
+        count(home, "weighted_sum_into", "hidden")
+    count(HeadGradients, "_add_weight_gradient", "weight")
+    return ran
 
 
-@pytest.mark.parametrize("impl", FAST)
-@pytest.mark.parametrize("op", ["logprobs", "loss"])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_frozen_head_costs_no_weight_gradient(inputs, update, calls, impl, op, frozen):
+@pytest.mark.parametrize(
+    ("op", "frozen", "expected"),
+    [
+        ("logprobs", False, ["logits", "logits", "hidden", "weight"]),
+        ("logprobs", True, ["logits", "hidden"]),
+        ("loss", False, ["logits", "hidden", "weight"]),
+        ("loss", True, ["logits", "hidden"]),
+    ],
+)
+def test_each_op_multiplies_no_more_than_it_must(inputs, update, gemms, op, frozen, expected):
     (hidden, weight, _), targets = inputs
     weight.requires_grad_(not frozen)
     if op == "logprobs":
-        linear_logprobs(hidden, weight, targets, impl=impl).sum().backward()
+        linear_logprobs(hidden, weight, targets, impl="torch").sum().backward()
     else:
-        fused_linear_grpo_loss(hidden, weight, targets, **update, impl=impl).loss.backward()
-    assert calls["add"] == 1
-    assert calls["_add_weight_gradient"] == (0 if frozen else 1)
+        fused_linear_grpo_loss(hidden, weight, targets, **update, impl="torch").loss.backward()
+    assert gemms == expected
     assert (weight.grad is None) == frozen
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_autograd_no_gradient_is_computed(inputs, update, calls, impl, mode):
+def test_without_autograd_no_gradient_is_computed(inputs, update, gemms, impl, mode):
     leaves, targets = inputs
     hidden, weight, bias = leaves
     with mode():
         output = fused(leaves, targets, **update, impl=impl)
         logprobs = linear_logprobs(hidden, weight, targets, bias=bias, impl=impl)
-    assert calls == {"add": 0, "_add_weight_gradient": 0}
+    assert not {"hidden", "weight"} & set(gemms)
     assert not output.loss.requires_grad
     assert not logprobs.requires_grad
     expected = textbook_logprobs(leaves, targets)
@@ -205,30 +214,44 @@ def test_without_autograd_no_gradient_is_computed(inputs, update, calls, impl, m
 @pytest.mark.parametrize(
     ("impl", "backward_inside"), [*((impl, True) for impl in FAST), *((impl, False) for impl in IMPLS)]
 )
-def test_autocast_changes_no_bit_of_fp32_inputs(inputs, update, impl, backward_inside):
+def test_autocast_casts_inputs_as_a_linear_layer_does_and_nothing_else(inputs, update, impl, backward_inside):
     leaves, targets = inputs
     hidden, weight, bias = leaves
 
     def run(*, autocast):
         def context(on):
-            return torch.autocast("cpu", dtype=torch.bfloat16) if on else nullcontext()
+            return torch.autocast("cpu", dtype=torch.float16) if on else nullcontext()
 
+        first = hidden if autocast else hidden.half()
         with context(autocast):
-            loss = fused(leaves, targets, **update, impl=impl).loss
-            logprobs = linear_logprobs(hidden, weight, targets, bias=bias, impl=impl)
+            loss = fused([first, weight, bias], targets, **update, impl=impl).loss
+            logprobs = linear_logprobs(first, weight, targets, bias=bias, impl=impl)
         with context(autocast and backward_inside):
             gradients = [torch.autograd.grad(x, leaves) for x in (loss, logprobs.square().sum())]
         return [loss, logprobs, *gradients[0], *gradients[1]]
 
     for plain, cast in zip(run(autocast=False), run(autocast=True), strict=True):
-        assert plain.dtype == cast.dtype
+        assert plain.dtype == cast.dtype == torch.float32
         assert torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
+    (hidden, weight, bias), targets = inputs
+    ours = linear_logprobs(hidden.bfloat16(), weight, targets, bias=bias, impl=impl)
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in (hidden, weight)]
+    exact = textbook_logprobs([*rounded, bias.double()], targets)
+    assert_close([ours.double()], [exact])
+    (gradient,) = torch.autograd.grad(ours.square().sum(), weight)
+    (expected_gradient,) = torch.autograd.grad(exact.square().sum(), rounded[1])
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_chunk_of_logits_is_256_mib_unless_told_otherwise():
     vocab_size, rows = 1024, 2**28 // (1024 * 4)
-    assert planner.chunk_rows(rows, vocab_size, itemsize=4) == rows
-    assert planner.chunk_rows(rows + 2, vocab_size, itemsize=4) == rows // 2 + 1
+    options = {"device": torch.device("cuda"), "itemsize": 4}
+    assert planner.chunk_rows(rows, vocab_size, **options) == rows
+    assert planner.chunk_rows(rows + 2, vocab_size, **options) == rows // 2 + 1
 
 
 SHAPE = {

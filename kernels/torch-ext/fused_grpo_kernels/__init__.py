@@ -5,9 +5,10 @@ dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` validate
 """
 
 from ._device import is_available
+from .fold_tile import fold_tile_
 from .grpo_loss import grpo_token_loss
 from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
 from .row_statistics import row_statistics
 
-__all__ = ["grpo_token_loss", "is_available", "logits_gradient_", "logprob_forward", "row_statistics"]
+__all__ = ["fold_tile_", "grpo_token_loss", "is_available", "logits_gradient_", "logprob_forward", "row_statistics"]
