@@ -30,6 +30,9 @@ from fused_grpo.statistics import RowState, finish_rows, merge_shards, start_row
 # fp16 ends at 2^16: the largest weight or gradient goes near 2^10, so that 2^-34 of it is still a number.
 _FP16_EXPONENT = 10
 
+# What the forward kernel leaves per row until it is merged: three numbers for each of at most 64 splits.
+_SPLIT_BYTES = 64 * 3 * 4
+
 
 class Statistics(NamedTuple):
     """Of each row, [N] in the dtype of accumulators."""
@@ -67,12 +70,12 @@ def _fused_forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes
     stretch = max(1, budget // 2 // (hidden_size * head.hidden.dtype.itemsize)) if cast else vocab_size
     parts = []
     for columns in planner.chunks(vocab_size, stretch):
-        targets, arguments = local_targets(head.targets, columns), head.row_arguments(slice(None), columns)
-        weight = head.weight[columns].to(head.hidden.dtype)
-        options = {**arguments, "entropy": entropy}
-        parts.append(passes.logprob_forward(head.hidden, weight, targets, **options))
-    if len(parts) == 1:
-        return Statistics(*parts[0])
+        weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
+        blocks = []
+        for rows in planner.chunks(len(targets), max(1, budget // 2 // _SPLIT_BYTES)):
+            options = {**head.row_arguments(rows, columns), "entropy": entropy}
+            blocks.append(passes.logprob_forward(head.hidden[rows], weight, targets[rows], **options))
+        parts.append([None if x[0] is None else torch.cat(x) for x in zip(*blocks, strict=True)])
     logprobs, entropies, lse = zip(*parts, strict=True)
     return Statistics(
         *merge_shards(torch.stack(logprobs), torch.stack(entropies) if entropy else None, torch.stack(lse))

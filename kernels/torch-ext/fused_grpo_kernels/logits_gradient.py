@@ -8,6 +8,9 @@ With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
 
 1 - p_t is -expm1(log p_t), so a confident target keeps its gradient. log p_v is z_v - lse or (z_v - z_t) + log p_t,
 whichever of lse and log p_t is smaller: those two are the fp32 numbers that come in rounded.
+
+The columns may be a stretch of a longer vocabulary. lse, log p_t and H are then those of the whole, and a row whose
+target lies elsewhere (-1) has the first line for every column, with log p_v from lse.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -18,11 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import expm1, inverse, load_bias, logit, logit_slope
+from ._tiles import exp, expm1, inverse, load_bias, logit, logit_slope
 from .tuning import row_tile
 
+# They arrive as slices of longer vectors: where one starts must not compile the kernel again.
+ROW_VECTORS = ["targets", "temperature", "lse", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
 def _logits_gradient_kernel(
     logits,
     gradient,
@@ -51,17 +57,19 @@ def _logits_gradient_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
-    target = tl.load(targets + row)
+    target = tl.load(targets + row).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + row))
     row_lse = tl.load(lse + row)
     row_logprob = tl.load(logprobs + row)
     g = tl.load(grad_logprobs + row)
 
+    # Without a target (-1), column 0 is read for nothing.
+    target_column = tl.maximum(target, 0)
     target_bias = None
     if bias is not None:
-        target_bias = tl.load(bias + target).to(tl.float32)
-    target_logit = logit(tl.load(start + target), target_bias, logit_scale, softcap, inverse_temperature)
-    near_target = tl.abs(row_logprob) < tl.abs(row_lse)
+        target_bias = tl.load(bias + target_column).to(tl.float32)
+    target_logit = logit(tl.load(start + target_column), target_bias, logit_scale, softcap, inverse_temperature)
+    near_target = (target >= 0) & (tl.abs(row_logprob) < tl.abs(row_lse))
     anchor = tl.where(near_target, target_logit, row_lse)
     offset = tl.where(near_target, row_logprob, 0.0)
     for first in range(0, V, BLOCK_V):
@@ -73,7 +81,7 @@ def _logits_gradient_kernel(
         z = logit(raw, tile_bias, logit_scale, softcap, inverse_temperature)
         log_p = tl.where(is_target, row_logprob, (z - anchor) + offset)
         log_p = tl.where(inside[None, :], log_p, float("-inf"))
-        p = tl.exp(log_p)
+        p = exp(log_p)
         dz = tl.where(is_target, -g * expm1(row_logprob), -g * p)
         if ENTROPY:
             # The clamp keeps 0 * -inf out; below -128 p is 0.
@@ -103,8 +111,9 @@ def logits_gradient_(
 
     Args:
         logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
-        targets: [R] int64, each in [0, V).
-        lse, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits.
+        targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns.
+        lse, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits, or the numbers of the whole
+            vocabulary where these columns are a stretch of it.
         grad_logprobs: [R] fp32, dL/dlogprobs.
         grad_entropy: [R] fp32, dL/dentropy; with None the entropy takes no part and may be None too.
         bias, temperature, logit_scale, softcap: as given to `row_statistics`.

@@ -8,6 +8,10 @@ One GEMM, 2*N*D*V FLOP, whose epilogue folds each [block_n, block_v] tile of fp3
 a target logit per row. The vocabulary is cut into contiguous stretches ("splits") so that a few rows still fill the
 device; each leaves 2 numbers per row (3 with the entropy), and a second, tiny kernel merges them. How many splits
 there are follows from V and the tile table alone, so a row's bits do not depend on which rows came with it.
+
+Matrices in 16 bits whose rows start at multiples of 16 bytes are copied by the tensor memory accelerator, where there
+is one (sm_90 and later). It takes no registers for addresses, which leaves room for a larger tile. Any other matrices,
+and any other strides, are read through pointers.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -16,18 +20,53 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._device import launching_on
-from ._tiles import add_tile, finish_row, halves, inverse, load_bias, logit, merge_statistics, start_statistics
+from ._tiles import add_tile, column_blocks, finish_row, inverse, load_bias, logit, merge_statistics, start_statistics
 from .tuning import FUSED_MULTIPLY_ADD, GemmTile, gemm_tile
 
 MERGE_ROWS = 16
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
+def _load_block(
+    matrix,
+    row,
+    d,
+    ROWS,
+    D,
+    row_stride,
+    d_stride,
+    TMA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The block [BLOCK, BLOCK_D] of a matrix [ROWS, D] at (row, d), zero past the last feature."""
+    if TMA:
+        return matrix.load([row, d])
+    else:
+        # int64 for where a block starts, int32 inside it: addresses of 64 bits per element would cost the registers.
+        start = matrix + tl.cast(row, tl.int64) * row_stride + tl.cast(d, tl.int64) * d_stride
+        # Rows past the end read the last one instead of being masked: cheaper in the hot loop.
+        rows = tl.minimum(tl.arange(0, BLOCK), ROWS - 1 - row)
+        features = tl.arange(0, BLOCK_D)
+        block = start + (rows[:, None] * row_stride + features[None, :] * d_stride)
+        if EVEN_D:
+            return tl.load(block)
+        else:
+            return tl.load(block, mask=(features < D - d)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["targets", "temperature"])
 def _logprob_forward_kernel(
     hidden,
     weight,
+    hidden_row,
+    hidden_column,
+    weight_row,
+    weight_column,
     targets,
     bias,
     temperature,
@@ -38,15 +77,12 @@ def _logprob_forward_kernel(
     N,
     D,
     V,
-    hidden_row,
-    hidden_column,
-    weight_row,
-    weight_column,
     logit_scale: tl.float32,
     softcap,
     splits,
     tiles_per_split,
     ENTROPY: tl.constexpr,
+    TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -56,7 +92,7 @@ def _logprob_forward_kernel(
     """Grid: row tiles x splits, flattened; GROUP_N row tiles go through a split together, then the next split.
 
     A program owns BLOCK_N rows of one split: it alone writes their statistics [split, rows], and it alone writes
-    target_logit for those rows whose target lies in its stretch. No other program writes there.
+    target_logit for those rows whose target lies in its stretch; the first split also for those without a target.
     """
     row_tiles = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_N * splits)
@@ -66,48 +102,30 @@ def _logprob_forward_kernel(
     first_row = (group * GROUP_N + within % group_size) * BLOCK_N
     rows = first_row + tl.arange(0, BLOCK_N)
     row_exists = rows < N
-    # Rows and columns past the end read the last one instead of being masked: cheaper in the hot loop.
     safe_rows = tl.minimum(rows, N - 1)
     target = tl.load(targets + safe_rows).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + safe_rows))
-    features = tl.arange(0, BLOCK_D)
-    # int64 for where a tile starts, int32 inside it: addresses of 64 bits per element would cost the registers.
-    hidden_start = hidden + first_row.to(tl.int64) * hidden_row
-    hidden_offset = (safe_rows - first_row)[:, None] * hidden_row + features[None, :] * hidden_column
 
-    row_maximum, row_total, row_weighted = start_statistics(BLOCK_N)
-    row_target = tl.zeros([BLOCK_N], tl.float32)
+    row_target, row_maximum, row_total, row_weighted = start_statistics(target)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
     # Hoisting out of this loop would keep registers through the epilogue that it needs itself.
     for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True):
         first_column = tile * BLOCK_V
-        weight_start = weight + first_column.to(tl.int64) * weight_row
-        safe_columns = tl.minimum(tl.arange(0, BLOCK_V), V - 1 - first_column)
-        weight_offset = safe_columns[:, None] * weight_row + features[None, :] * weight_column
         raw = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         for d in range(0, D, BLOCK_D):
-            hidden_tile = hidden_start + tl.cast(d, tl.int64) * hidden_column + hidden_offset
-            weight_tile = weight_start + tl.cast(d, tl.int64) * weight_column + weight_offset
-            if EVEN_D:
-                h = tl.load(hidden_tile)
-                w = tl.load(weight_tile)
-            else:
-                inside = (features < D - d)[None, :]
-                h = tl.load(hidden_tile, mask=inside, other=0.0)
-                w = tl.load(weight_tile, mask=inside, other=0.0)
+            h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, TMA, EVEN_D, BLOCK_N, BLOCK_D)
+            w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, TMA, EVEN_D, BLOCK_V, BLOCK_D)
             raw = tl.dot(h, tl.trans(w), raw, input_precision="ieee")
-        # Four narrow parts one after the other: a whole tile of z, exp(z) and masks at once would spill registers.
-        left, right = halves(raw)
-        parts = halves(left) + halves(right)
-        for i in tl.static_range(4):
-            columns = first_column + i * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
-            z = logit(parts[i], load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
-            is_target = columns[None, :] == target[:, None]
-            row_target += tl.sum(tl.where(is_target, z, 0.0), 1)
-            others = (columns < V)[None, :] & ~is_target
-            row_maximum, row_total, row_weighted = add_tile(row_maximum, row_total, row_weighted, z, others, ENTROPY)
+        # Narrow blocks one after the other: a whole tile of z, exp(z) and masks at once would spill registers.
+        blocks = column_blocks(raw, 32)
+        for i in tl.static_range(len(blocks)):
+            columns = first_column + i * blocks[i].shape[1] + tl.arange(0, blocks[i].shape[1])
+            z = logit(blocks[i], load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
+            row_target, row_maximum, row_total, row_weighted = add_tile(
+                row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
+            )
 
-    tile_of_target = target // BLOCK_V
+    tile_of_target = tl.maximum(target, 0) // BLOCK_V
     owns_target = (tile_of_target >= split * tiles_per_split) & (tile_of_target < last_tile)
     tl.store(target_logit + rows, row_target, mask=row_exists & owns_target)
     statistics = split.to(tl.int64) * N + rows
@@ -168,7 +186,8 @@ def logprob_forward(
     Args:
         hidden: [N, D] bf16, fp16 or fp32, any strides.
         weight: [V, D] of the same dtype, any strides.
-        targets: [N] int64, each in [0, V).
+        targets: [N] int64, each in [0, V), or -1 for a row whose target is not in this weight (a stretch of a longer
+            vocabulary): its log-prob is -inf, its entropy and log-sum-exp are those of all V tokens.
         bias: [V], any float dtype.
         temperature: [N] fp32, positive.
         logit_scale: multiplies h.w + bias.
@@ -178,10 +197,11 @@ def logprob_forward(
     Returns:
         (logprobs [N], entropy [N] or None, lse [N]), fp32, the entropy in nats.
 
-    Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 64 splits. No other temporary.
+    Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 64 splits. No other temporary, but for a copy of an
+    operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
-    tile = gemm_tile(device, hidden.dtype)
+    tile = gemm_tile(device, hidden.dtype, tma=_suits_tma(hidden) and _suits_tma(weight))
     splits, tiles_per_split = _splits(V, tile)
     logprobs, lse, target_logit = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
     entropies = torch.empty_like(logprobs) if entropy else None
@@ -189,14 +209,17 @@ def logprob_forward(
         return logprobs, entropies, lse
     maximum, total = (torch.empty(splits, N, dtype=torch.float32, device=device) for _ in range(2))
     statistics = target_logit, maximum, total, torch.empty_like(total) if entropy else None
-    inputs = hidden, weight, targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
-    sizes = N, hidden.shape[1], V, *hidden.stride(), *weight.stride()
+    matrices = _operands(hidden, weight, tile)
+    vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
     grid = (triton.cdiv(N, tile.block_n) * splits,)
     with launching_on(device):
         _logprob_forward_kernel[grid](
-            *inputs,
+            *matrices,
+            *vectors,
             *statistics,
-            *sizes,
+            N,
+            hidden.shape[1],
+            V,
             logit_scale,
             softcap,
             splits,
@@ -215,3 +238,32 @@ def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
     tiles = triton.cdiv(V, tile.block_v)
     tiles_per_split = triton.cdiv(tiles, tile.max_splits)
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split
+
+
+def _suits_tma(matrix: Tensor) -> bool:
+    """Can a tensor descriptor say where the rows of this matrix are?"""
+    row, column = matrix.stride()
+    aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
+    return matrix.element_size() == 2 and matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
+
+
+def _operands(hidden: Tensor, weight: Tensor, tile: GemmTile) -> tuple[Tensor | TensorDescriptor | int | None, ...]:
+    """Both matrices, and their strides where the kernel reads them through pointers."""
+    if tile.tma:
+        descriptors = (
+            TensorDescriptor.from_tensor(matrix, [rows, tile.block_d])
+            for matrix, rows in ((hidden, tile.block_n), (weight, tile.block_v))
+        )
+        return *descriptors, None, None, None, None
+    hidden, weight = (
+        _within_int32(hidden, tile.block_n, tile.block_d),
+        _within_int32(weight, tile.block_v, tile.block_d),
+    )
+    return hidden, weight, *hidden.stride(), *weight.stride()
+
+
+def _within_int32(matrix: Tensor, block_rows: int, block_columns: int) -> Tensor:
+    """The matrix, or a copy if offsets inside a block of it would overflow the kernel's int32."""
+    (rows, columns), (row, column) = matrix.shape, matrix.stride()
+    reach = (min(block_rows, rows) - 1) * row + (min(block_columns, columns) - 1) * column
+    return matrix if reach < 2**31 else matrix.contiguous()

@@ -20,7 +20,7 @@ from ._tiles import add_tile, finish_row, inverse, load_bias, logit, start_stati
 from .tuning import row_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets", "temperature"])
 def _row_statistics_kernel(
     logits,
     targets,
@@ -39,20 +39,17 @@ def _row_statistics_kernel(
 ):
     """Grid: rows. A program reads one row tile by tile and is alone in writing that row's results."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    target = tl.load(targets + row)
+    target = tl.load(targets + row).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + row))
     start = logits + row * logits_row
-    row_maximum, row_total, row_weighted = start_statistics(1)
-    row_target = tl.zeros([1], tl.float32)
+    row_target, row_maximum, row_total, row_weighted = start_statistics(target)
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         inside = (columns < V)[None, :]
         raw = tl.load(start[:, None] + columns.to(tl.int64)[None, :] * logits_column, mask=inside, other=0.0)
         z = logit(raw, load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
-        is_target = columns[None, :] == target[:, None]
-        row_target += tl.sum(tl.where(is_target, z, 0.0), 1)
-        row_maximum, row_total, row_weighted = add_tile(
-            row_maximum, row_total, row_weighted, z, inside & ~is_target, ENTROPY
+        row_target, row_maximum, row_total, row_weighted = add_tile(
+            row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
         )
     row_logprob, row_entropy, row_lse = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
     tl.store(logprobs + row, row_logprob)
@@ -75,7 +72,8 @@ def row_statistics(
 
     Args:
         logits: [R, V] fp32, raw h.w, any strides.
-        targets: [R] int64, each in [0, V).
+        targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns: its log-prob is
+            -inf, its entropy and log-sum-exp are those of all V columns.
         bias, temperature, logit_scale, softcap, entropy: as in `logprob_forward`.
 
     Returns:

@@ -5,8 +5,9 @@ retune whenever a length changes. A table is read in microseconds, gives the sam
 `tests/kernels/test_compile.py` compiles each row of it for its architecture and refuses spilled registers.
 
 What bounds the GEMM rows: the fp32 accumulator block_n x block_v / (threads) must leave registers for the epilogue, and
-stages * (block_n + block_v) * block_d * bytes must fit shared memory (163 KiB on sm_80, 227 KiB on sm_90 and sm_100,
-99 KiB on the consumer parts that fall under "default", 64 KiB on gfx942).
+num_stages * (block_n + block_v) * block_d * bytes must fit shared memory: 163 KiB on sm_80, 99 KiB on sm_86, sm_89 and
+sm_120, 227 KiB on sm_90 and sm_100, 64 KiB on gfx942. Where D or the strides are not multiples of 16 bytes, loads
+through pointers pass through registers, hence smaller tiles there than with the tensor memory accelerator.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class GemmTile:
     group_n: int = 16
     # Contiguous stretches of vocabulary at most: enough programs to fill the device when there are few rows.
     max_splits: int = 64
+    # Operands come through tensor descriptors, not pointers.
+    tma: bool = False
 
     def launch_options(self) -> dict[str, int]:
         """The keyword arguments of the launch, as the kernel names them."""
@@ -40,6 +43,7 @@ class GemmTile:
             "BLOCK_V": self.block_v,
             "BLOCK_D": self.block_d,
             "GROUP_N": self.group_n,
+            "TMA": self.tma,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             **FUSED_MULTIPLY_ADD,
@@ -59,18 +63,29 @@ class RowTile:
 
 
 HALF: dict[str, GemmTile] = {
-    "sm_80": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
-    "sm_90": GemmTile(128, 256, 64, num_warps=8, num_stages=3),
-    "sm_100": GemmTile(128, 256, 64, num_warps=8, num_stages=3),
+    "sm_80": GemmTile(128, 128, 32, num_warps=8, num_stages=4),
+    "sm_86": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
+    "sm_89": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
+    "sm_90": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "sm_100": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "sm_120": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
     "gfx942": GemmTile(128, 128, 64, num_warps=8, num_stages=2),
     "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4),
     "default": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
 }
 
-# fp32 multiplies on the plain FMA units (TF32 would lose 13 bits), where operands cost registers: small tiles.
+HALF_TMA: dict[str, GemmTile] = {
+    "sm_90": GemmTile(128, 256, 64, num_warps=8, num_stages=4, tma=True),
+    "sm_100": GemmTile(128, 256, 64, num_warps=8, num_stages=4, tma=True),
+    "sm_120": GemmTile(128, 128, 64, num_warps=8, num_stages=3, tma=True),
+    "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4, tma=True),
+}
+
+# fp32 multiplies on the plain FMA units (TF32 would lose 13 bits), where operands cost registers: small tiles, and the
+# same ones everywhere, for they fit the smallest shared memory.
 SINGLE: dict[str, GemmTile] = {
     "interpreter": HALF["interpreter"],
-    "default": GemmTile(64, 64, 32, num_warps=8, num_stages=2),
+    "default": GemmTile(128, 64, 16, num_warps=8, num_stages=2),
 }
 
 ROW: dict[str, RowTile] = {
@@ -81,10 +96,14 @@ ROW: dict[str, RowTile] = {
 TOKENS_PER_PROGRAM = 1024
 
 
-def gemm_tile(device: torch.device, dtype: torch.dtype) -> GemmTile:
-    """The tile of `logprob_forward` for inputs of `dtype`."""
-    table = SINGLE if dtype == torch.float32 else HALF
-    return table.get(architecture(device), table["default"])
+def gemm_tile(device: torch.device, dtype: torch.dtype, *, tma: bool) -> GemmTile:
+    """The tile of `logprob_forward` for inputs of `dtype`; `tma` says that descriptors could carry them."""
+    arch = architecture(device)
+    if dtype == torch.float32:
+        return SINGLE.get(arch, SINGLE["default"])
+    if tma and arch in HALF_TMA:
+        return HALF_TMA[arch]
+    return HALF.get(arch, HALF["default"])
 
 
 def row_tile(device: torch.device) -> RowTile:

@@ -1,0 +1,53 @@
+"""What GPUs do with 16-bit inputs, on a CPU: d-logits and softmax weights in 16 bits, products accumulated in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grpo import head, linear_logprobs_and_entropy
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores(monkeypatch):
+    """Operands of every GEMM keep the dtype of the hidden states; `out_dtype` is what it is on CUDA."""
+
+    def multiply_into(out, a, b, *, accumulate=False):
+        assert a.dtype == b.dtype in (torch.float16, torch.bfloat16), "tensor cores would not take these"
+        product = a.float() @ b.float()
+        out.add_(product) if accumulate else out.copy_(product)
+
+    monkeypatch.setattr(head, "multiply_into", multiply_into)
+    monkeypatch.setattr(head.Head, "gemm_dtype", property(lambda self: self.hidden.dtype))
+
+
+def solve(inputs, dtypes, *, frozen, impl, **options):
+    """Gradients of hidden and, unless frozen, of weight and bias."""
+    *tensors, targets, g, g_entropy = inputs
+    leaves = [x.to(dtype, copy=True) for x, dtype in zip(tensors, dtypes, strict=True)]
+    wanted = [x.requires_grad_() for x in leaves[: 1 if frozen else 3]]
+    out = linear_logprobs_and_entropy(*leaves[:2], targets, bias=leaves[2], softcap=8.0, impl=impl, **options)
+    return torch.autograd.grad(out, wanted, [g.to(out[0].dtype), g_entropy.to(out[0].dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [None, 40_000])
+@pytest.mark.parametrize("plan", ["trainable", "frozen", "frozen, entropy not used"])
+def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes, plan):
+    """As in a step of a million tokens: upstream gradients of 1e-6, most probabilities below 1e-4."""
+    generator, (N, V, D) = torch.Generator().manual_seed(0), (21, 4001, 16)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).double()
+
+    targets = torch.randint(0, V, (N,), generator=generator)
+    used = 0.0 if "not used" in plan else 1e-6
+    inputs = (normal(N, D), normal(V, D) / 4, normal(V), targets, 1e-6 * normal(N), used * normal(N))
+    options = {"frozen": "frozen" in plan}
+    exact = solve(inputs, [torch.float64] * 3, impl="reference", **options)
+    # Master weights: their gradients come back in fp32, where what fp16 lost on the way can be seen.
+    ours = solve(inputs, [dtype, torch.float32, torch.float32], impl="torch", chunk_bytes=chunk_bytes, **options)
+    for one, other in zip(ours, exact, strict=True):
+        # dH itself ends in fp16, whose numbers are 6e-8 apart at the least.
+        floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
+        assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
