@@ -1,119 +1,151 @@
 """Compile every kernel for every architecture, exactly as its launcher would launch it, without a GPU.
 
-Run as a script in a process without TRITON_INTERPRET. The launchers are called with meta tensors while
-`JITFunction.run` records what they would launch (arguments, constants, warps, stages), so what is compiled here cannot
-drift from what ships. Prints one JSON object per kernel: its name, arch and dtype, the bytes of shared memory and of
-stack (spilled registers) it takes, and its barriers.
+Run as a script in a process without TRITON_INTERPRET: `compile_all.py [--every] [architecture ...]`. The launchers are
+called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder turns that into
+a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per kernel: what it was
+compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers, its barriers, and its
+Hopper matrix instructions.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 from fused_grpo import kernels
 from fused_grpo.kernels import tuning
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-Launch = tuple[JITFunction, dict[str, Any], dict[str, int]]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
+# columns where rows should be: those only pointers can read.
+EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "columns")))
+# What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
+USUAL = (
+    ("bfloat16", "none", "aligned"),
+    ("bfloat16", "all", "aligned"),
+    ("bfloat16", "all", "odd"),
+    ("float16", "all", "aligned"),
+    ("float32", "all", "aligned"),
+)
+POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
+Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
-def record_launches(arch: str, dtype: torch.dtype, *, full: bool) -> list[Launch]:
-    """What the launchers would run on `arch`, with every option on or none."""
+def record_launches(call: Callable[[], None], arch: str) -> list[Launch]:
+    """What the launchers that `call` calls would run on `arch`."""
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in kwargs.keys() - self.signature.parameters.keys()}
-        launches.append((self, self.signature.bind(*args, **kwargs).arguments, options))
+        launches.append((self, args, kwargs))
 
     original, JITFunction.run = JITFunction.run, record
     tuning.architecture = lambda device: arch
     try:
-        call_launchers(dtype, full=full)
+        call()
     finally:
         JITFunction.run = original
     return launches
 
 
-def call_launchers(dtype: torch.dtype, *, full: bool) -> None:
-    N, D, V = 512, 4096, 151936
+def call_head(dtype: torch.dtype, layout: str, *, full: bool) -> None:
+    N, D, V = 512, 4095 if layout == "odd" else 4096, 151936
     with torch.device("meta"):
-        hidden, weight, logits = torch.empty(N, D, dtype=dtype), torch.empty(V, D, dtype=dtype), torch.empty(N, V)
-        row, targets, mask = torch.empty(N), torch.empty(N, dtype=torch.int64), torch.empty(N, dtype=torch.bool)
-        bias = torch.empty(V, dtype=dtype)
+        hidden, row, targets = torch.empty(N, D, dtype=dtype), torch.empty(N), torch.empty(N, dtype=torch.int64)
+        weight = torch.empty(D, V, dtype=dtype).T if layout == "columns" else torch.empty(V, D, dtype=dtype)
+        options = {"bias": torch.empty(V, dtype=dtype), "softcap": 30.0} if full else {}
+    kernels.logprob_forward(hidden, weight, targets, temperature=row, entropy=full, **options)
+
+
+def call_passes(dtype: torch.dtype, *, full: bool) -> None:
+    N, V = 512, 151936
+    with torch.device("meta"):
+        logits, row, bias = torch.empty(N, V), torch.empty(N), torch.empty(V, dtype=dtype)
+        targets, mask = torch.empty(N, dtype=torch.int64), torch.empty(N, dtype=torch.bool)
     head = {"temperature": row} | ({"bias": bias, "softcap": 30.0} if full else {})
-    kernels.logprob_forward(hidden, weight, targets, entropy=full, **head)
     kernels.row_statistics(logits, targets, entropy=full, **head)
     optional = row if full else None
     upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
     kernels.logits_gradient_(logits, targets, lse=row, logprobs=row, entropy=optional, **upstream, **head)
+    state = (row, row, row, row)
+    kernels.fold_tile_(logits, targets, state, entropy=full, weights=dtype, **head)
     given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy"), optional)
     config = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "bias_correction_kl": full}
     kernels.grpo_token_loss(row, advantages=row, weights=row, mask=mask, **given, **config)
 
 
-def source_of(fn: JITFunction, arguments: dict[str, Any]) -> ASTSource:
-    """The specialisation that a launch with these arguments would get: None and 1 fold, 16-byte alignment is known."""
-    signature, constants, attributes = {}, {}, {}
-    for index, param in enumerate(fn.params):
-        value = arguments[param.name]
-        is_one = type(value) is int and value == 1 and not param.do_not_specialize
-        if param.is_constexpr or value is None or is_one:
-            signature[param.name], constants[param.name] = "constexpr", value
-            continue
-        signature[param.name] = param.annotation_type or mangle_type(value)
-        aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
-        if aligned and not param.do_not_specialize:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn, signature, constants, attributes)
+def specialise(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], str]:
+    """What Triton would compile for this launch, its options, and the key under which it would look for it first."""
+    fn, args, kwargs = launch
+    backend = make_backend(TARGETS[arch])
+    binder = create_function_from_signature(fn.signature, fn.params, backend)
+    bound, specialization, given = binder(*args, **kwargs, debug=False)
+    key = compute_cache_key({}, specialization, given)
+    options, signature, constants, attributes = fn._pack_args(backend, kwargs, bound, specialization, given)
+    return ASTSource(fn, signature, constants, attributes), options.__dict__, key
 
 
-def report(launch: Launch, arch: str) -> dict[str, Any]:
-    fn, arguments, options = launch
-    compiled = triton.compile(source_of(fn, arguments), target=TARGETS[arch], options=options)
-    facts: dict[str, Any] = {"name": fn.__name__, "arch": arch, "shared": compiled.metadata.shared}
-    facts["barriers"] = compiled.asm["ttgir"].count("ttg.barrier")
+def measure(launch: Launch, arch: str) -> dict[str, Any]:
+    source, options, _ = specialise(launch, arch)
+    compiled = triton.compile(source, target=TARGETS[arch], options=options)
+    facts: dict[str, Any] = {"shared": compiled.metadata.shared, "barriers": compiled.asm["ttgir"].count("ttg.barrier")}
+    facts["loads"] = "tma" if "tensordesc" in str(source.signature) else "pointers"
     if arch.startswith("gfx"):
-        spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
-        return facts | {"stack": int(spilled[1]) if spilled else None}
+        listing = compiled.asm["amdgcn"]
+        keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+        registers, *spilled = (int(re.search(rf"\.{key}:\s*(\d+)", listing)[1]) for key in keys)
+        return facts | {"reg": registers, "stack": sum(spilled), "hgmma": []}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = dump("--dump-resource-usage", file.name)
-        facts |= {key.lower(): int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
-        if fn.__name__ == "_logprob_forward_kernel" and arch == "sm_90":
-            facts["hgmma"] = dump("--dump-sass", file.name).count("HGMMA")
-    return facts
+        sass = dump("--dump-sass", file.name) if arch == "sm_90" and "wgmma" in compiled.asm["ptx"] else ""
+    facts["hgmma"] = sorted(set(re.findall(r"HGMMA\.[\w.]+", sass)))
+    return facts | {key.lower(): int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
 
 
 def dump(what: str, path: str) -> str:
     return subprocess.run([str(CUOBJDUMP), what, path], check=True, capture_output=True, text=True).stdout
 
 
-def main(arches: list[str]) -> None:
+def jobs(arch: str, *, every: bool) -> Iterator[tuple[dict[str, Any], Launch]]:
+    """(what it is, the launch) of every kernel in the cases to compile."""
+    usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.HALF_TMA else ())
+    for name, options, layout in EVERY if every else usual:
+        facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
+        dtype, full = DTYPES[name], options == "all"
+        calls = [functools.partial(call_head, dtype, layout, full=full)]
+        if layout == "aligned":
+            calls.append(functools.partial(call_passes, dtype, full=full))
+        for call in calls:
+            yield from ((facts, launch) for launch in record_launches(call, arch))
+
+
+def main(arches: list[str], *, every: bool) -> None:
+    measured: dict[tuple[str, str, str], dict[str, Any]] = {}
     for arch in arches:
-        for dtype, full in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
-            for launch in record_launches(arch, dtype, full=full):
-                facts = report(launch, arch) | {"dtype": str(dtype).removeprefix("torch.")}
-                print(json.dumps(facts), flush=True)
+        for facts, launch in jobs(arch, every=every):
+            name, (_, _, key) = launch[0].__name__, specialise(launch, arch)
+            if (arch, name, key) not in measured:
+                measured[arch, name, key] = measure(launch, arch)
+            print(json.dumps(facts | {"name": name} | measured[arch, name, key]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(TARGETS))
+    main([name for name in sys.argv[1:] if name != "--every"] or list(TARGETS), every="--every" in sys.argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fused_grpo.kernels import logprob_forward, tuning
 
+MODULE = importlib.import_module("fused_grpo.kernels.logprob_forward")
 SHAPES = [(1, 1, 1), (7, 2, 16), (33, 5, 40), (7, 127, 16), (33, 130, 16), (7, 257, 40), (1, 257, 1), (33, 257, 16)]
 OPTIONS = ["", "bias", "softcap", "scale temperature", "bias softcap scale temperature"]
 
@@ -122,11 +124,84 @@ def test_strided_inputs_are_read_in_place(oracle: Any, head_options: Any) -> Non
 
 
 def test_number_of_splits_follows_from_the_vocabulary_alone() -> None:
-    from fused_grpo.kernels.logprob_forward import _splits
-
     for V in (1, 255, 256, 32000, 151936, 262144):
-        for tile in tuning.HALF.values():
-            splits, per_split = _splits(V, tile)
+        for tile in (*tuning.HALF.values(), *tuning.HALF_TMA.values(), *tuning.SINGLE.values()):
+            splits, per_split = MODULE._splits(V, tile)
             tiles = -(-V // tile.block_v)
             assert splits <= tile.max_splits
             assert (splits - 1) * per_split < tiles <= splits * per_split
+
+
+@pytest.mark.parametrize(("N", "V", "D"), [(1, 1, 8), (7, 130, 24), (33, 257, 40), (16, 64, 32)])
+def test_descriptors_and_pointers_read_the_same_head(
+    monkeypatch: pytest.MonkeyPatch, head_options: Any, N: int, V: int, D: int
+) -> None:
+    made, make = [], MODULE.TensorDescriptor.from_tensor
+    monkeypatch.setattr(MODULE.TensorDescriptor, "from_tensor", lambda *args: made.append(args) or make(*args))
+    (hidden, weight, targets), options = problem(N, V, D, dtype=torch.float16), head_options(N, V, "bias temperature")
+    aligned = logprob_forward(hidden, weight, targets, entropy=True, **options)
+    assert len(made) == 2
+    spread = torch.full((N, 2 * D), float("nan"), dtype=torch.float16)
+    spread[:, ::2] = hidden
+    through_pointers = logprob_forward(spread[:, ::2], weight, targets, entropy=True, **options)
+    assert len(made) == 2
+    assert all(torch.equal(a, b) for a, b in zip(aligned, through_pointers, strict=True))
+
+
+def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(oracle: Any, head_options: Any) -> None:
+    hidden, weight, targets = problem(7, 130, 40, dtype=torch.float16)
+    inputs = []
+    for matrix in (hidden, weight):
+        around = torch.full((len(matrix) + 3, 48), float("nan"), dtype=torch.float16)
+        around[: len(matrix), :40] = matrix
+        inputs.append(around[: len(matrix), :40])
+        assert MODULE._suits_tma(inputs[-1])
+    check(oracle, *inputs, targets, **head_options(7, 130))
+
+
+def test_only_a_matrix_that_a_descriptor_can_describe_gets_one() -> None:
+    memory = torch.zeros(4096, dtype=torch.float16)
+    suits = {
+        strides: MODULE._suits_tma(memory.as_strided((8, 16), strides)) for strides in [(16, 1), (24, 1), (256, 1)]
+    }
+    assert all(suits.values())
+    assert not MODULE._suits_tma(memory.as_strided((8, 16), (16, 1), 1))
+    assert not MODULE._suits_tma(memory.float().as_strided((8, 16), (16, 1)))
+    assert not MODULE._suits_tma(memory[:0].view(0, 16))
+    for strides in [(20, 1), (1, 8), (32, 2), (0, 1), (8, 1)]:
+        assert not MODULE._suits_tma(memory.as_strided((8, 16), strides))
+
+
+def test_rows_too_far_apart_for_int32_are_brought_together() -> None:
+    near, far = (torch.empty(rows, 2**24, 4, device="meta")[:, 0] for rows in (8, 128))
+    assert MODULE._within_int32(near, 128, 32).stride() == near.stride()
+    assert MODULE._within_int32(far, 128, 32).stride() == (4, 1)
+    assert MODULE._within_int32(far[:1], 128, 32).stride() == far.stride()
+
+
+@pytest.mark.parametrize("names", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_row_without_a_target_has_the_statistics_of_all_tokens(
+    oracle: Any, head_options: Any, names: str, dtype: torch.dtype
+) -> None:
+    (hidden, weight, targets), options = problem(33, 257, 16, dtype=dtype), head_options(33, 257, names)
+    plain = oracle.statistics(hidden.float() @ weight.float().T, targets, **options)
+    raw = hidden.double() @ weight.double().T
+    exact = oracle.statistics(raw, targets, **options)
+    elsewhere = torch.arange(33) % 3 == 0
+    ours = logprob_forward(hidden, weight, targets.masked_fill(elsewhere, -1), entropy=True, **options)
+    assert (ours[0][elsewhere] == float("-inf")).all()
+    oracle.assert_as_exact_as_torch(
+        ours[0][~elsewhere], plain[0][~elsewhere], exact[0][~elsewhere], magnitude=raw.max()
+    )
+    for i in (1, 2):
+        oracle.assert_as_exact_as_torch(ours[i], plain[i], exact[i], magnitude=raw.abs().max().item())
+
+
+def test_stretch_of_banned_tokens_adds_nothing_to_the_vocabulary(head_options: Any) -> None:
+    hidden, weight, _ = problem(7, 40, 16)
+    options = head_options(7, 40) | {"bias": torch.full((40,), float("-inf"))}
+    logprobs, entropy, lse = logprob_forward(hidden, weight, torch.full((7,), -1), entropy=True, **options)
+    assert (logprobs == float("-inf")).all()
+    assert (lse == float("-inf")).all()
+    assert torch.equal(entropy, torch.zeros(7))

@@ -143,3 +143,72 @@ def test_no_rows_is_no_results(head_options: Any) -> None:
     logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     assert [len(result) for result in row_statistics(logits, targets, entropy=True, **head_options(0, 5))] == [0, 0, 0]
     assert our_gradient(logits, targets, **upstream(0), **head_options(0, 5)).shape == (0, 5)
+
+
+def stretches(logits: Tensor, targets: Tensor, cut: int) -> list[tuple[Tensor, Tensor, slice]]:
+    """(logits, local targets, columns) of a vocabulary in two parts, a NaN before each row and each bias."""
+    parts = []
+    for columns in (slice(0, cut), slice(cut, logits.shape[1])):
+        guarded = torch.nn.functional.pad(logits[:, columns], (1, 0), value=float("nan"))
+        local = targets - columns.start
+        parts.append((guarded[:, 1:], local.masked_fill((local < 0) | (targets >= columns.stop), -1), columns))
+    return parts
+
+
+def options_of(columns: slice, options: dict[str, Any]) -> dict[str, Any]:
+    if "bias" not in options:
+        return options
+    return options | {"bias": torch.nn.functional.pad(options["bias"][columns], (1, 0), value=float("nan"))[1:]}
+
+
+@pytest.mark.parametrize("names", ["", ALL])
+def test_row_without_a_target_has_the_statistics_of_all_its_columns(oracle: Any, head_options: Any, names: str) -> None:
+    (logits, targets), options = problem(7, 130), head_options(7, 130, names)
+    for part, local, columns in stretches(logits, targets, 70):
+        local_options = options_of(columns, options)
+        ours = row_statistics(part, local, entropy=True, **local_options)
+        plain = oracle.statistics(part, local.clamp(min=0), **local_options)
+        exact = oracle.statistics(part.double(), local.clamp(min=0), **local_options)
+        assert (local == -1).any()
+        assert (ours[0][local == -1] == float("-inf")).all()
+        oracle.assert_as_exact_as_torch(ours[0][local >= 0], plain[0][local >= 0], exact[0][local >= 0])
+        for i in (1, 2):
+            oracle.assert_as_exact_as_torch(ours[i], plain[i], exact[i])
+
+
+@pytest.mark.parametrize("names", ["", ALL])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradients_of_two_stretches_are_those_of_the_vocabulary(
+    oracle: Any, head_options: Any, names: str, with_entropy: bool
+) -> None:
+    (logits, targets), options, grads = problem(7, 130), head_options(7, 130, names), upstream(7)
+    if not with_entropy:
+        grads["grad_entropy"] = torch.zeros(7)
+    plain = oracle.gradient(logits, targets, **grads, **options)
+    exact = oracle.gradient(logits.double(), targets, **grads, **options)
+    logprobs, entropy, lse = row_statistics(logits, targets, entropy=True, **options)
+    whole = {"lse": lse, "logprobs": logprobs, "entropy": entropy} | grads
+    if not with_entropy:
+        whole |= {"entropy": None, "grad_entropy": None}
+    ours = [
+        logits_gradient_(part, local, **whole, **options_of(columns, options))
+        for part, local, columns in stretches(logits, targets, 70)
+    ]
+    oracle.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact, magnitude=logits.abs().max().item())
+
+
+def test_gradient_without_any_target_is_that_of_the_log_sum_exp(head_options: Any) -> None:
+    (logits, _), none = problem(5, 130), torch.full((5,), -1)
+    logprobs, _, lse = row_statistics(logits, none, **head_options(5, 130))
+    grads = {"logprobs": logprobs, "lse": lse, "entropy": None, "grad_entropy": None, "grad_logprobs": torch.ones(5)}
+    ours = logits_gradient_(logits.clone(), none, **grads, **head_options(5, 130))
+    torch.testing.assert_close(ours.double(), -torch.softmax(logits.double(), -1), rtol=2e-6, atol=1e-9)
+
+
+def test_softcap_is_exact_from_the_smallest_to_the_largest_logit() -> None:
+    sizes = torch.logspace(-6, 4, 400)
+    logits = torch.cat([-sizes, torch.linspace(0.55, 0.65, 100), sizes])[:, None]
+    # The log-sum-exp of one token is its logit.
+    none, options = torch.full((len(logits),), -1), {"temperature": torch.ones(len(logits)), "softcap": 1.0}
+    _, _, lse = row_statistics(logits, none, **options)
+    torch.testing.assert_close(lse.double(), torch.tanh(logits[:, 0].double()), rtol=4e-7, atol=0)

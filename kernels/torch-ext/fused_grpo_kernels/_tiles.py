@@ -62,15 +62,16 @@ def softplus(x):
 def tanh(x):
     """tanh(x) to a few ulp: a polynomial where 1 - 2 e^-2x / (1 + e^-2x) would cancel, that formula elsewhere."""
     y = tl.abs(x)
-    square = x * x
+    near = tl.minimum(y, 0.6)
+    square = near * near
     # Fitted to (tanh(x) / x - 1) / x^2 on [0, 0.6] for the least relative error of tanh, 3e-9.
     poly = -5.8951466e-3 * square + 2.0795962e-2
     poly = poly * square - 5.3783827e-2
     poly = poly * square + 1.3331924e-1
     poly = poly * square - 3.3333299e-1
     e = exp(-2.0 * y)
-    far = 1.0 - 2.0 * e / (1.0 + e)
-    return tl.where(y < 0.6, x + x * (square * poly), tl.where(x < 0.0, -far, far))
+    size = tl.where(y < 0.6, near + near * (square * poly), 1.0 - 2.0 * e / (1.0 + e))
+    return tl.where(x < 0.0, -size, size)
 
 
 @triton.jit
@@ -80,20 +81,16 @@ def inverse(temperature):
 
 
 @triton.jit
-def load_bias(bias, columns, V):
-    """The bias of a tile's columns in fp32, shaped [1, columns]; None stays None."""
-    if bias is None:
-        return None
-    else:
-        return tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+def add_bias(raw, bias, columns, V):
+    """x = raw + bias for a tile of raw h.w [ROWS, COLUMNS] in fp32; None is no bias."""
+    if bias is not None:
+        raw += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    return raw
 
 
 @triton.jit
-def logit(raw, bias, logit_scale, softcap, inverse_temperature):
-    """z = softcap(logit_scale * (raw + bias)) / temperature for raw = h.w in fp32."""
-    x = raw
-    if bias is not None:
-        x += bias
+def logit(x, logit_scale, softcap, inverse_temperature):
+    """z = softcap(logit_scale * x) / temperature for x = h.w + bias in fp32."""
     x = x * logit_scale
     if softcap is not None:
         # An optional float cannot be annotated, and an unannotated one may arrive as fp64.
@@ -103,13 +100,10 @@ def logit(raw, bias, logit_scale, softcap, inverse_temperature):
 
 
 @triton.jit
-def logit_slope(raw, bias, logit_scale, softcap, inverse_temperature):
-    """dz / d raw. 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
+def logit_slope(x, logit_scale, softcap, inverse_temperature):
+    """dz / dx. 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
     slope = logit_scale * inverse_temperature
     if softcap is not None:
-        x = raw
-        if bias is not None:
-            x += bias
         e = exp(-2.0 * tl.abs(x * logit_scale * (1.0 / tl.cast(softcap, tl.float32))))
         slope = slope * (4.0 * e / ((1.0 + e) * (1.0 + e)))
     return slope

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import inverse, load_bias, logit, logit_slope
+from ._tiles import add_bias, inverse, logit, logit_slope
 from .tuning import row_tile
 
 _UNALIGNED = ["targets", "temperature", "maximum", "total", "weighted", "target_logit"]
@@ -56,7 +56,7 @@ def _fold_tile_kernel(
     for first in range(0, C, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         raw = tl.load(start + columns, mask=columns < C, other=0.0)[None, :]
-        z = logit(raw, load_bias(bias, columns, C), logit_scale, softcap, inverse_temperature)
+        z = logit(add_bias(raw, bias, columns, C), logit_scale, softcap, inverse_temperature)
         tl.store(target_logit + row + 0 * columns[None, :], z, mask=(columns == target)[None, :])
         others = ((columns < C) & (columns != target))[None, :]
         largest = tl.maximum(largest, tl.max(tl.where(others, z, float("-inf")), 0))
@@ -70,8 +70,8 @@ def _fold_tile_kernel(
         columns = first + tl.arange(0, BLOCK_V)
         inside = columns < C
         raw = tl.load(start + columns, mask=inside, other=0.0)[None, :]
-        tile_bias = load_bias(bias, columns, C)
-        z = logit(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+        x = add_bias(raw, bias, columns, C)
+        z = logit(x, logit_scale, softcap, inverse_temperature)
         centred = tl.where((inside & (columns != target))[None, :], z - shift, float("-inf"))
         e = tl.exp(centred)
         sums += tl.sum(e, 0)
@@ -79,7 +79,7 @@ def _fold_tile_kernel(
             # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
             products += tl.sum(e * tl.maximum(centred, -128.0), 0)
         if softcap is not None:
-            e = e * logit_slope(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+            e = e * logit_slope(x, logit_scale, softcap, inverse_temperature)
             e = e / (logit_scale * inverse_temperature)
         tl.debug_barrier()
         out = (e * weights_scale).to(weights.dtype.element_ty)

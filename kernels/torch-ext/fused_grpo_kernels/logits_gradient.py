@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import exp, expm1, inverse, load_bias, logit, logit_slope
+from ._tiles import add_bias, exp, expm1, inverse, logit, logit_slope
 from .tuning import row_tile
 
 # They arrive as slices of longer vectors: where one starts must not compile the kernel again.
@@ -65,10 +65,10 @@ def _logits_gradient_kernel(
 
     # Without a target (-1), column 0 is read for nothing.
     target_column = tl.maximum(target, 0)
-    target_bias = None
+    target_x = tl.load(start + target_column)
     if bias is not None:
-        target_bias = tl.load(bias + target_column).to(tl.float32)
-    target_logit = logit(tl.load(start + target_column), target_bias, logit_scale, softcap, inverse_temperature)
+        target_x += tl.load(bias + target_column).to(tl.float32)
+    target_logit = logit(target_x, logit_scale, softcap, inverse_temperature)
     near_target = (target >= 0) & (tl.abs(row_logprob) < tl.abs(row_lse))
     anchor = tl.where(near_target, target_logit, row_lse)
     offset = tl.where(near_target, row_logprob, 0.0)
@@ -76,9 +76,9 @@ def _logits_gradient_kernel(
         columns = first + tl.arange(0, BLOCK_V)
         inside = columns < V
         raw = tl.load(start + columns, mask=inside, other=0.0)[None, :]
-        tile_bias = load_bias(bias, columns, V)
+        x = add_bias(raw, bias, columns, V)
         is_target = (columns == target)[None, :]
-        z = logit(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+        z = logit(x, logit_scale, softcap, inverse_temperature)
         log_p = tl.where(is_target, row_logprob, (z - anchor) + offset)
         log_p = tl.where(inside[None, :], log_p, float("-inf"))
         p = exp(log_p)
@@ -86,7 +86,7 @@ def _logits_gradient_kernel(
         if ENTROPY:
             # The clamp keeps 0 * -inf out; below -128 p is 0.
             dz -= tl.load(grad_entropy + row) * p * (tl.maximum(log_p, -128.0) + tl.load(entropy + row))
-        d_raw = dz * logit_slope(raw, tile_bias, logit_scale, softcap, inverse_temperature)
+        d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
         tl.debug_barrier()
         out = gradient + row * gradient_row + columns
         tl.store(out[None, :], d_raw.to(gradient.dtype.element_ty), mask=inside[None, :])

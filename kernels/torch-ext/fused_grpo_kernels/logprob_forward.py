@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._device import launching_on
-from ._tiles import add_tile, column_blocks, finish_row, inverse, load_bias, logit, merge_statistics, start_statistics
+from ._tiles import add_bias, add_tile, column_blocks, finish_row, inverse, logit, merge_statistics, start_statistics
 from .tuning import FUSED_MULTIPLY_ADD, GemmTile, gemm_tile
 
 MERGE_ROWS = 16
@@ -120,7 +120,8 @@ def _logprob_forward_kernel(
         blocks = column_blocks(raw, 32)
         for i in tl.static_range(len(blocks)):
             columns = first_column + i * blocks[i].shape[1] + tl.arange(0, blocks[i].shape[1])
-            z = logit(blocks[i], load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
+            x = add_bias(blocks[i], bias, columns, V)
+            z = logit(x, logit_scale, softcap, inverse_temperature[:, None])
             row_target, row_maximum, row_total, row_weighted = add_tile(
                 row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
             )

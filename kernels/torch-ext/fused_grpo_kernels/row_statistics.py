@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import add_tile, finish_row, inverse, load_bias, logit, start_statistics
+from ._tiles import add_bias, add_tile, finish_row, inverse, logit, start_statistics
 from .tuning import row_tile
 
 
@@ -47,7 +47,7 @@ def _row_statistics_kernel(
         columns = first + tl.arange(0, BLOCK_V)
         inside = (columns < V)[None, :]
         raw = tl.load(start[:, None] + columns.to(tl.int64)[None, :] * logits_column, mask=inside, other=0.0)
-        z = logit(raw, load_bias(bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
+        z = logit(add_bias(raw, bias, columns, V), logit_scale, softcap, inverse_temperature[:, None])
         row_target, row_maximum, row_total, row_weighted = add_tile(
             row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
         )

@@ -66,7 +66,7 @@ HALF: dict[str, GemmTile] = {
     "sm_80": GemmTile(128, 128, 32, num_warps=8, num_stages=4),
     "sm_86": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
     "sm_89": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
-    "sm_90": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "sm_90": GemmTile(128, 128, 32, num_warps=8, num_stages=4),
     "sm_100": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "sm_120": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
     "gfx942": GemmTile(128, 128, 64, num_warps=8, num_stages=2),

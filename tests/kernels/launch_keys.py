@@ -1,0 +1,53 @@
+"""The keys under which Triton would look for compiled kernels, for row counts and slices that must share them.
+
+Run as a script in a process without TRITON_INTERPRET. Prints one JSON object per launch: its call, its kernel, and the
+specialisation key together with the signature, constants and attributes that it would be compiled from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from compile_all import record_launches, specialise
+
+from fused_grpo import kernels
+
+D, V = 64, 304
+
+
+def vector(N: int, offset: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows offset..offset + N of a longer vector: 16-byte aligned for some offsets only."""
+    return torch.ones(N + 16, dtype=dtype)[offset : offset + N]
+
+
+def call_head(N: int, offset: int, dtype: torch.dtype) -> None:
+    hidden, weight = torch.ones(N + 16, D, dtype=dtype)[offset : offset + N], torch.ones(V, D, dtype=dtype)
+    kernels.logprob_forward(hidden, weight, vector(N, offset, torch.int64), temperature=vector(N, offset), entropy=True)
+
+
+def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
+    logits, targets = torch.ones(N, V), vector(N, offset, torch.int64)
+    rows = {name: vector(N, offset) for name in ("lse", "logprobs", "entropy", "grad_logprobs", "grad_entropy")}
+    kernels.row_statistics(logits, targets, temperature=vector(N, offset), entropy=True)
+    kernels.logits_gradient_(logits, targets, temperature=vector(N, offset), dtype=dtype, **rows)
+
+
+def describe(launch: Any, arch: str) -> dict[str, str]:
+    source, _, key = specialise(launch, arch)
+    return {"kernel": launch[0].__name__, "key": f"{key} {source.signature} {source.constants} {source.attrs}"}
+
+
+def main(arch: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for N in (512, 513, 1000, 1):
+            for offset in (0, 1, 2, 5):
+                for call in (call_head, call_passes):
+                    for launch in record_launches(lambda: call(N, offset, dtype), arch):  # noqa: B023
+                        print(json.dumps({"dtype": str(dtype), "N": N, "offset": offset} | describe(launch, arch)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

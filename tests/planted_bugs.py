@@ -1,0 +1,229 @@
+"""Bugs planted on purpose: `python tests/planted_bugs.py [name]` says of each whether the tests catch it.
+
+Each is one replacement in one file of a copy of this repository, where a few of its tests then run: those that ought to
+go red. A bug that survives is a hole in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = "kernels/torch-ext/fused_grpo_kernels"
+EXACT = ["tests/ops/test_exactness.py", "-k", "logprobs_are_as_exact and shape2-True and torch"]
+ORACLE = ["tests/ops/test_outside_oracle.py", "-k", "temperature_per_token or ignored_rows or master_weight"]
+HALF = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype0"]
+FROZEN = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype1"]
+CONFIDENT = ["tests/ops/test_extremes.py", "-k", "confident and torch"]
+FOLD = ["tests/kernels/test_fold_tile.py"]
+HEAD_KERNEL = ["tests/kernels/test_logprob_forward.py", "-k", "each_option or any_tile or ragged"]
+ROW_KERNELS = ["tests/kernels/test_row_passes.py"]
+SHARDS = ["tests/ops/test_vocab_parallel.py"]
+
+
+@dataclass(frozen=True)
+class Bug:
+    file: str
+    old: str
+    new: str
+    caught_by: list[str]
+
+
+BUGS = {
+    "a tile's targets are off by one": Bug(
+        "fused_grpo/head.py", "targets - columns.start, -1)", "targets - columns.start - 1, -1)", EXACT
+    ),
+    "every tile gets the bias of the first": Bug(
+        "fused_grpo/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
+    ),
+    "dH of later tiles replaces that of earlier ones": Bug(
+        "fused_grpo/head.py",
+        "weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=not first)",
+        "weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=False)",
+        EXACT,
+    ),
+    "dW of later row groups replaces that of earlier ones": Bug(
+        "fused_grpo/head.py", "accumulate=tile.rows.start > 0)", "accumulate=False)", EXACT
+    ),
+    "db is that of the last row group": Bug(
+        "fused_grpo/head.py", "self._bias[tile.columns] += dlogits", "self._bias[tile.columns] = dlogits", EXACT
+    ),
+    "rows that are left out are scattered to the wrong place": Bug(
+        "fused_grpo/head.py",
+        "self._hidden[tile.rows if index is None else index[tile.rows]]",
+        "self._hidden[tile.rows]",
+        EXACT,
+    ),
+    "rows with nothing but an entropy gradient are left out": Bug(
+        "fused_grpo/plans.py",
+        "(grad_logprobs != 0) | (grad_entropy != 0)",
+        "(grad_logprobs != 0)",
+        EXACT,
+    ),
+    "a growing maximum does not rescale the direction": Bug(
+        "fused_grpo/plans.py",
+        "torch.exp(before - rows.maximum)",
+        "torch.ones_like(before)",
+        FROZEN,
+    ),
+    "the direction forgets 1 - p": Bug(
+        "fused_grpo/plans.py",
+        "/ head.temperature[tile.rows] * -torch.expm1(logprobs)",
+        "/ head.temperature[tile.rows]",
+        ["tests/ops/test_exactness.py", "-k", "confident"],
+    ),
+    "the direction forgets the soft cap at the target": Bug(
+        "fused_grpo/plans.py",
+        "pull = pull * (4 * e / (1 + e).square())",
+        "pull = pull * 1.0",
+        FROZEN,
+    ),
+    "small gradients vanish in fp16": Bug(
+        "fused_grpo/plans.py", "if head.gemm_dtype != torch.float16 or not len(grad_logprobs):", "if True:", HALF
+    ),
+    "temperature missing from the gradient": Bug(
+        "fused_grpo/chunked.py",
+        "slope = block.rows, logit_scale / temperature[block.rows, None]",
+        "slope = block.rows, logit_scale / torch.ones_like(temperature[block.rows, None])",
+        EXACT,
+    ),
+    "derivative of the soft cap": Bug(
+        "fused_grpo/chunked.py", "slopes = 1 - z.square()", "slopes = 1 - z.abs()", EXACT
+    ),
+    "sign of the entropy's gradient": Bug(
+        "fused_grpo/chunked.py",
+        ".mul_(-upstream_entropy).sub_(upstream)",
+        ".mul_(upstream_entropy).sub_(upstream)",
+        EXACT,
+    ),
+    "the target counts among the others": Bug(
+        "fused_grpo/chunked.py", "torch.where(block.here, -torch.inf, at_target)", "at_target", EXACT
+    ),
+    "1 - p by subtraction": Bug(
+        "fused_grpo/chunked.py",
+        "at_target = upstream * -torch.expm1(log_p_target)",
+        "at_target = upstream * (1 - torch.exp(log_p_target))",
+        CONFIDENT,
+    ),
+    "the sum so far is not rescaled": Bug(
+        "fused_grpo/chunked.py", "total.mul_(rescale).add_(e.sum(1))", "total.add_(e.sum(1))", EXACT
+    ),
+    "entropy without the target's own term": Bug(
+        "fused_grpo/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
+    ),
+    "shards merged as if they had equal mass": Bug(
+        "fused_grpo/statistics.py", "share * (entropy + surprise)", "(entropy + surprise) / len(lse)", SHARDS
+    ),
+    "a shard starts where its rank says": Bug(
+        "fused_grpo/vocab_parallel.py",
+        "start = sum(sizes[: dist.get_rank(group)])",
+        "start = dist.get_rank(group) * len(head.weight)",
+        SHARDS,
+    ),
+    "dH of a shard is not summed over ranks": Bug(
+        "fused_grpo/vocab_parallel.py", "dist.all_reduce(d_hidden, group=group)", "pass", SHARDS
+    ),
+    "ignored rows keep their log-prob": Bug(
+        "fused_grpo/_ops.py",
+        "value.masked_fill_(~kept, 0.0)",
+        "value",
+        ["tests/ops/test_outside_oracle.py", "-k", "ignored_rows and triton"],
+    ),
+    "a master weight is rounded with its gradient": Bug(
+        "fused_grpo/reference.py",
+        "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
+        "return weight.to(dtype).to(weight.dtype)",
+        ORACLE,
+    ),
+    "columns past the end enter the log-sum-exp": Bug(
+        f"{KERNELS}/_tiles.py",
+        'tl.where(columns < V, 0.0, float("-inf"))',
+        'tl.where(columns <= V, 0.0, float("-inf"))',
+        HEAD_KERNEL,
+    ),
+    "splits merged without their maxima": Bug(
+        f"{KERNELS}/_tiles.py",
+        "return new_maximum, tl.sum(rescale * total, 0), merged",
+        "return new_maximum, tl.sum(total, 0), merged",
+        HEAD_KERNEL,
+    ),
+    "the gradient kernel sees a target that is elsewhere": Bug(
+        f"{KERNELS}/logits_gradient.py",
+        "is_target = (columns == target)[None, :]",
+        "is_target = (columns == target_column)[None, :]",
+        ROW_KERNELS,
+    ),
+    "folding forgets the other tokens' slope": Bug(
+        f"{KERNELS}/fold_tile.py", "e = e * logit_slope(", "e = e + 0 * logit_slope(", FOLD
+    ),
+    "folding forgets what came before": Bug(
+        f"{KERNELS}/fold_tile.py",
+        "tl.store(total + row, rescale * old_total + tl.sum(sums, 0))",
+        "tl.store(total + row, tl.sum(sums, 0))",
+        FOLD,
+    ),
+}
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    for name in ("fused_grpo", "kernels", "trainer", "tests"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def plant(bug: Bug, folder: Path) -> None:
+    path = folder / bug.file
+    text = path.read_text()
+    if text.count(bug.old) != 1:
+        raise ValueError(f"{bug.file} has {bug.old!r} {text.count(bug.old)} times, want once; fix: mend this list")
+    path.write_text(text.replace(bug.old, bug.new))
+
+
+def run(selection: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """These tests, in and of the copy: the current folder is the first that `python -m` imports from."""
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_ADDOPTS": "",
+        "PYTHONPATH": str(folder),
+    }
+    probe = (
+        "import fused_grpo, pytest, sys; print('imported', fused_grpo.__file__); sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", probe, "-x", "-q", "-p", "no:cacheprovider", *selection]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def survives(name: str) -> str | None:
+    """None for a bug that was caught; else what the tests said."""
+    bug = BUGS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = copy_of_the_project(Path(temporary).resolve())
+        plant(bug, folder)
+        done = run(bug.caught_by, folder)
+        assert f"imported {folder / 'fused_grpo'}" in done.stdout, done.stdout + done.stderr
+        # 1: tests ran and some failed. Anything else, an import error included, proves nothing.
+        return None if done.returncode == 1 and "failed" in done.stdout else done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def main(names: list[str]) -> int:
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = dict(zip(names, pool.map(survives, names), strict=True))
+    for name, said in verdicts.items():
+        print(f"{'caught' if said is None else 'SURVIVES':8}  {name}  ({BUGS[name].file})")
+        if said is not None:
+            print(said)
+    return sum(said is not None for said in verdicts.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(BUGS)))

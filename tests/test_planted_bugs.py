@@ -1,0 +1,26 @@
+"""Tests that cannot fail prove nothing: every bug of `planted_bugs.py` turns some of them red."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("planted_bugs", Path(__file__).with_name("planted_bugs.py"))
+planted_bugs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(planted_bugs)
+
+
+@pytest.mark.parametrize("name", planted_bugs.BUGS)
+def test_the_bug_is_caught(name):
+    said = planted_bugs.survives(name)
+    assert said is None, f"survived {planted_bugs.BUGS[name].caught_by}:\n{said}"
+
+
+def test_without_a_bug_the_same_tests_are_green(tmp_path):
+    folder = planted_bugs.copy_of_the_project(tmp_path)
+    selections = {tuple(bug.caught_by) for bug in planted_bugs.BUGS.values()}
+    for selection in sorted(selections):
+        done = planted_bugs.run(list(selection), folder)
+        assert done.returncode == 0, done.stdout[-2000:]
