@@ -50,7 +50,7 @@ def check_head(
         raise InputError(f"got bias {tuple(bias.shape)} {bias.dtype}, want [V] = {tuple(weight.shape[:1])}, floating")
     check_same_device(hidden=hidden, weight=weight, targets=targets, bias=bias)
     check_temperature(temperature, targets)
-    if not math.isfinite(logit_scale):
+    if not -math.inf < logit_scale < math.inf:
         raise InputError(f"got logit_scale={logit_scale}, want a finite number")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise InputError(f"got softcap={softcap}, want a finite number > 0, or None for no cap")

@@ -80,10 +80,12 @@ def _linear_logprobs(
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    entropy, direction, dtype = options[4], options[8], compute_dtype(hidden)
-    rows, none = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(0, dtype=dtype)
-    way = torch.empty_like(hidden, dtype=dtype) if direction else none
-    return rows, torch.empty_like(rows) if entropy else none, torch.empty_like(rows), way
+    # len() would tie the compiled graph to this number of rows.
+    entropy, direction, count, dtype = options[4], options[8], targets.shape[0], compute_dtype(hidden)
+    logprobs, lse = (hidden.new_empty(count, dtype=dtype) for _ in range(2))
+    entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
+    way = torch.empty_like(hidden, dtype=dtype) if direction else hidden.new_empty(0, dtype=dtype)
+    return logprobs, entropies, lse, way
 
 
 @torch.library.impl("fused_grpo::linear_logprobs_backward", "default")

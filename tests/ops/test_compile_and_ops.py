@@ -1,0 +1,77 @@
+"""What PyTorch knows of the op is true: `opcheck` says so, and a compiled call equals an eager one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.errors import InputError
+
+N, V, D = 9, 31, 8
+OPS = torch.ops.fused_grpo
+
+
+def leaves(*, frozen: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((N, D), (V, D), (V,))]
+    return [x.requires_grad_(not frozen or k == 0) for k, x in enumerate(tensors)]
+
+
+def targets(count: int = N) -> torch.Tensor:
+    return (torch.arange(count) * 7 % V).index_fill(0, torch.tensor([1]), -100)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck_finds_nothing(entropy, frozen, bias):
+    hidden, weight, b = leaves(frozen=frozen)
+    inputs = (hidden, weight, b if bias else None, targets(), torch.full((N,), 0.7))
+    options = (1.5, 4.0, -100, entropy, "torch", None, False, frozen)
+    torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, *options))
+    saved = [x.detach() for x in OPS.linear_logprobs(*inputs, *options)]
+    inputs = [None if x is None else x.detach() for x in inputs]
+    upstream = (torch.randn(N), torch.randn(N) if entropy else None)
+    wanted = [True, not frozen, bias and not frozen]
+    torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, wanted, *options))
+
+
+def step(hidden, weight, bias, targets):
+    """Work of others on both sides, as in a model."""
+    out = linear_logprobs_and_entropy(hidden * 2, weight, targets, bias=bias, softcap=3.0, temperature=0.7)
+    return out.logprobs.exp().sum() + out.entropy.square().sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_call_equals_an_eager_one(backend, frozen):
+    inputs = leaves(frozen=frozen)
+    wanted = [x for x in inputs if x.requires_grad]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    ours, expected = compiled(*inputs, targets()), step(*inputs, targets())
+    torch.testing.assert_close(ours, expected)
+    for one, other in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(expected, wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_another_number_of_rows_does_not_compile_again():
+    weight, graphs = torch.randn(V, D), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda hidden, ids: linear_logprobs(hidden, weight, ids), fullgraph=True, dynamic=True, backend=backend
+    )
+    for count in (5, 6, 64, 1000):
+        hidden, ids = torch.randn(count, D), targets(count)
+        torch.testing.assert_close(compiled(hidden, ids), linear_logprobs(hidden, weight, ids))
+    assert len(graphs) == 1
+
+
+def test_a_compiled_call_still_names_a_bad_target():
+    compiled = torch.compile(linear_logprobs, fullgraph=True, backend="aot_eager")
+    with pytest.raises(InputError, match=r"target 31 at \[2\]; want 0 <= target < V=31"):
+        compiled(torch.randn(3, D), torch.randn(V, D), torch.tensor([0, 1, 31]))
