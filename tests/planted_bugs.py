@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
@@ -28,8 +28,7 @@ ROW_KERNELS = ["tests/kernels/test_row_passes.py"]
 SHARDS = ["tests/ops/test_vocab_parallel.py"]
 
 
-@dataclass(frozen=True)
-class Bug:
+class Bug(NamedTuple):
     file: str
     old: str
     new: str
