@@ -123,7 +123,8 @@ def logits_gradient_(
         log_p = torch.sub(block.z, lse[rows, None], out=block.work)
         p = torch.exp(log_p, out=block.spare)
         if grad_entropy is None or entropy is None:
-            gradient = p.mul_(-upstream * slope)
+            # Straight to where it belongs, one pass less, unless it has yet to be narrowed.
+            gradient = torch.mul(p, -upstream * slope, out=out[rows] if out.dtype == p.dtype else p)
         else:
             upstream_entropy, mean = grad_entropy[rows, None], entropy[rows, None]
             # The clamps keep 0 * -inf out; below -128 p is 0 or all but.
@@ -134,7 +135,8 @@ def logits_gradient_(
         gradient.scatter_(1, block.column, torch.where(block.here, at_target * slope, elsewhere))
         if block.slope is not None:
             gradient.mul_(block.slope)
-        out[rows] = gradient
+        if gradient.data_ptr() != out[rows].data_ptr():
+            out[rows] = gradient
     return out
 
 

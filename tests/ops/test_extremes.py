@@ -57,7 +57,7 @@ SCENARIOS: dict[str, Inputs] = {
     "a hot distribution": {"temperature": cycle(1e3, 1e6)},
     "a saturated soft cap": {"hidden": 128 * quarters(N, D), "softcap": 2.0},
     "banned tokens under a soft cap": {"bias": BANNED, "softcap": 2.0},
-    "hidden states of zero": {"hidden": torch.zeros(N, D)},
+    "hidden states of zero": {"hidden": quarters(N, D) * (torch.arange(N) % 2)[:, None]},
 }
 TARGETS = torch.tensor([5, 0, V - 1, 9, -100, 5, 20])  # hot or banned, banned, the last, banned, ignored, ...
 
@@ -85,10 +85,11 @@ def solve(inputs: Inputs, plan: str, *, upstream: float = 1.0, entropy: bool = T
 def assert_at_most_twice(ours: Tensor, plain: Tensor, exact: Tensor, what: str) -> None:
     assert torch.equal(ours.isinf(), exact.isinf()), f"{what}: infinite in other places"
     ours, plain, exact = (x.double().masked_fill(exact.isinf(), 0.0) for x in (ours, plain, exact))
-    unit = torch.finfo(torch.float32).eps * exact.abs().max()
+    # A few numbers are all that plain torch needs to be right by luck: two units in the last place of the largest.
+    luck = 2 * torch.finfo(torch.float32).eps * exact.abs().max()
     for norm in (torch.linalg.vector_norm, lambda x: x.abs().max()):
         error, theirs = norm(ours - exact), norm(plain - exact)
-        assert error <= 2 * theirs + unit, f"{what}: error {error:.3e}, of plain torch {theirs:.3e}"
+        assert error <= 2 * theirs + luck, f"{what}: error {error:.3e}, of plain torch {theirs:.3e}"
 
 
 @pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), PATHS)

@@ -10,8 +10,8 @@ device; each leaves 2 numbers per row (3 with the entropy), and a second, tiny k
 there are follows from V and the tile table alone, so a row's bits do not depend on which rows came with it.
 
 Matrices in 16 bits whose rows start at multiples of 16 bytes are copied by the tensor memory accelerator, where there
-is one (sm_90 and later). It takes no registers for addresses, which leaves room for a larger tile. Any other matrices,
-and any other strides, are read through pointers.
+is one (`HALF_TMA` in `tuning.py`). It takes no registers for addresses, which leaves room for a larger tile. Any other
+matrices, and any other strides, are read through pointers.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
