@@ -42,30 +42,7 @@ def bias_of(default: float, special: float, *at: int) -> Tensor:
     return torch.full((V,), default).index_fill(0, torch.tensor(at), special)
 
 
-BANNED = bias_of(0.0, -torch.inf, *range(0, V, 3))
-SCENARIOS: dict[str, Inputs] = {
-    "logits up to 1e4 and down to -1e4": {"hidden": 128 * quarters(N, D), "weight": 32 * quarters(V, D)},
-    "all logits near 1e4": {"bias": bias_of(8192.0, 8192.0, 0)},
-    "all logits near -1e4": {"bias": bias_of(-8192.0, -8192.0, 0)},
-    "all logits equal": {"weight": torch.zeros(V, D), "bias": None},
-    "all logits equal to 1e4": {"weight": torch.zeros(V, D), "bias": bias_of(8192.0, 8192.0, 0)},
-    "one logit far above": {"bias": bias_of(0.0, 8192.0, 5)},
-    "one logit far below": {"bias": bias_of(0.0, -8192.0, 5)},
-    "banned tokens": {"bias": BANNED},
-    "one token allowed": {"bias": bias_of(-torch.inf, 0.5, 5)},
-    "a cold distribution": {"temperature": cycle(1e-3, 1e-2)},
-    "a hot distribution": {"temperature": cycle(1e3, 1e6)},
-    "a saturated soft cap": {"hidden": 128 * quarters(N, D), "softcap": 2.0},
-    "banned tokens under a soft cap": {"bias": BANNED, "softcap": 2.0},
-    "hidden states of zero": {"hidden": quarters(N, D) * (torch.arange(N) % 2)[:, None]},
-}
 TARGETS = torch.tensor([5, 0, V - 1, 9, -100, 5, 20])  # hot or banned, banned, the last, banned, ignored, ...
-
-
-def inputs_of(scenario: str, dtype: torch.dtype) -> Inputs:
-    inputs: Inputs = {"hidden": quarters(N, D), "weight": quarters(V, D), "bias": quarters(V), "targets": TARGETS}
-    inputs |= SCENARIOS[scenario]
-    return {name: x.to(dtype) if name in PLANS["trainable"] and x is not None else x for name, x in inputs.items()}
 
 
 def solve(inputs: Inputs, plan: str, *, upstream: float = 1.0, entropy: bool = True, **options: Any) -> Inputs:
@@ -80,32 +57,6 @@ def solve(inputs: Inputs, plan: str, *, upstream: float = 1.0, entropy: bool = T
         gradients = torch.autograd.grad(values, list(wanted.values()), torch.full_like(values, upstream))
         results |= dict(zip(wanted, gradients, strict=True))
     return results
-
-
-def assert_at_most_twice(ours: Tensor, plain: Tensor, exact: Tensor, what: str) -> None:
-    assert torch.equal(ours.isinf(), exact.isinf()), f"{what}: infinite in other places"
-    ours, plain, exact = (x.double().masked_fill(exact.isinf(), 0.0) for x in (ours, plain, exact))
-    # A few numbers are all that plain torch needs to be right by luck: two units in the last place of the largest.
-    luck = 2 * torch.finfo(torch.float32).eps * exact.abs().max()
-    for norm in (torch.linalg.vector_norm, lambda x: x.abs().max()):
-        error, theirs = norm(ours - exact), norm(plain - exact)
-        assert error <= 2 * theirs + luck, f"{what}: error {error:.3e}, of plain torch {theirs:.3e}"
-
-
-@pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), PATHS)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_extreme_logits_are_as_exact_as_any(scenario, impl, dtype, chunk_bytes):
-    inputs = inputs_of(scenario, dtype)
-    for plan, entropy in (("no gradient", True), ("frozen head", False), ("frozen head", True), ("trainable", True)):
-        ours = solve(inputs, plan, entropy=entropy, impl=impl, chunk_bytes=chunk_bytes)
-        plain, exact = (
-            solve(inputs_of(scenario, to), plan, entropy=entropy, impl="reference")
-            for to in (torch.float32, torch.float64)
-        )
-        assert (ours["logprobs"] <= 0).all()
-        for name, value in ours.items():
-            assert not value.isnan().any(), f"{name} of {plan}"
-            assert_at_most_twice(value, plain[name].to(value.dtype), exact[name], f"{name} of {plan}")
 
 
 @pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), PATHS)
