@@ -42,7 +42,30 @@ def bias_of(default: float, special: float, *at: int) -> Tensor:
     return torch.full((V,), default).index_fill(0, torch.tensor(at), special)
 
 
+BANNED = bias_of(0.0, -torch.inf, *range(0, V, 3))
+SCENARIOS: dict[str, Inputs] = {
+    "logits up to 1e4 and down to -1e4": {"hidden": 128 * quarters(N, D), "weight": 32 * quarters(V, D)},
+    "all logits near 1e4": {"bias": bias_of(8192.0, 8192.0, 0)},
+    "all logits near -1e4": {"bias": bias_of(-8192.0, -8192.0, 0)},
+    "all logits equal": {"weight": torch.zeros(V, D), "bias": None},
+    "all logits equal to 1e4": {"weight": torch.zeros(V, D), "bias": bias_of(8192.0, 8192.0, 0)},
+    "one logit far above": {"bias": bias_of(0.0, 8192.0, 5)},
+    "one logit far below": {"bias": bias_of(0.0, -8192.0, 5)},
+    "banned tokens": {"bias": BANNED},
+    "one token allowed": {"bias": bias_of(-torch.inf, 0.5, 5)},
+    "a cold distribution": {"temperature": cycle(1e-3, 1e-2)},
+    "a hot distribution": {"temperature": cycle(1e3, 1e6)},
+    "a saturated soft cap": {"hidden": 128 * quarters(N, D), "softcap": 2.0},
+    "banned tokens under a soft cap": {"bias": BANNED, "softcap": 2.0},
+    "hidden states of zero": {"hidden": quarters(N, D) * (torch.arange(N) % 2)[:, None]},
+}
 TARGETS = torch.tensor([5, 0, V - 1, 9, -100, 5, 20])  # hot or banned, banned, the last, banned, ignored, ...
+
+
+def inputs_of(scenario: str, dtype: torch.dtype) -> Inputs:
+    inputs: Inputs = {"hidden": quarters(N, D), "weight": quarters(V, D), "bias": quarters(V), "targets": TARGETS}
+    inputs |= SCENARIOS[scenario]
+    return {name: x.to(dtype) if name in PLANS["trainable"] and x is not None else x for name, x in inputs.items()}
 
 
 def solve(inputs: Inputs, plan: str, *, upstream: float = 1.0, entropy: bool = True, **options: Any) -> Inputs:
