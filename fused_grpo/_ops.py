@@ -20,20 +20,20 @@ from fused_grpo.reference import compute_dtype
 
 _OPTIONS = (
     "float logit_scale, float? softcap, int ignore_index, bool entropy, str impl, int? chunk_bytes, "
-    "bool batch_invariant, bool direction"
+    "bool batch_invariant, bool[] wanted"
 )
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature"
 
 
 torch.library.define(
     "fused_grpo::linear_logprobs",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor lse, Tensor way)",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor way)",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 torch.library.define(
     "fused_grpo::linear_logprobs_backward",
-    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor lse, Tensor way, Tensor? grad_logprobs, "
-    f"Tensor? grad_entropy, bool[] wanted, {_OPTIONS}) -> Tensor[]",
+    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor way, Tensor? grad_logprobs, "
+    f"Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
@@ -52,9 +52,12 @@ def _linear_logprobs(
     impl: str,
     chunk_bytes: int | None,
     batch_invariant: bool,
-    direction: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p, entropy, lse) [N] of hidden [N, D]; with `direction`, d log p / d hidden [N, D] too. Not asked for: [0].
+    """(log p [N], entropy [N], the other tokens' maximum and total [2, N], d log p / d hidden [N, D]).
+
+    The entropy is [0] where it is not asked for. So is the last, but where gradients are `wanted` (of hidden, weight,
+    bias) of the hidden states alone.
 
     Rows whose target is `ignore_index` have log p = H = 0.
     """
@@ -63,29 +66,45 @@ def _linear_logprobs(
     kept = targets != ignore_index
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     chosen, way = _impl.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
-    # A GPU would have to wait for the count, and rows must not move where their bits should not depend on others.
-    index = None if chosen == "triton" or hidden.is_cuda or batch_invariant else plans.rows_of(kept)
+    # One launch need not wait for a count, and rows must not move where their bits should not depend on others.
+    one_launch = chosen == "triton" and not any(wanted)
+    index = None if one_launch or batch_invariant else plans.rows_of(kept)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
-    if direction:
+    if _takes_direction(wanted, batch_invariant):
         statistics, way = plans.forward_with_direction(head.select(index), _impl.passes(chosen), **options)
     else:
-        options["batch_invariant"] = batch_invariant
+        options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
         statistics = plans.forward(head.select(index), _impl.passes(chosen), **options)
-    values = [value for value in statistics if value is not None]
+    logprobs, entropies, *others = statistics
+    values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
     if index is not None:
-        values = [value.new_zeros(len(targets)).index_copy_(0, index, value) for value in values]
+        sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
+        values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
     values = [value.masked_fill_(~kept, 0.0) for value in values]
     return values[0], values[1] if entropy else torch.empty_like(values[0][:0]), values[-1], way
+
+
+def _named(wanted: list[bool]) -> dict[str, bool]:
+    return dict(zip(("hidden", "weight", "bias"), wanted, strict=True))
+
+
+def _takes_direction(wanted: list[bool], batch_invariant: bool) -> bool:
+    return wanted == [True, False, False] and not batch_invariant
 
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     # len() would tie the compiled graph to this number of rows.
-    entropy, direction, count, dtype = options[4], options[8], targets.shape[0], compute_dtype(hidden)
-    logprobs, lse = (hidden.new_empty(count, dtype=dtype) for _ in range(2))
+    entropy, direction, count, dtype = (
+        options[4],
+        _takes_direction(options[8], options[7]),
+        targets.shape[0],
+        compute_dtype(hidden),
+    )
+    logprobs, others = hidden.new_empty(count, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
     way = torch.empty_like(hidden, dtype=dtype) if direction else hidden.new_empty(0, dtype=dtype)
-    return logprobs, entropies, lse, way
+    return logprobs, entropies, others, way
 
 
 @torch.library.impl("fused_grpo::linear_logprobs_backward", "default")
@@ -97,11 +116,10 @@ def _linear_logprobs_backward(
     temperature: Tensor,
     logprobs: Tensor,
     entropies: Tensor,
-    lse: Tensor,
+    others: Tensor,
     way: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    wanted: list[bool],
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
@@ -109,23 +127,24 @@ def _linear_logprobs_backward(
     impl: str,
     chunk_bytes: int | None,
     batch_invariant: bool,
-    direction: bool,
+    wanted: list[bool],
 ) -> list[Tensor]:
     """The gradients of those of hidden, weight and bias that are wanted, in that order."""
     kept = targets != ignore_index
-    g = torch.zeros_like(lse) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
+    g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
     # Compiled graphs send zeros where eager ones send nothing.
     grad_entropy = grad_entropy if grad_entropy is not None and entropy and bool((grad_entropy != 0).any()) else None
-    if direction and grad_entropy is None:
-        return [(way * g[:, None]).to(hidden.dtype)]
+    if _takes_direction(wanted, batch_invariant) and grad_entropy is None:
+        # Not a bare product: rows that are ignored may hold anything, and 0 * NaN is not 0.
+        return [torch.where((g != 0)[:, None], way * g[:, None], 0.0).to(hidden.dtype)]
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     gradients = plans.backward(
         head,
         _impl.passes(_impl.choose(impl, hidden)),
-        plans.Statistics(logprobs, entropies if entropy else None, lse),
+        plans.Statistics(logprobs, entropies if entropy else None, *others),
         grad_logprobs=g,
         grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
-        wanted=dict(zip(("hidden", "weight", "bias"), wanted, strict=True)),
+        wanted=_named(wanted),
         chunk_bytes=chunk_bytes,
     )
     return [gradient for gradient in gradients if gradient is not None]
@@ -133,7 +152,7 @@ def _linear_logprobs_backward(
 
 @torch.library.register_fake("fused_grpo::linear_logprobs_backward")  # type: ignore[untyped-decorator]
 def _fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    wanted = zip((hidden, weight, bias), rest[8], strict=True)
+    wanted = zip((hidden, weight, bias), rest[-1], strict=True)
     return [torch.empty_like(x) for x, want in wanted if want and x is not None]
 
 
@@ -148,15 +167,12 @@ def _backward(
     ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     nothing = (None,) * (2 + len(ctx.options))
-    wanted = list(ctx.needs_input_grad[:3])
     if grad_logprobs is None and grad_entropy is None:
         return None, None, None, *nothing
     gradients = iter(
-        torch.ops.fused_grpo.linear_logprobs_backward(
-            *ctx.saved_tensors, grad_logprobs, grad_entropy, wanted, *ctx.options
-        )
+        torch.ops.fused_grpo.linear_logprobs_backward(*ctx.saved_tensors, grad_logprobs, grad_entropy, *ctx.options)
     )
-    return *(next(gradients) if want else None for want in wanted), *nothing
+    return *(next(gradients) if want else None for want in ctx.options[-1]), *nothing
 
 
 torch.library.register_autograd("fused_grpo::linear_logprobs", _backward, setup_context=_setup_context)

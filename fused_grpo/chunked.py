@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_grpo import planner, reference
 from fused_grpo.planner import BLOCK_BYTES
-from fused_grpo.statistics import RowState, finish_rows, start_rows
+from fused_grpo.statistics import RowState, finish_rows, finite, share_of_others, start_rows
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def fold_tile_(
         target_logit.copy_(torch.where(block.here, at_target, target_logit[:, None])[:, 0])
         others = block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))
         top = torch.maximum(maximum, others.amax(1))
-        # Nothing but -inf so far: any finite shift keeps -inf - shift out of NaN.
-        shift = top.masked_fill(top == -torch.inf, 0.0)
+        shift = finite(top)
         drop = maximum - shift
         rescale = drop.exp()
         centred = torch.sub(others, shift[:, None], out=block.work)
@@ -87,20 +86,21 @@ def row_statistics(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log p, entropy or None, log-sum-exp), each [R], of whole rows that are left as they were."""
+) -> tuple[Tensor, Tensor | None, RowState]:
+    """(log p [R], entropy [R] or None, their state) of whole rows that are left as they were."""
     state = start_rows(len(targets), dtype=logits.dtype, device=logits.device)
     options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     fold_tile_(logits, targets, state, **options, entropy=entropy)  # type: ignore[arg-type]
-    logprobs, entropies, lse = finish_rows(state)
-    return logprobs, entropies if entropy else None, lse
+    logprobs, entropies = finish_rows(state)
+    return logprobs, entropies if entropy else None, state
 
 
 def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    lse: Tensor,
+    maximum: Tensor,
+    total: Tensor,
     logprobs: Tensor,
     entropy: Tensor | None,
     grad_logprobs: Tensor,
@@ -113,22 +113,25 @@ def logits_gradient_(
 ) -> Tensor:
     """d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
-    `targets` are -1 where the target is in another tile; `lse`, `logprobs` and `entropy` are those of the whole row.
+    `targets` are -1 where the target is in another tile; the statistics are those of the whole row.
     """
     out = _in_place(logits, dtype)
     for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
         rows, slope = block.rows, logit_scale / temperature[block.rows, None]
         upstream, log_p_target = grad_logprobs[rows, None], logprobs[rows, None]
         at_target = upstream * -torch.expm1(log_p_target)
-        log_p = torch.sub(block.z, lse[rows, None], out=block.work)
-        p = torch.exp(log_p, out=block.spare)
+        share = share_of_others(log_p_target, total[rows, None])
+        centred = torch.sub(block.z, finite(maximum[rows, None]), out=block.work)
+        e = torch.exp(centred, out=block.spare)
         if grad_entropy is None or entropy is None:
             # Straight to where it belongs, one pass less, unless it has yet to be narrowed.
-            gradient = torch.mul(p, -upstream * slope, out=out[rows] if out.dtype == p.dtype else p)
+            gradient = torch.mul(e, -upstream * slope * share, out=out[rows] if out.dtype == e.dtype else e)
         else:
             upstream_entropy, mean = grad_entropy[rows, None], entropy[rows, None]
-            # The clamps keep 0 * -inf out; below -128 p is 0 or all but.
-            gradient = log_p.clamp_min_(-128.0).add_(mean).mul_(-upstream_entropy).sub_(upstream).mul_(p).mul_(slope)
+            # The clamps keep 0 * -inf out; below them a factor is 0 or all but.
+            offset = share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
+            gradient = centred.clamp_min_(-128.0).add_(offset).mul_(-upstream_entropy).sub_(upstream)
+            gradient.mul_(e).mul_(slope * share)
             surprise = log_p_target.clamp_min(-128.0) + mean
             at_target = at_target - upstream_entropy * log_p_target.exp() * surprise
         elsewhere = gradient.gather(1, block.column)
@@ -194,7 +197,8 @@ def _blocks(
 ) -> Iterator[_Block]:
     """Transformed logits of `logits`, a cache-sized block of rows at a time, in reused scratch."""
     num_rows, columns = logits.shape
-    height = min(num_rows, max(1, BLOCK_BYTES // (columns * logits.element_size())))
+    # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.
+    height = min(num_rows, 1 << (max(1, BLOCK_BYTES // (columns * logits.element_size())).bit_length() - 1))
     first, second = logits.new_empty((2, height, columns))
     # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
     as_they_are = bias is None and softcap is None and _all_equal(temperature, logit_scale)
@@ -204,14 +208,15 @@ def _blocks(
         if as_they_are:
             z, spare = raw, z
         else:
-            spare, sharpness = z, 1.0 / temperature[rows, None]
+            spare = z
             raw = raw if bias is None else torch.add(raw, bias, out=z)
             if softcap is None:
-                torch.mul(raw, logit_scale * sharpness, out=z)
+                # Where temperature and scale are equal this is exactly 1: a row is multiplied or not, to the same bits.
+                torch.mul(raw, logit_scale / temperature[rows, None], out=z)
             else:
                 torch.mul(raw, logit_scale / softcap, out=z).tanh_()
                 slopes = 1 - z.square() if slope else None
-                z.mul_(softcap * sharpness)
+                z.mul_(softcap / temperature[rows, None])
         target = targets[rows, None]
         yield _Block(rows, z, work, spare, slopes, target.clamp_min(0), target >= 0)
 

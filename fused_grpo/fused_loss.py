@@ -168,7 +168,7 @@ def _one_pass(
     all_logprobs, parts = torch.empty(len(head.targets), dtype=head.dtype, device=head.hidden.device), []
     for tile in head.tiles(shape):
         rows, logits, targets, arguments = tile.rows, tile.logits, tile.targets, tile.arguments
-        logprobs, entropy, lse = passes.row_statistics(logits, targets, **arguments, entropy=True)
+        logprobs, entropy, (maximum, total, *_) = passes.row_statistics(logits, targets, **arguments, entropy=True)
         grad_logprobs, statistics = passes.grpo_token_loss(
             logprobs, **tokens.rows(rows), entropy=entropy, **config.token_terms()
         )
@@ -178,7 +178,8 @@ def _one_pass(
             dlogits = passes.logits_gradient_(
                 logits,
                 targets,
-                lse=lse,
+                maximum=maximum,
+                total=total,
                 logprobs=logprobs,
                 entropy=None,
                 grad_logprobs=grad_logprobs,

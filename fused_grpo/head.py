@@ -123,22 +123,30 @@ class Head:
     def tiles(self, shape: TileShape, *, pad: bool = False) -> Iterator[Tile]:
         """All logits, row group by row group, each from left to right. Every tile lives in the same buffer.
 
-        With `pad` every GEMM multiplies `shape.rows` rows, however few there are.
+        With `pad` every tile has `shape.rows` rows, however few there are: those past the end are of zeros.
         """
         buffer = self.hidden.new_empty(shape.rows * shape.columns, dtype=self.dtype)
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
         head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
         for rows in planner.chunks(len(self.targets), shape.rows):
+            count = shape.rows if pad else rows.stop - rows.start
             hidden = self.hidden[rows if self.index is None else self.index[rows]].to(self.gemm_dtype)
-            count, padding = len(hidden), shape.rows - len(hidden) if pad else 0
-            operand = torch.nn.functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+            hidden = pad_to(hidden, count, value=0.0)
+            targets = pad_to(self.targets[rows], count, value=0)
+            temperature = pad_to(self.temperature[rows], count, value=1.0)
+            group = slice(rows.start, rows.start + count)
             for columns in planner.chunks(len(head_weight), shape.columns) if len(head_weight) else ():
                 weight = head_weight[columns].to(self.hidden.dtype)
-                logits = buffer[: len(operand) * len(weight)].view(len(operand), len(weight))
-                logits_into(logits, operand, weight)
-                targets = local_targets(self.targets[rows], columns)
-                arguments = self.row_arguments(rows, columns)
-                yield Tile(rows, columns, logits[:count], hidden, weight, targets, arguments)
+                logits = buffer[: count * len(weight)].view(count, len(weight))
+                logits_into(logits, hidden, weight)
+                arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
+                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments)
+
+
+def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
+    """[count, ...] from [R, ...], R <= count; the rows themselves where there is nothing to add."""
+    missing = count - len(rows)
+    return rows if not missing else torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
 def local_targets(targets: Tensor, columns: slice) -> Tensor:

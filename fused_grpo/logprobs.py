@@ -139,11 +139,10 @@ def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor,
     elif impl == "reference":
         values = _reference(head, ignore_index)
     else:
-        frozen = not asks_gradient(head.weight) and not asks_gradient(head.bias)
-        direction = frozen and asks_gradient(head.hidden) and not batch_invariant
+        wanted = [asks_gradient(x) for x in (head.hidden, head.weight, head.bias)]
         inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
         values = torch.ops.fused_grpo.linear_logprobs(
-            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, direction
+            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, wanted
         )
     return values[: 2 if entropy else 1]
 

@@ -1,7 +1,7 @@
 """Three ways through the head, by what is asked for; `_ops.py` chooses. U = 2*N*D*V FLOP, one GEMM over the head.
 
-- `forward`, 1U: log-probs, entropy and log-sum-exp. On a GPU one Triton kernel, from which no logit reaches memory;
-  elsewhere tile by tile, each folded into O(N) statistics.
+- `forward`, 1U: log-probs and entropy. On a GPU one Triton kernel, from which no logit reaches memory; elsewhere, and
+  where `backward` will follow, tile by tile, each folded into O(N) statistics.
 - `backward`, 1U for the logits again and 1U for each of dH and dW: every tile turns into d-logits where it lies. Rows
   whose upstream gradient is zero take no part.
 - `forward_with_direction`, 2U: with the head frozen, d log p / d h needs nothing from upstream, so it is taken on the
@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_grpo import planner
 from fused_grpo.head import INVARIANT_ROWS, Head, HeadGradients, Tile, full_precision, local_targets, weighted_sum_into
 from fused_grpo.planner import BLOCK_BYTES
-from fused_grpo.statistics import RowState, finish_rows, merge_shards, start_rows
+from fused_grpo.statistics import RowState, finish_rows, merge_rows, start_rows
 
 # fp16 ends at 2^16: the largest weight or gradient goes near 2^10, so that 2^-34 of it is still a number.
 _FP16_EXPONENT = 10
@@ -35,51 +35,96 @@ _SPLIT_BYTES = 64 * 3 * 4
 
 
 class Statistics(NamedTuple):
-    """Of each row, [N] in the dtype of accumulators."""
+    """Of each row, [N] in the dtype of accumulators: what is asked for, and what a backward pass needs besides."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    lse: Tensor
+    maximum: Tensor
+    total: Tensor
 
 
-def forward(
-    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, batch_invariant: bool = False
-) -> Statistics:
-    """Log-probs, log-sum-exp and, if asked for, the entropy."""
+def forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, **how: Any) -> Statistics:
+    """Log-probs, the entropy if asked for, and what a backward pass needs of the rows; `how` as in `fold`."""
+    if _in_kernel(passes, **how) and _one_launch(head, chunk_bytes):
+        with full_precision(head.hidden):
+            logprobs, entropies, state = _launch(head, passes, entropy=entropy)
+        return Statistics(logprobs, entropies, state.maximum, state.total)
+    return finish(fold(head, passes, entropy=entropy, chunk_bytes=chunk_bytes, **how), entropy=entropy)
+
+
+def fold(
+    head: Head,
+    passes: ModuleType,
+    *,
+    entropy: bool,
+    chunk_bytes: int | None = None,
+    batch_invariant: bool = False,
+    wanted: dict[str, bool] | None = None,
+) -> RowState:
+    """What is known of the rows once every logit of this head is folded in.
+
+    Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
+    another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
+    """
     with full_precision(head.hidden):
-        if hasattr(passes, "logprob_forward"):
-            return _fused_forward(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
-        state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device)
-        # With rows and columns of one size for every N, no GEMM can choose another order of summation.
-        shape = head.tile_shape(chunk_bytes, num_rows=INVARIANT_ROWS if batch_invariant else None)
+        if _in_kernel(passes, batch_invariant=batch_invariant, wanted=wanted):
+            return _fold_by_launches(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
+        # With tiles of one size for every N, no GEMM and no sum can choose another order.
+        num_rows = INVARIANT_ROWS if batch_invariant else None
+        weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
+        shape, count = (
+            head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient),
+            len(head.targets),
+        )
+        padding = -count % shape.rows if batch_invariant else 0
+        state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device)
         for tile in head.tiles(shape, pad=batch_invariant):
             passes.fold_tile_(tile.logits, tile.targets, state.rows(tile.rows), **tile.arguments, entropy=entropy)
-            del tile  # its memory is free again before the rows are finished
-        return _finish(state, entropy=entropy)
+        return state.rows(slice(count))
 
 
-def _finish(state: RowState, *, entropy: bool) -> Statistics:
-    logprobs, entropies, lse = finish_rows(state)
-    return Statistics(logprobs, entropies if entropy else None, lse)
+def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dict[str, bool] | None = None) -> bool:
+    """Whether the kernel that needs no tiles serves: its rows are batch-invariant by themselves."""
+    return hasattr(passes, "logprob_forward") and (batch_invariant or wanted is None)
 
 
-def _fused_forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None) -> Statistics:
-    """The kernel that needs no tiles. A weight of another dtype is cast by stretches of the vocabulary, each once."""
-    budget, (vocab_size, hidden_size) = planner.budget(chunk_bytes), head.weight.shape
+def finish(state: RowState, *, entropy: bool) -> Statistics:
+    logprobs, entropies = finish_rows(state)
+    return Statistics(logprobs, entropies if entropy else None, state.maximum, state.total)
+
+
+def _launch(
+    head: Head, passes: ModuleType, rows: slice = slice(None), columns: slice = slice(None), *, entropy: bool
+) -> tuple[Tensor, Tensor | None, RowState]:
+    """The kernel that needs no tiles, for some rows and a stretch of the vocabulary."""
+    weight = head.weight[columns].to(head.hidden.dtype)
+    targets = head.targets[rows] if columns == slice(None) else local_targets(head.targets[rows], columns)
+    options = {**head.row_arguments(rows, columns), "entropy": entropy}
+    logprobs, entropies, state = passes.logprob_forward(head.hidden[rows], weight, targets, **options)
+    return logprobs, entropies, RowState(*state)
+
+
+def _one_launch(head: Head, chunk_bytes: int | None) -> bool:
+    return head.weight.dtype == head.hidden.dtype and len(head.targets) <= _launch_rows(chunk_bytes)
+
+
+def _launch_rows(chunk_bytes: int | None) -> int:
+    return max(1, planner.budget(chunk_bytes) // 2 // _SPLIT_BYTES)
+
+
+def _fold_by_launches(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None) -> RowState:
+    """A weight of another dtype is cast by stretches of the vocabulary, each once."""
+    vocab_size, hidden_size = head.weight.shape
     cast = head.weight.dtype != head.hidden.dtype
-    stretch = max(1, budget // 2 // (hidden_size * head.hidden.dtype.itemsize)) if cast else vocab_size
+    cast_rows = max(1, planner.budget(chunk_bytes) // 2 // (hidden_size * head.hidden.dtype.itemsize))
     parts = []
-    for columns in planner.chunks(vocab_size, stretch):
-        weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
-        blocks = []
-        for rows in planner.chunks(len(targets), max(1, budget // 2 // _SPLIT_BYTES)):
-            options = {**head.row_arguments(rows, columns), "entropy": entropy}
-            blocks.append(passes.logprob_forward(head.hidden[rows], weight, targets[rows], **options))
-        parts.append([None if x[0] is None else torch.cat(x) for x in zip(*blocks, strict=True)])
-    logprobs, entropies, lse = zip(*parts, strict=True)
-    return Statistics(
-        *merge_shards(torch.stack(logprobs), torch.stack(entropies) if entropy else None, torch.stack(lse))
-    )
+    for columns in planner.chunks(vocab_size, cast_rows if cast else vocab_size):
+        blocks = (
+            torch.stack(_launch(head, passes, rows, columns, entropy=entropy)[2])
+            for rows in planner.chunks(len(head.targets), _launch_rows(chunk_bytes))
+        )
+        parts.append(torch.cat(list(blocks), 1))
+    return merge_rows(RowState(*torch.stack(parts, 1)))
 
 
 def backward(
@@ -99,7 +144,7 @@ def backward(
     if index is not None:
         statistics = Statistics(*(None if x is None else x[index] for x in statistics))  # type: ignore[arg-type]
         grad_logprobs, grad_entropy = grad_logprobs[index], None if grad_entropy is None else grad_entropy[index]
-    logprobs, entropy, lse = statistics
+    logprobs, entropy, maximum, total = statistics
     shape = head.tile_shape(chunk_bytes, weight_gradient=wanted["weight"])
     scale = _gradient_scale(head, grad_logprobs, grad_entropy)
     gradients = HeadGradients(head, shape, **wanted, scale=scale, hidden_dtype=hidden_dtype)
@@ -111,7 +156,8 @@ def backward(
             dlogits = passes.logits_gradient_(
                 tile.logits,
                 tile.targets,
-                lse=lse[rows],
+                maximum=maximum[rows],
+                total=total[rows],
                 logprobs=logprobs[rows],
                 entropy=None if grad_entropy is None or entropy is None else entropy[rows],
                 grad_logprobs=grad_logprobs[rows],
@@ -166,7 +212,7 @@ def forward_with_direction(
                 _finish_direction(sums, head, tile, rows.total * scale, finish_rows(rows)[0])
                 if head.index is not None:
                     direction[head.index[tile.rows]] = sums
-        return _finish(state, entropy=entropy), direction
+        return finish(state, entropy=entropy), direction
 
 
 def _finish_direction(sums: Tensor, head: Head, tile: Tile, total: Tensor, logprobs: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Log-probs under a head that is sharded along the vocabulary, as tensor parallelism leaves it.
 
-Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight, in shards of any sizes. Each rank takes the
-softmax of its own shard, one all-gather of three numbers per row lets all of them merge the same parts in the same
-order, and the backward pass of a shard needs nothing but the merged statistics. Hidden states are the same on every
-rank, so dH is a sum over ranks: one all-reduce at the end, in fp32, never inside a loop whose length may differ.
+Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight, in shards of any sizes. Each rank folds its
+own shard into four numbers per row, one all-gather of these lets all of them merge the same parts in the same order,
+and the backward pass of a shard needs nothing but the merged statistics. Hidden states are the same on every rank, so
+dH is a sum over ranks: one all-reduce at the end, in fp32, never inside a loop whose length may differ.
 
 Collectives: the sizes of the shards and the statistics in the forward pass, dH in the backward pass. They take place
 whatever the shapes (empty shards, no rows), so no rank waits for one that another skipped.
@@ -24,7 +24,7 @@ from fused_grpo import _impl, plans
 from fused_grpo._checks import check_targets, check_temperature_values
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.head import Head, local_targets
-from fused_grpo.statistics import merge_shards
+from fused_grpo.statistics import RowState, merge_rows, start_rows
 
 
 def vocab_parallel_logprobs(
@@ -88,17 +88,15 @@ class _VocabParallel(torch.autograd.Function):
         passes: ModuleType,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        rows = len(head.targets)
-        own = torch.full((3, rows), -torch.inf, dtype=head.dtype, device=hidden.device)
-        own[1] = 0.0
+        rows, needs = len(head.targets), dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         if len(weight):
-            for row, values in zip(own, plans.forward(head, passes, **options), strict=True):
-                if values is not None:
-                    row.copy_(values)
-        parts = own.new_empty((dist.get_world_size(group) * 3, rows))
+            own = torch.stack(plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None))
+        else:
+            own = torch.stack(start_rows(rows, dtype=head.dtype, device=hidden.device))
+        parts = own.new_empty((dist.get_world_size(group) * len(own), rows))
         gather_into(parts, own, group)
-        statistics = plans.Statistics(*merge_shards(*parts.view(-1, 3, rows).unbind(1)))
-        ctx.plan = (passes, group, options["chunk_bytes"], head.logit_scale, head.softcap)
+        statistics = plans.finish(merge_rows(RowState(*parts.view(-1, len(own), rows).unbind(1))), entropy=True)
+        ctx.needs, ctx.plan = needs, (passes, group, options["chunk_bytes"], head.logit_scale, head.softcap)
         ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
         ctx.set_materialize_grads(False)
         assert statistics.entropy is not None
@@ -110,14 +108,13 @@ class _VocabParallel(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
         passes, group, chunk_bytes, logit_scale, softcap = ctx.plan
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
-        needs = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         d_hidden, d_weight, d_bias = plans.backward(
             head,
             passes,
             plans.Statistics(*statistics),
             grad_logprobs=torch.zeros_like(targets, dtype=head.dtype) if grad_logprobs is None else grad_logprobs,
             grad_entropy=grad_entropy,
-            wanted=needs,
+            wanted=ctx.needs,
             chunk_bytes=chunk_bytes,
             hidden_dtype=head.dtype,
         )

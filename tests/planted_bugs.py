@@ -117,8 +117,8 @@ BUGS = {
     "entropy without the target's own term": Bug(
         "fused_grpo/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
     ),
-    "shards merged as if they had equal mass": Bug(
-        "fused_grpo/statistics.py", "share * (entropy + surprise)", "(entropy + surprise) / len(lse)", SHARDS
+    "shards merged without regard to their maxima": Bug(
+        "fused_grpo/statistics.py", "(rescale * parts.total).sum(0)", "parts.total.sum(0)", SHARDS
     ),
     "a shard starts where its rank says": Bug(
         "fused_grpo/vocab_parallel.py",
@@ -156,7 +156,7 @@ BUGS = {
     "the gradient kernel sees a target that is elsewhere": Bug(
         f"{KERNELS}/logits_gradient.py",
         "is_target = (columns == target)[None, :]",
-        "is_target = (columns == target_column)[None, :]",
+        "is_target = (columns == tl.maximum(target, 0))[None, :]",
         ROW_KERNELS,
     ),
     "folding forgets the other tokens' slope": Bug(

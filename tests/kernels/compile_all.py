@@ -82,9 +82,12 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     kernels.row_statistics(logits, targets, entropy=full, **head)
     optional = row if full else None
     upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
-    kernels.logits_gradient_(logits, targets, lse=row, logprobs=row, entropy=optional, **upstream, **head)
+    kernels.logits_gradient_(
+        logits, targets, maximum=row, total=row, logprobs=row, entropy=optional, **upstream, **head
+    )
     state = (row, row, row, row)
-    kernels.fold_tile_(logits, targets, state, entropy=full, weights=dtype, **head)
+    for weights in (dtype, None):
+        kernels.fold_tile_(logits, targets, state, entropy=full, weights=weights, **head)
     given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy"), optional)
     config = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "bias_correction_kl": full}
     kernels.grpo_token_loss(row, advantages=row, weights=row, mask=mask, **given, **config)

@@ -28,18 +28,17 @@ def transform(raw: Tensor, options: dict[str, Any]) -> Tensor:
     return capped / options["temperature"].to(raw.dtype)[:, None]
 
 
-def statistics(raw: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, lse) through a full log_softmax."""
-    z = transform(raw, options)
-    log_p = torch.log_softmax(z, dim=-1)
+def statistics(raw: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy) through a full log_softmax."""
+    log_p = torch.log_softmax(transform(raw, options), dim=-1)
     entropy = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], entropy, torch.logsumexp(z, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy
 
 
 def gradient(raw: Tensor, targets: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor, **options: Any) -> Tensor:
     """d(sum(g * logprobs) + sum(g_H * entropy)) / d raw, by autograd."""
     raw = raw.detach().requires_grad_()
-    logprobs, entropy, _ = statistics(raw, targets, **options)
+    logprobs, entropy = statistics(raw, targets, **options)
     ((grad_logprobs.to(raw.dtype) * logprobs).sum() + (grad_entropy.to(raw.dtype) * entropy).sum()).backward()
     assert raw.grad is not None
     return raw.grad

@@ -18,6 +18,9 @@ from fused_grpo import kernels
 D, V = 64, 304
 
 
+ROW_STATISTICS = ("maximum", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy")
+
+
 def vector(N: int, offset: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows offset..offset + N of a longer vector: 16-byte aligned for some offsets only."""
     return torch.ones(N + 16, dtype=dtype)[offset : offset + N]
@@ -30,7 +33,7 @@ def call_head(N: int, offset: int, dtype: torch.dtype) -> None:
 
 def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     logits, targets = torch.ones(N, V), vector(N, offset, torch.int64)
-    rows = {name: vector(N, offset) for name in ("lse", "logprobs", "entropy", "grad_logprobs", "grad_entropy")}
+    rows = {name: vector(N, offset) for name in ROW_STATISTICS}
     kernels.row_statistics(logits, targets, temperature=vector(N, offset), entropy=True)
     kernels.logits_gradient_(logits, targets, temperature=vector(N, offset), dtype=dtype, **rows)
 

@@ -84,6 +84,16 @@ def test_half_width_weights_take_the_front_of_each_row_and_nothing_else(head_opt
 def test_rows_of_banned_tokens_alone_are_nothing_yet(head_options: Any) -> None:
     logits = torch.full((1, 4), float("-inf"))
     state = tuple(torch.full((1,), value) for value in (float("-inf"), 0.0, 0.0, float("-inf")))
-    weights = fold_tile_(logits, torch.tensor([2]), state, entropy=True, **head_options(1, 4))
+    weights = fold_tile_(logits, torch.tensor([2]), state, entropy=True, weights=torch.float32, **head_options(1, 4))
     assert [x.item() for x in state] == [float("-inf"), 0.0, 0.0, float("-inf")]
     assert torch.equal(weights, torch.zeros(1, 4))
+
+
+def test_without_weights_the_state_is_the_same_and_the_tile_stays(head_options: Any) -> None:
+    (logits, targets), options = problem(), head_options(R, V, "bias softcap scale temperature")
+    wanted, _ = fold(logits, targets, [0, V], torch.float32, **options)
+    state = tuple(torch.full((R,), value) for value in (float("-inf"), 0.0, 0.0, float("-inf")))
+    before = logits.clone()
+    assert fold_tile_(logits, targets, state, entropy=True, **options) is None
+    assert torch.equal(logits, before)
+    assert all(torch.equal(a, b) for a, b in zip(state, wanted, strict=True))

@@ -28,13 +28,13 @@ def targets(count: int = N) -> torch.Tensor:
 def test_opcheck_finds_nothing(entropy, frozen, bias):
     hidden, weight, b = leaves(frozen=frozen)
     inputs = (hidden, weight, b if bias else None, targets(), torch.full((N,), 0.7))
-    options = (1.5, 4.0, -100, entropy, "torch", None, False, frozen)
+    wanted = [True, not frozen, bias and not frozen]
+    options = (1.5, 4.0, -100, entropy, "torch", None, False, wanted)
     torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, *options))
     saved = [x.detach() for x in OPS.linear_logprobs(*inputs, *options)]
     inputs = [None if x is None else x.detach() for x in inputs]
     upstream = (torch.randn(N), torch.randn(N) if entropy else None)
-    wanted = [True, not frozen, bias and not frozen]
-    torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, wanted, *options))
+    torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, *options))
 
 
 def step(hidden, weight, bias, targets):

@@ -1,12 +1,12 @@
 """What the kernels share: the logit of a tile, and the statistics of a row folded in tile by tile.
 
-The log-sum-exp kept here leaves the target out. With d = lse_excluded - z_target,
+All of it leaves the target out. With m the maximum of the others, s = sum_v e^(z_v - m) and d = m + log s - z_target,
 
-    log p = -softplus(d)        1 - p = -expm1(log p)        lse = z_target + softplus(d)
+    log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
 
-so a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 where lse - z_target would round to 0, and no rounding can
-make a log-prob positive. The entropy is a sum of terms that are all >= 0, from w = sum_v e^(z_v - m) (z_v - m) kept
-beside s = sum_v e^(z_v - m) over the others (m their maximum):
+so a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 where a log-sum-exp minus z_target would round to 0, and no
+rounding can make a log-prob positive. The entropy is a sum of terms that are all >= 0, from
+w = sum_v e^(z_v - m) (z_v - m):
 
     H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
 
@@ -170,7 +170,7 @@ def merge_statistics(maximum, total, weighted, ENTROPY: tl.constexpr):
 
 @triton.jit
 def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
-    """(log p of the target, entropy, lse) from the statistics of all the other tokens."""
+    """(log p of the target, entropy) from the statistics of all the other tokens."""
     # Without another token (V = 1, or all others at -inf) the target is certain, d = -inf. A target at -inf, or none
     # (-1), gets d = inf: log p = -inf, and what remains is the others'. The stand-ins keep inf - inf out.
     alone = total == 0.0
@@ -181,10 +181,8 @@ def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     # (maximum - target) first: the difference of two large numbers is exact, their sums with log_total are not.
     d = tl.where(missing, float("inf"), (maximum - target_logit) + log_total)
     logprob = -softplus(d)
-    others = tl.where(alone, 0.0, softplus(-d))
-    lse = tl.where(d > 0.0, maximum + (log_total + others), target_logit - logprob)
     entropy = logprob
     if ENTROPY:
-        rest = others + (log_total - weighted / total)
+        rest = tl.where(alone, 0.0, softplus(-d)) + (log_total - weighted / total)
         entropy = -expm1(logprob) * rest - tl.exp(logprob) * tl.maximum(logprob, -128.0)
-    return logprob, entropy, lse
+    return logprob, entropy

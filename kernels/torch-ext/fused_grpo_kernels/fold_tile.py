@@ -78,12 +78,13 @@ def _fold_tile_kernel(
         if ENTROPY:
             # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
             products += tl.sum(e * tl.maximum(centred, -128.0), 0)
-        if softcap is not None:
-            e = e * logit_slope(x, logit_scale, softcap, inverse_temperature)
-            e = e / (logit_scale * inverse_temperature)
-        tl.debug_barrier()
-        out = (e * weights_scale).to(weights.dtype.element_ty)
-        tl.store((weights + row * weights_row + columns)[None, :], out, mask=inside[None, :])
+        if weights is not None:
+            if softcap is not None:
+                e = e * logit_slope(x, logit_scale, softcap, inverse_temperature)
+                e = e / (logit_scale * inverse_temperature)
+            tl.debug_barrier()
+            out = (e * weights_scale).to(weights.dtype.element_ty)
+            tl.store((weights + row * weights_row + columns)[None, :], out, mask=inside[None, :])
 
     drop = before - shift
     rescale = tl.exp(drop)
@@ -105,28 +106,29 @@ def fold_tile_(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    weights: torch.dtype = torch.float32,
+    weights: torch.dtype | None = None,
     weights_scale: float = 1.0,
-) -> Tensor:
-    """Fold a tile into the state of its rows and overwrite it with the weights of its tokens.
+) -> Tensor | None:
+    """Fold a tile into the state of its rows and, if they are asked for, overwrite it with the weights of its tokens.
 
     Args:
-        logits: [R, C] fp32, raw h.w; columns adjacent, rows may be further apart than C. Lost afterwards.
+        logits: [R, C] fp32, raw h.w; columns adjacent, rows may be further apart than C. Lost afterwards with
+            `weights`, left as they are without.
         targets: [R] int64, relative to the tile; -1 where the target is in another tile.
         state: (maximum, total, weighted, target_logit), each [R] fp32, contiguous, updated in place; -inf, 0, 0, -inf
             before the first tile. `weighted` = sum_v e_v (z_v - m) is kept with `entropy` only.
         bias: [C], any float dtype.
         temperature, logit_scale, softcap: as in `logprob_forward`.
-        weights: dtype of the result. bf16 and fp16 are written into the front half of each row's memory.
+        weights: dtype of the result, None for none. bf16 and fp16 take the front half of each row's memory.
         weights_scale: a factor of the result, for dtypes of little range.
 
     Returns:
-        [R, C] of `weights`, a view of the memory of `logits`: weights_scale * e_v * dsoftcap_v, 0 at the target.
+        With `weights`, [R, C] in a view of the memory of `logits`: weights_scale * e_v * dsoftcap_v, 0 at the target.
 
     Memory: none.
     """
     R, C = logits.shape
-    out = logits.view(weights)[:, :C]
+    out = None if weights is None else logits.view(weights)[:, :C]
     if R == 0 or C == 0:
         return out
     inputs = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
@@ -138,7 +140,7 @@ def fold_tile_(
             *state,
             C,
             logits.stride(0),
-            out.stride(0),
+            None if out is None else out.stride(0),
             logit_scale,
             softcap,
             weights_scale,

@@ -6,11 +6,11 @@ With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
     dL/dz_t =  g (1 - p_t) - g_H p_t (log p_t + H)
     dL/d(h.w_v) = dL/dz_v / temperature * (1 - tanh^2) * logit_scale          (tanh^2 only with a softcap)
 
-1 - p_t is -expm1(log p_t), so a confident target keeps its gradient. log p_v is z_v - lse or (z_v - z_t) + log p_t,
-whichever of lse and log p_t is smaller: those two are the fp32 numbers that come in rounded.
+1 - p_t is -expm1(log p_t), so a confident target keeps its gradient, and with m and s the maximum and the sum of
+e^(z_v - m) over all tokens but the target, p_v is (1 - p_t) e^(z_v - m) / s: no rounded log-sum-exp is in it.
 
-The columns may be a stretch of a longer vocabulary. lse, log p_t and H are then those of the whole, and a row whose
-target lies elsewhere (-1) has the first line for every column, with log p_v from lse.
+The columns may be a stretch of a longer vocabulary. m, s, log p_t and H are then those of the whole, and a row whose
+target lies elsewhere (-1) has the first line for every column.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -25,7 +25,7 @@ from ._tiles import add_bias, exp, expm1, inverse, logit, logit_slope
 from .tuning import row_tile
 
 # They arrive as slices of longer vectors: where one starts must not compile the kernel again.
-ROW_VECTORS = ["targets", "temperature", "lse", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
+ROW_VECTORS = ["targets", "temperature", "maximum", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
 
 
 @triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
@@ -35,7 +35,8 @@ def _logits_gradient_kernel(
     targets,
     bias,
     temperature,
-    lse,
+    maximum,
+    total,
     logprobs,
     entropy,
     grad_logprobs,
@@ -59,19 +60,13 @@ def _logits_gradient_kernel(
     start = logits + row * logits_row
     target = tl.load(targets + row).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + row))
-    row_lse = tl.load(lse + row)
     row_logprob = tl.load(logprobs + row)
     g = tl.load(grad_logprobs + row)
-
-    # Without a target (-1), column 0 is read for nothing.
-    target_column = tl.maximum(target, 0)
-    target_x = tl.load(start + target_column)
-    if bias is not None:
-        target_x += tl.load(bias + target_column).to(tl.float32)
-    target_logit = logit(target_x, logit_scale, softcap, inverse_temperature)
-    near_target = (target >= 0) & (tl.abs(row_logprob) < tl.abs(row_lse))
-    anchor = tl.where(near_target, target_logit, row_lse)
-    offset = tl.where(near_target, row_logprob, 0.0)
+    # Without any other token, or with all of them at -inf: 0 / 1, and any finite shift keeps -inf - shift out of NaN.
+    row_maximum, row_total = tl.load(maximum + row), tl.load(total + row)
+    shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
+    others = -expm1(row_logprob)
+    share = others / tl.where(row_total == 0.0, 1.0, row_total)
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         inside = columns < V
@@ -79,13 +74,16 @@ def _logits_gradient_kernel(
         x = add_bias(raw, bias, columns, V)
         is_target = (columns == target)[None, :]
         z = logit(x, logit_scale, softcap, inverse_temperature)
-        log_p = tl.where(is_target, row_logprob, (z - anchor) + offset)
-        log_p = tl.where(inside[None, :], log_p, float("-inf"))
-        p = exp(log_p)
-        dz = tl.where(is_target, -g * expm1(row_logprob), -g * p)
+        # Only the target, which has its own formula, can be far above the maximum of the others.
+        centred = tl.minimum(z - shift, 0.0)
+        p = share * exp(centred)
+        dz = tl.where(is_target, g * others, -g * p)
         if ENTROPY:
-            # The clamp keeps 0 * -inf out; below -128 p is 0.
-            dz -= tl.load(grad_entropy + row) * p * (tl.maximum(log_p, -128.0) + tl.load(entropy + row))
+            # The clamps keep 0 * -inf out; below them a factor is 0.
+            mean = tl.load(entropy + row)
+            surprise = tl.maximum(centred, -128.0) + (tl.log(tl.maximum(share, 1e-38)) + mean)
+            of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
+            dz -= tl.load(grad_entropy + row) * tl.where(is_target, of_target, p * surprise)
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
         tl.debug_barrier()
         out = gradient + row * gradient_row + columns
@@ -96,7 +94,8 @@ def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    lse: Tensor,
+    maximum: Tensor,
+    total: Tensor,
     logprobs: Tensor,
     entropy: Tensor | None,
     grad_logprobs: Tensor,
@@ -112,8 +111,8 @@ def logits_gradient_(
     Args:
         logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
         targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns.
-        lse, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits, or the numbers of the whole
-            vocabulary where these columns are a stretch of it.
+        maximum, total, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits, or the numbers of
+            the whole vocabulary where these columns are a stretch of it.
         grad_logprobs: [R] fp32, dL/dlogprobs.
         grad_entropy: [R] fp32, dL/dentropy; with None the entropy takes no part and may be None too.
         bias, temperature, logit_scale, softcap: as given to `row_statistics`.
@@ -130,7 +129,7 @@ def logits_gradient_(
         return gradient
     rows = [
         None if vector is None else vector.contiguous()
-        for vector in (targets, bias, temperature, lse, logprobs, entropy, grad_logprobs, grad_entropy)
+        for vector in (targets, bias, temperature, maximum, total, logprobs, entropy, grad_logprobs, grad_entropy)
     ]
     with launching_on(logits.device):
         _logits_gradient_kernel[(R,)](

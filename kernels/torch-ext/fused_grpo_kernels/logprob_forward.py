@@ -144,7 +144,9 @@ def _merge_splits_kernel(
     weighted,
     logprobs,
     entropy,
-    lse,
+    merged_maximum,
+    merged_total,
+    merged_weighted,
     N,
     splits,
     ENTROPY: tl.constexpr,
@@ -164,10 +166,12 @@ def _merge_splits_kernel(
         part_weighted = tl.load(weighted + statistics, mask=exists, other=0.0)
     row_maximum, row_total, row_weighted = merge_statistics(part_maximum, part_total, part_weighted, ENTROPY)
     row_target = tl.load(target_logit + rows, mask=row_exists, other=0.0)
-    row_logprob, row_entropy, row_lse = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
+    row_logprob, row_entropy = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
     tl.store(logprobs + rows, row_logprob, mask=row_exists)
-    tl.store(lse + rows, row_lse, mask=row_exists)
+    tl.store(merged_maximum + rows, row_maximum, mask=row_exists)
+    tl.store(merged_total + rows, row_total, mask=row_exists)
     if ENTROPY:
+        tl.store(merged_weighted + rows, row_weighted, mask=row_exists)
         tl.store(entropy + rows, row_entropy, mask=row_exists)
 
 
@@ -181,14 +185,14 @@ def logprob_forward(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and log-sum-exp of a linear head, in one pass over the weight.
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Log-probs and entropy of a linear head, in one pass over the weight.
 
     Args:
         hidden: [N, D] bf16, fp16 or fp32, any strides.
         weight: [V, D] of the same dtype, any strides.
         targets: [N] int64, each in [0, V), or -1 for a row whose target is not in this weight (a stretch of a longer
-            vocabulary): its log-prob is -inf, its entropy and log-sum-exp are those of all V tokens.
+            vocabulary): its log-prob is -inf, its entropy that of all V tokens.
         bias: [V], any float dtype.
         temperature: [N] fp32, positive.
         logit_scale: multiplies h.w + bias.
@@ -196,7 +200,8 @@ def logprob_forward(
         entropy: also compute the entropy of each row.
 
     Returns:
-        (logprobs [N], entropy [N] or None, lse [N]), fp32, the entropy in nats.
+        (logprobs [N], entropy [N] or None, state), fp32, the entropy in nats. The state is that of `fold_tile_`, which
+        stretches are merged by: maximum, total, weighted (unset without `entropy`) and target_logit, each [N].
 
     Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 64 splits. No other temporary, but for a copy of an
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
@@ -204,12 +209,15 @@ def logprob_forward(
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
     tile = gemm_tile(device, hidden.dtype, tma=_suits_tma(hidden) and _suits_tma(weight))
     splits, tiles_per_split = _splits(V, tile)
-    logprobs, lse, target_logit = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
+    # One by one, not rows of one block: whether a vector is aligned must not depend on N.
+    of_rows = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(5))
+    logprobs, maximum, total, weighted, target_logit = of_rows
     entropies = torch.empty_like(logprobs) if entropy else None
+    results = logprobs, entropies, (maximum, total, weighted, target_logit)
     if N == 0:
-        return logprobs, entropies, lse
-    maximum, total = (torch.empty(splits, N, dtype=torch.float32, device=device) for _ in range(2))
-    statistics = target_logit, maximum, total, torch.empty_like(total) if entropy else None
+        return results
+    parts = [total.new_empty((splits, N)) for _ in range(3 if entropy else 2)]
+    statistics = target_logit, *parts, *([] if entropy else [None])
     matrices = _operands(hidden, weight, tile)
     vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
     grid = (triton.cdiv(N, tile.block_n) * splits,)
@@ -230,8 +238,10 @@ def logprob_forward(
             **tile.launch_options(),
         )
         merge = {"ENTROPY": entropy, "SPLITS": triton.next_power_of_2(splits), "ROWS": MERGE_ROWS, **FUSED_MULTIPLY_ADD}
-        _merge_splits_kernel[(triton.cdiv(N, MERGE_ROWS),)](*statistics, logprobs, entropies, lse, N, splits, **merge)
-    return logprobs, entropies, lse
+        _merge_splits_kernel[(triton.cdiv(N, MERGE_ROWS),)](
+            *statistics, logprobs, entropies, maximum, total, weighted, N, splits, **merge
+        )
+    return results
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:

@@ -28,7 +28,10 @@ def _row_statistics_kernel(
     temperature,
     logprobs,
     entropy,
-    lse,
+    maximum,
+    total,
+    weighted,
+    target_logit,
     V,
     logits_row,
     logits_column,
@@ -51,11 +54,14 @@ def _row_statistics_kernel(
         row_target, row_maximum, row_total, row_weighted = add_tile(
             row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
         )
-    row_logprob, row_entropy, row_lse = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
+    row_logprob, row_entropy = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
     tl.store(logprobs + row, row_logprob)
-    tl.store(lse + row, row_lse)
+    tl.store(maximum + row, row_maximum)
+    tl.store(total + row, row_total)
+    tl.store(target_logit + row, row_target)
     if ENTROPY:
         tl.store(entropy + row, row_entropy)
+        tl.store(weighted + row, row_weighted)
 
 
 def row_statistics(
@@ -67,30 +73,30 @@ def row_statistics(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and log-sum-exp of the rows of materialised logits, which stay as they are.
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Log-probs and entropy of the rows of materialised logits, which stay as they are.
 
     Args:
         logits: [R, V] fp32, raw h.w, any strides.
         targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns: its log-prob is
-            -inf, its entropy and log-sum-exp are those of all V columns.
+            -inf, its entropy that of all V columns.
         bias, temperature, logit_scale, softcap, entropy: as in `logprob_forward`.
 
     Returns:
-        (logprobs [R], entropy [R] or None, lse [R]), fp32, the entropy in nats.
+        (logprobs [R], entropy [R] or None, state), fp32, the entropy in nats; the state as of `logprob_forward`.
     """
     R, V = logits.shape
-    logprobs, lse = (torch.empty(R, dtype=torch.float32, device=logits.device) for _ in range(2))
+    logprobs, *state = (torch.empty(R, dtype=torch.float32, device=logits.device) for _ in range(5))
     entropies = torch.empty_like(logprobs) if entropy else None
     if R == 0:
-        return logprobs, entropies, lse
+        return logprobs, entropies, tuple(state)
     inputs = logits, targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
     with launching_on(logits.device):
         _row_statistics_kernel[(R,)](
             *inputs,
             logprobs,
             entropies,
-            lse,
+            *state,
             V,
             *logits.stride(),
             logit_scale,
@@ -98,4 +104,4 @@ def row_statistics(
             ENTROPY=entropy,
             **row_tile(logits.device).launch_options(),
         )
-    return logprobs, entropies, lse
+    return logprobs, entropies, tuple(state)

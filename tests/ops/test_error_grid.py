@@ -1,0 +1,320 @@
+"""Bar 1: on a grid of shapes, dtypes and options, at most twice the error of plain torch with fp32 logits.
+
+Plain torch is the reference on the same inputs, upcast; for 16-bit inputs its gradients are rounded once, as ours are.
+Errors are judged in units of fp32 whatever the dtype, so that a second rounding to bf16 does not pass unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.head import Head
+
+LEAVES = ("hidden", "weight", "bias")
+PLANS = {
+    "no gradient": (),
+    "frozen head": ("hidden",),
+    "trainable": LEAVES,
+    "weight alone": ("weight",),
+    "bias alone": ("bias",),
+}
+FEW = ("frozen head", "trainable")
+ALL = "bias softcap scale temperature"
+OPTIONS = ["", "bias", "softcap", "scale", "negative", "temperature", ALL]
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "bf16 and fp32": (torch.bfloat16, torch.float32),
+    "fp16 and fp32": (torch.float16, torch.float32),
+    "fp32 and bf16": (torch.float32, torch.bfloat16),
+}
+SHAPES = [(0, 5, 8), (1, 1, 3), (7, 2, 5), (64, 127, 16), (65, 128, 24), (65, 1003, 24), (1000, 127, 8)]
+LARGE = [
+    ((1, 151936, 16), "fp32"),
+    ((64, 151936, 8), "fp32"),
+    ((7, 151936, 8), "bf16 and fp32"),
+    ((65, 32000, 16), "fp16"),
+    ((1000, 1003, 8), "bf16"),
+    ((1000, 32000, 8), "fp32"),
+]
+TRITON = [
+    ((0, 5, 8), "fp32", None),
+    ((1, 1, 3), "fp32", None),
+    ((7, 2, 5), "fp32", 64),
+    ((7, 2, 5), "fp16", None),
+    ((7, 2, 5), "fp16 and fp32", 64),
+    ((7, 127, 24), "fp16", None),
+    ((7, 127, 24), "fp16 and fp32", 3000),
+    ((33, 20, 16), "fp32", 2000),
+    ((65, 5, 16), "fp16", 2000),
+    ((3, 1003, 16), "fp32", 6000),
+]
+Inputs = dict[str, Any]
+
+
+def make_inputs(shape: tuple[int, int, int], dtypes: str = "fp32", names: str = "", *, seed: int = 0) -> Inputs:
+    """Leaves, targets and the options named; the first and the last token are among the targets, every fifth is not."""
+    (N, V, D), (hidden_dtype, weight_dtype) = shape, DTYPES[dtypes]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[1:3] = torch.tensor([V - 1, 0])[: max(0, N - 1)]
+    targets[4::5] = -100
+    hidden, weight, bias = 2 * normal(N, D), normal(V, D) / D**0.5, normal(V)
+    inputs: Inputs = {"hidden": hidden.to(hidden_dtype), "weight": weight.to(weight_dtype), "targets": targets}
+    options = {
+        "bias": {"bias": bias.to(weight_dtype)},
+        "softcap": {"softcap": 2.5},
+        "scale": {"logit_scale": 1.25},
+        "negative": {"logit_scale": -0.8},
+        "temperature": {"temperature": 0.5 + torch.rand(N, generator=generator)},
+    }
+    for name in names.split():
+        inputs |= options[name]
+    return inputs
+
+
+def solve(inputs: Inputs, asked: Iterable[str] = LEAVES, *, entropy: bool = True, **plan: Any) -> dict[str, Tensor]:
+    """Outputs, and the gradients of those asked for, with an upstream gradient that differs from row to row."""
+    leaves = {name: x.detach().requires_grad_(name in asked) for name, x in inputs.items() if name in LEAVES}
+    if entropy:
+        out = linear_logprobs_and_entropy(**{**inputs, **leaves}, **plan)._asdict()
+    else:
+        out = {"logprobs": linear_logprobs(**{**inputs, **leaves}, **plan)}
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    if not wanted:
+        return out
+    steps = torch.arange(inputs["targets"].numel()).view(inputs["targets"].shape)
+    total = (out["logprobs"] * torch.sin(1 + steps)).sum()
+    if entropy:
+        total = total + (out["entropy"] * torch.cos(3 * steps)).sum()
+    gradients = torch.autograd.grad(total, list(wanted.values()))
+    return {name: x.detach() for name, x in out.items()} | dict(zip(wanted, gradients, strict=True))
+
+
+def upcast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same values in another dtype: those of the weight as the dtype of the hidden states holds them."""
+    rounded = {**inputs, "weight": inputs["weight"].to(inputs["hidden"].dtype)}
+    return {name: x.to(dtype) if name in LEAVES else x for name, x in rounded.items()}
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+class Judge:
+    """Holds solutions of one problem against those of plain fp32 and fp64."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.answers: dict[bool, list[dict[str, Tensor]]] = {}
+
+    def __call__(self, asked: Iterable[str] = LEAVES, *, entropy: bool = True, **plan: Any) -> None:
+        if entropy not in self.answers:
+            both = (upcast(self.inputs, dtype) for dtype in (torch.float32, torch.float64))
+            self.answers[entropy] = [solve(inputs, entropy=entropy, impl="reference") for inputs in both]
+        plain, exact = self.answers[entropy]
+        ours = solve(self.inputs, asked, entropy=entropy, **plan)
+        assert ours.keys() == exact.keys() - set(LEAVES) | (exact.keys() & set(asked))
+        assert (ours["logprobs"] <= 0).all()
+        for name, value in ours.items():
+            dtype = self.inputs[name].dtype if name in LEAVES else torch.float32
+            assert value.dtype == dtype
+            self.compare(value, plain[name].to(dtype), exact[name], what=f"{name} of {asked}, {plan}")
+
+    def compare(self, ours: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
+        """Plain torch may be closer by luck, by a unit in the last place of the largest value."""
+        for norm in (largest, rms):
+            error, theirs = norm(ours.double() - exact), norm(plain.double() - exact)
+            allowed = 2 * theirs + torch.finfo(torch.float32).eps * largest(exact)
+            assert error <= allowed, f"{what}: {norm.__name__} error {error:.3e}, of plain torch {theirs:.3e}"
+
+
+def judge_plans(inputs: Inputs, impl: str, *, chunks: list[int | None], plans: Iterable[str] = PLANS) -> None:
+    judge = Judge(inputs)
+    for chunk_bytes in chunks:
+        for plan in plans:
+            judge(PLANS[plan], impl=impl, chunk_bytes=chunk_bytes)
+        # A frozen head with no gradient through the entropy: the plan of its own.
+        judge(("hidden",), entropy=False, impl=impl, chunk_bytes=chunk_bytes)
+
+
+def pieces(inputs: Inputs) -> list[int | None]:
+    """Budgets that cut the logits into tiles of some of the columns, and of some of the rows besides."""
+    logits = 4 * max(1, len(inputs["targets"])) * len(inputs["weight"])
+    return [max(64, logits // 2), max(64, logits // 25)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_dtypes_on_the_torch_path(shape, dtypes):
+    inputs = make_inputs(shape, dtypes, ALL)
+    judge_plans(inputs, "torch", chunks=[None])
+    judge_plans(inputs, "torch", chunks=pieces(inputs), plans=FEW)
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16 and fp32"])
+@pytest.mark.parametrize("names", OPTIONS)
+def test_each_option_alone_on_the_torch_path(names, dtypes):
+    inputs = make_inputs((65, 128, 16), dtypes, names)
+    judge_plans(inputs, "torch", chunks=[None])
+    judge_plans(inputs, "torch", chunks=pieces(inputs)[1:], plans=FEW)
+
+
+@pytest.mark.parametrize(("shape", "dtypes"), LARGE)
+def test_vocabularies_of_real_models_on_the_torch_path(shape, dtypes):
+    judge = Judge(make_inputs(shape, dtypes, "bias temperature"))
+    for plan in FEW:
+        judge(PLANS[plan], entropy=shape[0] < 65, impl="torch", chunk_bytes=4 * 2**20)
+
+
+@pytest.mark.parametrize(("shape", "dtypes", "chunk_bytes"), TRITON)
+def test_shapes_and_dtypes_in_triton(shape, dtypes, chunk_bytes):
+    plans = PLANS if shape[1] <= 2 else FEW
+    judge_plans(make_inputs(shape, dtypes, ALL), "triton", chunks=[chunk_bytes], plans=plans)
+
+
+@pytest.mark.parametrize("names", OPTIONS)
+def test_each_option_alone_in_triton(names):
+    judge_plans(make_inputs((5, 40, 16), "fp32", names), "triton", chunks=[900], plans=FEW)
+
+
+@pytest.mark.parametrize("shift", [30.0, 1e3, -1e4])
+@pytest.mark.parametrize(("impl", "chunk_bytes"), [("torch", None), ("torch", 300), ("triton", None), ("triton", 300)])
+def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes):
+    """The logits are multiples of 1/4, exact beside the shift: only a log-sum-exp of that size could round."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randint(-4, 5, (n, 4), generator=generator) / 2 for n in (6, 11))
+    inputs = {"hidden": hidden, "weight": weight, "bias": torch.full((11,), shift), "targets": torch.arange(6)}
+    judge_plans(inputs, impl, chunks=[chunk_bytes], plans=FEW)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3000])
+@pytest.mark.parametrize("layout", ["transposed", "every other", "one row for all", "slices of longer sequences"])
+def test_strides_change_no_bit(layout, chunk_bytes):
+    inputs = make_inputs((12, 33, 8), names=ALL)
+    if layout == "one row for all":
+        inputs["hidden"] = inputs["hidden"][:1].expand(12, 8)
+    strided = dict(inputs)
+    for name in ("hidden", "weight", "bias", "targets", "temperature"):
+        x, wide = inputs[name], torch.full([2 * n for n in inputs[name].shape], 77).to(inputs[name].dtype)
+        if layout == "transposed":
+            strided[name] = x.t().contiguous().t()
+        elif layout != "one row for all":
+            where = slice(0, None, 2) if layout == "every other" else slice(0, len(x))
+            strided[name] = wide[(where, slice(0, None, 2))[: x.ndim]].copy_(x)
+    contiguous = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    for plan in PLANS.values():
+        expected = solve(contiguous, plan, chunk_bytes=chunk_bytes, impl="torch")
+        for name, value in solve(strided, plan, chunk_bytes=chunk_bytes, impl="torch").items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("leading", [(2, 6), (3, 1, 4), (12,)])
+def test_leading_shapes_change_no_bit(leading, impl):
+    inputs = make_inputs((12, 5, 8), names=ALL)
+    shaped = {name: inputs[name].view(*leading, *inputs[name].shape[1:]) for name in ("targets", "temperature")}
+    # The last position of every sequence is cut off, as by callers who shift the targets.
+    longer = torch.cat([inputs["hidden"].view(*leading, 8), torch.full((*leading[:-1], 1, 8), torch.nan)], -2)
+    shaped["hidden"] = longer.narrow(-2, 0, leading[-1])
+    for plan in PLANS.values():
+        expected = solve(inputs, plan, impl=impl)
+        for name, value in solve(inputs | shaped, plan, impl=impl).items():
+            assert value.shape == (leading if name in ("logprobs", "entropy") else (inputs | shaped)[name].shape)
+            assert torch.equal(value.reshape(expected[name].shape), expected[name]), name
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_number_as_temperature_is_that_number_for_each_token(impl, plan):
+    inputs = make_inputs((12, 5, 8))
+    number = solve({**inputs, "temperature": 0.7}, PLANS[plan], impl=impl)
+    for name, value in solve({**inputs, "temperature": torch.full((12,), 0.7)}, PLANS[plan], impl=impl).items():
+        assert torch.equal(value, number[name]), name
+
+
+# NumPy, under the interpreter, warns of the NaN that this test puts there.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_nan_in_ignored_rows_stays_there(impl, plan, entropy, ignore_index):
+    inputs = {**make_inputs((12, 5, 8), names=ALL), "ignore_index": ignore_index}
+    inputs["targets"] = torch.where(inputs["targets"] == 3, 1, inputs["targets"])
+    ignored = inputs["targets"] == -100
+    inputs["targets"][ignored] = ignore_index
+    rest = {name: inputs[name][~ignored] for name in ("hidden", "targets", "temperature")}
+    inputs["hidden"][ignored] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0]).repeat(2)
+    ours = solve(inputs, PLANS[plan], entropy=entropy, impl=impl)
+    for name in ours.keys() & {"logprobs", "entropy", "hidden"}:
+        assert (ours[name][ignored] == 0).all(), name
+    assert all(value.isfinite().all() for value in ours.values())
+    alone = solve(inputs | rest, (), entropy=entropy, impl=impl)
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name][~ignored], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3000])
+def test_tied_embeddings_get_both_gradients(chunk_bytes):
+    inputs = make_inputs((17, 33, 8))
+    tokens = inputs["targets"].roll(1).clamp_min(0)
+
+    def gradient(dtype: torch.dtype, **options: Any) -> Tensor:
+        weight = inputs["weight"].to(dtype).detach().requires_grad_()
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        total = linear_logprobs(hidden, weight, inputs["targets"], **options).sum()
+        return torch.autograd.grad(total, weight)[0]
+
+    plain, exact = (gradient(dtype, impl="reference") for dtype in (torch.float32, torch.float64))
+    Judge(inputs).compare(gradient(torch.float32, chunk_bytes=chunk_bytes), plain, exact, what="tied weight")
+
+
+@pytest.mark.parametrize("asked", PLANS.values())
+def test_autocast_casts_inputs_as_a_linear_layer_does_and_nothing_else(asked):
+    inputs = make_inputs((12, 33, 8), names=ALL)
+    cast = {**inputs, "hidden": inputs["hidden"].bfloat16()}
+    expected = solve(cast, asked)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = solve(inputs, asked)
+    for name, value in ours.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected[name].float()), name
+
+
+def test_small_budgets_make_ragged_tiles_of_rows_and_columns(monkeypatch):
+    seen: list[torch.Size] = []
+
+    def tiles(head, shape, **options):
+        for tile in original(head, shape, **options):
+            seen.append(tile.logits.shape)
+            yield tile
+
+    original = Head.tiles
+    monkeypatch.setattr(Head, "tiles", tiles)
+    ragged = set()
+    for shape in SHAPES[3:]:
+        inputs = make_inputs(shape)
+        solve(inputs, impl="torch", chunk_bytes=pieces(inputs)[1])
+        rows, columns = ({size[axis] for size in seen} for axis in (0, 1))
+        assert len(seen) > 4
+        assert max(rows) < shape[0]
+        ragged |= {"rows"} if len(rows) > 1 else set()
+        ragged |= {"columns"} if len(columns) > 1 else set()
+        seen.clear()
+    assert ragged == {"rows", "columns"}
