@@ -116,29 +116,35 @@ def logits_gradient_(
     `targets` are -1 where the target is in another tile; the statistics are those of the whole row.
     """
     out = _in_place(logits, dtype)
+    # Of each row, [R, 1]: once for the tile, not for each of its blocks.
+    log_p_target, upstream, shift = logprobs[:, None], grad_logprobs[:, None], finite(maximum[:, None])
+    slope, share = logit_scale / temperature[:, None], share_of_others(log_p_target, total[:, None])
+    at_target = upstream * -torch.expm1(log_p_target)
+    factor = -upstream * slope * share
+    of_entropy = None
+    if grad_entropy is not None and entropy is not None:
+        upstream_entropy, mean = grad_entropy[:, None], entropy[:, None]
+        # The clamps, here and below, keep 0 * -inf out; beyond them a factor is 0 or all but.
+        surprise = log_p_target.clamp_min(-128.0) + mean
+        at_target = at_target - upstream_entropy * log_p_target.exp() * surprise
+        of_entropy = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
+        factor = slope * share
+    at_target = at_target * slope
     for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
-        rows, slope = block.rows, logit_scale / temperature[block.rows, None]
-        upstream, log_p_target = grad_logprobs[rows, None], logprobs[rows, None]
-        at_target = upstream * -torch.expm1(log_p_target)
-        share = share_of_others(log_p_target, total[rows, None])
-        centred = torch.sub(block.z, finite(maximum[rows, None]), out=block.work)
+        rows = block.rows
+        centred = torch.sub(block.z, shift[rows], out=block.work)
         e = torch.exp(centred, out=block.spare)
-        if grad_entropy is None or entropy is None:
-            # Straight to where it belongs, one pass less, unless it has yet to be narrowed.
-            gradient = torch.mul(e, -upstream * slope * share, out=out[rows] if out.dtype == e.dtype else e)
-        else:
-            upstream_entropy, mean = grad_entropy[rows, None], entropy[rows, None]
-            # The clamps keep 0 * -inf out; below them a factor is 0 or all but.
-            offset = share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
-            gradient = centred.clamp_min_(-128.0).add_(offset).mul_(-upstream_entropy).sub_(upstream)
-            gradient.mul_(e).mul_(slope * share)
-            surprise = log_p_target.clamp_min(-128.0) + mean
-            at_target = at_target - upstream_entropy * log_p_target.exp() * surprise
+        # Straight to where it belongs, one pass less, unless it has yet to be narrowed.
+        gradient = out[rows] if out.dtype == e.dtype else e
+        if of_entropy is not None:
+            push, offset = (value[rows] for value in of_entropy)
+            e.mul_(centred.clamp_min_(-128.0).add_(offset).mul_(push).sub_(upstream[rows]))
+        torch.mul(e, factor[rows], out=gradient)
         elsewhere = gradient.gather(1, block.column)
-        gradient.scatter_(1, block.column, torch.where(block.here, at_target * slope, elsewhere))
+        gradient.scatter_(1, block.column, torch.where(block.here, at_target[rows], elsewhere))
         if block.slope is not None:
             gradient.mul_(block.slope)
-        if gradient.data_ptr() != out[rows].data_ptr():
+        if gradient is e:
             out[rows] = gradient
     return out
 

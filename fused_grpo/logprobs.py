@@ -65,9 +65,9 @@ def linear_logprobs(
             and `bias` is the same on all of them, `targets` count over the whole vocabulary, and so are the results.
         chunk_bytes: budget for the one piece of the logits that exists at a time. None: 256 MiB (at most 32 on a CPU,
             where more buys nothing).
-        batch_invariant: guarantee that a row's results do not depend on the rows beside it, to the bit. On a GPU they
-            do only with a frozen head; elsewhere the vendor's GEMM may sum in another order for another N. With this,
-            GEMMs there run 64 rows at a time, and a frozen head costs 3U.
+        batch_invariant: guarantee that a row's results do not depend on the rows beside it, to the bit. Without
+            it they may where a vendor's GEMM is used (everywhere but in Triton's no-grad kernel): it may sum in another
+            order for another N. With it, that kernel serves, or GEMMs of 64 rows; a frozen head costs 3U.
         impl: "auto", "triton", "torch" (any device) or "reference" (full logits, the oracle).
 
     Returns:

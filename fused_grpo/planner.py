@@ -23,8 +23,8 @@ import torch
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
-# Half of what fits the cache of a CPU core: the row passes of `chunked.py` walk a piece in two blocks of this size.
-BLOCK_BYTES = 2**20
+# What stays in the cache of a CPU core or two: the row passes of `chunked.py` walk a piece in two blocks of this size.
+BLOCK_BYTES = 2 * 2**20
 
 # What a CPU holds beside the piece: those two blocks, and small change.
 _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2

@@ -89,8 +89,8 @@ BUGS = {
     ),
     "temperature missing from the gradient": Bug(
         "fused_grpo/chunked.py",
-        "slope = block.rows, logit_scale / temperature[block.rows, None]",
-        "slope = block.rows, logit_scale / torch.ones_like(temperature[block.rows, None])",
+        "slope, share = logit_scale / temperature[:, None]",
+        "slope, share = logit_scale / torch.ones_like(temperature[:, None])",
         EXACT,
     ),
     "derivative of the soft cap": Bug(
@@ -98,8 +98,8 @@ BUGS = {
     ),
     "sign of the entropy's gradient": Bug(
         "fused_grpo/chunked.py",
-        ".mul_(-upstream_entropy).sub_(upstream)",
-        ".mul_(upstream_entropy).sub_(upstream)",
+        "of_entropy = -upstream_entropy,",
+        "of_entropy = upstream_entropy,",
         EXACT,
     ),
     "the target counts among the others": Bug(
