@@ -86,10 +86,12 @@ def row_statistics(
         (logprobs [R], entropy [R] or None, state), fp32, the entropy in nats; the state as of `logprob_forward`.
     """
     R, V = logits.shape
-    logprobs, *state = (torch.empty(R, dtype=torch.float32, device=logits.device) for _ in range(5))
+    of_rows = (torch.empty(R, dtype=torch.float32, device=logits.device) for _ in range(5))
+    logprobs, maximum, total, weighted, target_logit = of_rows
+    state = maximum, total, weighted, target_logit
     entropies = torch.empty_like(logprobs) if entropy else None
     if R == 0:
-        return logprobs, entropies, tuple(state)
+        return logprobs, entropies, state
     inputs = logits, targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
     with launching_on(logits.device):
         _row_statistics_kernel[(R,)](
@@ -104,4 +106,4 @@ def row_statistics(
             ENTROPY=entropy,
             **row_tile(logits.device).launch_options(),
         )
-    return logprobs, entropies, tuple(state)
+    return logprobs, entropies, state
