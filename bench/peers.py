@@ -16,7 +16,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Result(NamedTuple):
 
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Result]
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,8 @@ class Contender:
     name: str
     version: str | None
     setting: str
-    run: Run | None
-    """None where it is missing."""
+    run: Callable[..., Any] | None
+    """A `Run`, or that of `loss_peers`; None where it is missing."""
     missing: str | None = None
     """Why, and the command that mends it."""
 
@@ -64,7 +65,7 @@ def contenders() -> list[Contender]:
     ]
 
 
-def differentiated(forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
+def differentiated(forward: Forward) -> Run:
     """Forward and backward of log-probs [B, T] from (hidden, weight, targets)."""
 
     def run(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Result:
@@ -114,21 +115,26 @@ def trl(*, cast_lm_head_to_fp32: bool = False) -> Contender:
     """
 
     def load() -> Run:
-        from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
-
-        def forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            if cast_lm_head_to_fp32:
-                hidden, weight = hidden.float(), weight.float()
-            rows, options = hidden.reshape(-1, hidden.shape[-1]), (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0)
-            values = ChunkedLogProbFunction.apply(rows, weight, None, targets.reshape(-1), *options, ("log_probs",))
-            return values[0].view(targets.shape)
-
-        return differentiated(forward)
+        return differentiated(trl_logprobs(cast_lm_head_to_fp32=cast_lm_head_to_fp32))
 
     if cast_lm_head_to_fp32:
-        return _peer("TRL, cast_lm_head_to_fp32", TRL, "the same op with its inputs upcast", load)
-    return _peer("TRL", TRL, "ChunkedLogProbFunction, tiles of 4096 x 32768", load)
+        return peer("TRL, cast_lm_head_to_fp32", TRL, "the same op with its inputs upcast", load)
+    return peer("TRL", TRL, "ChunkedLogProbFunction, tiles of 4096 x 32768", load)
+
+
+def trl_logprobs(*, cast_lm_head_to_fp32: bool = False) -> Forward:
+    """Log-probs [B, T] by TRL's op; ImportError where TRL is missing."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if cast_lm_head_to_fp32:
+            hidden, weight = hidden.float(), weight.float()
+        rows, options = hidden.reshape(-1, hidden.shape[-1]), (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0)
+        values = ChunkedLogProbFunction.apply(rows, weight, None, targets.reshape(-1), *options, ("log_probs",))
+        return values[0].view(targets.shape)
+
+    return forward
 
 
 def liger() -> Contender:
@@ -159,10 +165,11 @@ def liger() -> Contender:
 
         return run
 
-    return _peer("Liger", LIGER, "LigerFusedLinearGRPOLoss, one sequence a chunk", load)
+    return peer("Liger", LIGER, "LigerFusedLinearGRPOLoss, one sequence a chunk", load)
 
 
-def _peer(name: str, requirement: str, setting: str, load: Callable[[], Run]) -> Contender:
+def peer(name: str, requirement: str, setting: str, load: Callable[[], Callable[..., Any]]) -> Contender:
+    """A contender that may not be installed: `load` imports it."""
     try:
         version, run, missing = importlib.metadata.version(requirement.partition("==")[0]), load(), None
     except (importlib.metadata.PackageNotFoundError, ImportError) as error:

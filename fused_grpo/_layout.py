@@ -3,8 +3,10 @@
 Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. Everything that a loss type
 says about averaging becomes one number per token, so that loss = sum(weights * l) for all of them:
 
-    dapo   w = mask / num_tokens
-    grpo   w = mask / (tokens of the sequence * num_sequences)
+    bnpo, dapo, cispo, vespo   w = mask / num_tokens
+    grpo, sapo                 w = mask / (tokens of the sequence * num_sequences)
+    luspo                      w = mask / num_sequences
+    dr_grpo                    w = mask / (num_sequences * max_completion_length)
 
 The normalisers are those of the whole optimizer step. Because they come in as arguments, the sum of the losses of
 micro-batches is the loss of the step, however it is cut.
@@ -25,6 +27,34 @@ from fused_grpo.errors import InputError
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """Which of the flat tokens belong together: all sums in fp64, so that counts are exact and long ones add up."""
+
+    lengths: Tensor | tuple[int, int]  # [B] of packed sequences, or (B, T) of padded ones
+
+    def __len__(self) -> int:
+        return self.lengths[0] if isinstance(self.lengths, tuple) else len(self.lengths)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[B] fp64 from [N], in a fixed order."""
+        wide = values.double()
+        if isinstance(self.lengths, tuple):
+            return wide.view(self.lengths).sum(1)
+        if not len(self.lengths):
+            return wide.sum(0, keepdim=True)[:0]
+        return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0)
+
+    def spread(self, values: Tensor, count: int) -> Tensor:
+        """[N] from [B]: a sequence's value at each of its tokens, N = `count`."""
+        repeats = self.lengths[1] if isinstance(self.lengths, tuple) else self.lengths
+        return values.repeat_interleave(repeats, output_size=count)
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """[B] fp64: the mean over a sequence's unmasked tokens, 0 where there are none."""
+        return self.sum(torch.where(mask, values, 0.0)) / self.sum(mask).clamp_min(1.0)
+
+
+@dataclass(frozen=True)
 class TokenInputs:
     """What the loss of a token depends on besides its log-prob. Every field is [N]."""
 
@@ -35,13 +65,23 @@ class TokenInputs:
     ref_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
 
-    def rows(self, rows: slice) -> dict[str, Any]:
+    def rows(self, rows: slice | Tensor) -> dict[str, Any]:
         """Keyword arguments of `token_loss` for these tokens."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: None if value is None else value[rows] for name, value in values}
 
 
-def token_inputs(
+@dataclass(frozen=True)
+class LossInputs:
+    """All tokens of a call, the sequences they are in, and what entropies are compared with and divided by."""
+
+    tokens: TokenInputs
+    sequences: Sequences
+    entropy_threshold: float | Tensor | None
+    num_entropy_tokens: float | Tensor | None
+
+
+def loss_inputs(
     shape: torch.Size,
     *,
     dtype: torch.dtype,
@@ -53,16 +93,18 @@ def token_inputs(
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sampling_logprobs: Tensor | None,
+    entropy_threshold: float | Tensor | None,
     num_tokens: float | Tensor | None,
     num_sequences: float | Tensor | None,
+    num_entropy_tokens: float | Tensor | None,
     config: GRPOLossConfig,
-) -> TokenInputs:
+) -> LossInputs:
     """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`.
 
     Raises:
         InputError: shapes, dtypes or devices that disagree, or normalisers that are not positive.
     """
-    lengths = sequence_lengths(shape, cu_seqlens)
+    sequences = Sequences(sequence_lengths(shape, cu_seqlens))
     per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     per_token["sampling_logprobs"] = sampling_logprobs
     for name, tensor in per_token.items():
@@ -73,17 +115,24 @@ def token_inputs(
     check_same_device(advantages=advantages, cu_seqlens=cu_seqlens, **per_token)
     if advantages.device != device:
         raise InputError(f"got advantages on {advantages.device} and tokens on {device}, want one device")
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_entropy_tokens": num_entropy_tokens}
+    for name, value in counts.items():
+        check_normaliser(name, value)
     flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
     flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in per_token.items()}
-    return TokenInputs(
-        advantages=per_token_advantages(advantages, shape, lengths).to(dtype),
-        weights=token_weights(flat_mask, lengths, num_tokens, num_sequences, config).to(dtype),
+    weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
+    tokens = TokenInputs(
+        advantages=per_token_advantages(advantages, shape, sequences).to(dtype),
+        weights=weights.to(dtype),
         mask=flat_mask,
         old_logprobs=flat["old_logprobs"],
         ref_logprobs=flat["ref_logprobs"],
         sampling_logprobs=flat["sampling_logprobs"],
     )
+    if num_entropy_tokens is None and config.top_entropy_quantile == 1.0:
+        num_entropy_tokens = flat_mask.sum().clamp_min(1.0) if num_tokens is None else num_tokens
+    return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens)
 
 
 def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | tuple[int, int]:
@@ -107,45 +156,39 @@ def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | t
     return lengths
 
 
-def per_token_advantages(advantages: Tensor, shape: torch.Size, lengths: Tensor | tuple[int, int]) -> Tensor:
+def per_token_advantages(advantages: Tensor, shape: torch.Size, sequences: Sequences) -> Tensor:
     """Advantages [N] from one per sequence [B] or one per token."""
     if not advantages.is_floating_point():
         raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
     advantages = advantages.detach()
-    num_sequences = lengths[0] if isinstance(lengths, tuple) else len(lengths)
-    if advantages.shape == (num_sequences,):
-        if isinstance(lengths, tuple):
-            return advantages.repeat_interleave(lengths[1])
-        return advantages.repeat_interleave(lengths, output_size=shape.numel())
+    if advantages.shape == (len(sequences),):
+        return sequences.spread(advantages, shape.numel())
     if advantages.shape == shape:
         return advantages.reshape(-1)
     raise InputError(
-        f"got advantages {tuple(advantages.shape)}, want [B] = ({num_sequences},), one per sequence, "
+        f"got advantages {tuple(advantages.shape)}, want [B] = ({len(sequences)},), one per sequence, "
         f"or {tuple(shape)}, one per token"
     )
 
 
 def token_weights(
     mask: Tensor,
-    lengths: Tensor | tuple[int, int],
+    sequences: Sequences,
     num_tokens: float | Tensor | None,
     num_sequences: float | Tensor | None,
     config: GRPOLossConfig,
 ) -> Tensor:
     """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call."""
-    check_normaliser("num_tokens", num_tokens)
-    check_normaliser("num_sequences", num_sequences)
     on = mask.double()
-    if config.loss_type == "dapo":
+    if config.loss_type in ("bnpo", "dapo", "cispo", "vespo"):
         return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
-    if isinstance(lengths, tuple):
-        tokens = on.view(lengths).sum(1)
-        of_sequence = tokens.repeat_interleave(lengths[1])
-    else:
-        ends, totals = lengths.cumsum(0), torch.cat([on.new_zeros(1), on.cumsum(0)])
-        tokens = totals[ends] - totals[ends - lengths]
-        of_sequence = tokens.repeat_interleave(lengths, output_size=len(mask))
-    return on / (of_sequence.clamp_min(1.0) * (max(1, len(tokens)) if num_sequences is None else num_sequences))
+    num_sequences = max(1, len(sequences)) if num_sequences is None else num_sequences
+    if config.loss_type == "luspo":
+        return on / num_sequences
+    if config.loss_type == "dr_grpo":
+        assert config.max_completion_length is not None
+        return on / (num_sequences * config.max_completion_length)
+    return on / (sequences.spread(sequences.sum(mask).clamp_min(1.0), len(mask)) * num_sequences)
 
 
 def check_normaliser(name: str, value: float | Tensor | None) -> None:

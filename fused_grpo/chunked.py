@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner, reference
+from fused_grpo.config import TokenTerms
 from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.statistics import RowState, finish_rows, finite, share_of_others, start_rows
 
@@ -155,40 +156,23 @@ def _in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def grpo_token_loss(
-    logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    entropy: Tensor | None = None,
-    epsilon_low: float,
-    epsilon_high: float,
-    beta: float,
-    bias_correction_kl: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(d loss / d log p [N], the statistics of `reference.token_loss`). All inputs are [N]."""
-    inference = torch.is_inference_mode_enabled()  # where autograd cannot run, and nobody can ask for a gradient
-    with torch.set_grad_enabled(not inference):
-        leaf = logprobs.detach().requires_grad_(not inference)
-        loss, statistics = reference.token_loss(
-            leaf,
-            advantages=advantages,
-            weights=weights,
-            mask=mask,
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            sampling_logprobs=sampling_logprobs,
-            entropy=entropy,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            beta=beta,
-            bias_correction_kl=bias_correction_kl,
-        )
-        gradient = torch.zeros_like(leaf) if inference else torch.autograd.grad(loss, leaf)[0]
-    return gradient, statistics
+    logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: dict[str, Tensor | None], terms: TokenTerms
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(d loss / d log p [N], d loss / d log_ratio [N] if given, the statistics of `reference.token_loss`).
+
+    `inputs` are the other [N] arguments of `reference.token_loss`.
+    """
+    everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
+    with torch.inference_mode(False), torch.enable_grad():
+        # Tensors of inference mode cannot take part in autograd; copies of them can.
+        ours = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
+        for name in ("logprobs", "log_ratio"):
+            value = ours[name]
+            ours[name] = None if value is None else value.detach().requires_grad_()
+        leaves = [x for x in (ours["logprobs"], ours["log_ratio"]) if x is not None]
+        loss, statistics = reference.token_loss(**ours, terms=terms)  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 
 def _blocks(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError
 
-SUPPORTED_LOSS_TYPES = ("grpo", "dapo")
-PLANNED_LOSS_TYPES = ("bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LEVELS = ("token", "sequence")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,54 +20,143 @@ class GRPOLossConfig:
     """The GRPO loss: which variant, how it clips, and how strongly it holds on to the reference model.
 
     Raises:
-        InputError: a value out of its range.
-        UnsupportedError: a variant of the field that this version does not have yet.
+        InputError: a value out of its range, or options that do not go together.
     """
 
     loss_type: str = "dapo"
-    """How tokens are averaged. "dapo" (arXiv:2503.14476): over all tokens of the optimizer step. "grpo"
-    (arXiv:2402.03300): over the tokens of each sequence, then over sequences."""
+    """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
+    "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347) or
+    "vespo" (arXiv:2602.10693). The table is in docs/loss.md."""
     epsilon: float = 0.2
     """Lower clip: a ratio below 1 - epsilon earns nothing more where the advantage is negative. In [0, 1]."""
     epsilon_high: float | None = None
-    """Upper clip: a ratio above 1 + epsilon_high earns nothing more where the advantage is positive. None: epsilon."""
+    """Upper clip: a ratio above 1 + epsilon_high earns nothing more where the advantage is positive. None: epsilon.
+    For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 takes 5.0)."""
+    delta: float | None = None
+    """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291); clipped losses only."""
     beta: float = 0.0
-    """Weight of the KL term (the k3 estimator) against `ref_logprobs`. 0 means that no reference is needed."""
+    """Weight of the KL term against `ref_logprobs`. 0 means that no reference is needed."""
+    kl_estimator: str = "k3"
+    """With q = log p_ref - log p: "k1" -q, "k2" q^2 / 2, "k3" exp(q) - q - 1."""
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the differentiable ratio (DeepSeek-V3.2, arXiv:2512.02556), so that it stays unbiased
     off policy."""
-    delta: float | None = None
-    """Upper bound of the unclipped branch (two-sided clipping). Not in this version."""
     importance_sampling_level: str = "token"
-    """"token" or "sequence" (GSPO). This version has "token"."""
+    """The ratio is of each "token", or one for the "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
+    sapo_temperature_pos: float = 1.0
+    """"sapo": the temperature of its gate where the advantage is positive."""
+    sapo_temperature_neg: float = 1.05
+    """"sapo": the temperature of its gate elsewhere."""
+    vespo_k_pos: float = 2.0
+    """"vespo": the power of the sequence's weight where the advantage is not negative."""
+    vespo_lambda_pos: float = 3.0
+    """"vespo": the decay of the sequence's weight where the advantage is not negative."""
+    vespo_k_neg: float = 3.0
+    """"vespo": the power of the sequence's weight where the advantage is negative."""
+    vespo_lambda_neg: float = 2.0
+    """"vespo": the decay of the sequence's weight where the advantage is negative."""
+    sampling_correction: str | None = "token_truncate"
+    """What to do where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
+    whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
+    cut to the bounds, "token_mask" and "sequence_mask" by rho, or 0 outside of them. None: only measure."""
+    sampling_clip_max: float | None = 3.0
+    """Upper bound of rho."""
+    sampling_clip_min: float | None = None
+    """Lower bound of rho."""
+    off_policy_mask_threshold: float | None = None
+    """Leave out the policy term of sequences with a negative advantage whose mean (sampling log p - log p) is above
+    this (DeepSeek-V3.2); `old_logprobs` stand in where `sampling_logprobs` are not given."""
+    top_entropy_quantile: float = 1.0
+    """Keep the policy term of this share of tokens, those of highest entropy (arXiv:2506.01939). In (0, 1]."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the loss falls by entropy_coef times the mean entropy of the tokens."""
+    max_completion_length: int | None = None
+    """"dr_grpo": the constant length that it divides by."""
 
     def __post_init__(self) -> None:
-        if self.loss_type in PLANNED_LOSS_TYPES:
-            raise UnsupportedError(
-                f"got loss_type={self.loss_type!r}, which this version does not have yet; "
-                f"want one of {SUPPORTED_LOSS_TYPES}; fix: loss_type='dapo'"
+        for name, values in {
+            "loss_type": LOSS_TYPES,
+            "importance_sampling_level": LEVELS,
+            "kl_estimator": KL_ESTIMATORS,
+            "sampling_correction": (*CORRECTIONS, None),
+        }.items():
+            if getattr(self, name) not in values:
+                raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
+        self._check_numbers()
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise InputError(
+                "got loss_type='dr_grpo' without max_completion_length; fix: pass the constant it divides by"
             )
-        if self.loss_type not in SUPPORTED_LOSS_TYPES:
-            raise InputError(f"got loss_type={self.loss_type!r}, want one of {SUPPORTED_LOSS_TYPES}")
-        if not 0.0 <= self.epsilon <= 1.0:
-            raise InputError(f"got epsilon={self.epsilon}, want 0 <= epsilon <= 1 (the clip starts at 1 - epsilon)")
-        if self.epsilon_high is not None and not 0.0 <= self.epsilon_high < math.inf:
-            raise InputError(f"got epsilon_high={self.epsilon_high}, want a finite value >= 0, or None for epsilon")
-        if not 0.0 <= self.beta < math.inf:
-            raise InputError(f"got beta={self.beta}, want a finite value >= 0")
-        if self.delta is not None:
-            raise UnsupportedError(f"got delta={self.delta}, which this version does not have yet; fix: delta=None")
-        if self.importance_sampling_level != "token":
-            raise UnsupportedError(
-                f"got importance_sampling_level={self.importance_sampling_level!r}, "
-                "which this version does not have yet; fix: importance_sampling_level='token'"
+        if self.delta is not None and self.loss_type not in CLIPPED:
+            raise InputError(
+                f"got delta={self.delta} with loss_type={self.loss_type!r}, which has no unclipped branch to bound; "
+                f"fix: delta=None, or one of {CLIPPED}"
+            )
+        if self.loss_type == "vespo" and (self.sampling_correction or "").startswith("sequence"):
+            raise InputError(
+                f"got sampling_correction={self.sampling_correction!r} with loss_type='vespo', whose weight is of the "
+                "sequence already; fix: 'token_truncate' or 'token_mask'"
             )
 
-    def token_terms(self) -> dict[str, Any]:
-        """The part that decides a token's loss, as the row passes take it. The rest decides its weight."""
-        return {
-            "epsilon_low": self.epsilon,
-            "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            "beta": self.beta,
-            "bias_correction_kl": self.use_bias_correction_kl,
-        }
+    def _check_numbers(self) -> None:
+        if not 0.0 <= self.epsilon <= 1.0:
+            raise InputError(f"got epsilon={self.epsilon}, want 0 <= epsilon <= 1 (the clip starts at 1 - epsilon)")
+        if not 0.0 < self.top_entropy_quantile <= 1.0:
+            raise InputError(f"got top_entropy_quantile={self.top_entropy_quantile}, want a share in (0, 1]")
+        for name in ("epsilon_high", "beta", "entropy_coef", "sampling_clip_min", "vespo_k_pos", "vespo_k_neg"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < math.inf:
+                raise InputError(f"got {name}={value}, want a finite value >= 0")
+        positive = ("delta", "sampling_clip_max", "max_completion_length", "sapo_temperature_pos")
+        for name in (*positive, "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InputError(f"got {name}={value}, want a finite value > 0")
+        if (self.sampling_clip_min or 0.0) > (math.inf if self.sampling_clip_max is None else self.sampling_clip_max):
+            raise InputError(
+                f"got sampling_clip_min={self.sampling_clip_min} above {self.sampling_clip_max}, the maximum"
+            )
+        if self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold):
+            raise InputError("got off_policy_mask_threshold=nan, want a number")
+
+
+class TokenTerms(NamedTuple):
+    """The part of a config that decides what one token costs, given its own numbers: what the row passes take."""
+
+    form: str
+    """"clipped", "cispo", "sapo" or "vespo"."""
+    epsilon_low: float
+    epsilon_high: float
+    delta: float | None
+    sapo_temperatures: tuple[float, float]
+    beta: float
+    kl_estimator: str
+    bias_correction_kl: bool
+    correction: str | None
+    """"truncate" or "mask", by the token's own rho; None where there is none, or where a sequence's takes its place."""
+    clip_min: float | None
+    clip_max: float | None
+
+    @staticmethod
+    def of(config: GRPOLossConfig) -> TokenTerms:
+        """The terms of a config."""
+        of_tokens = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
+        terms = TokenTerms.correction_of(config)
+        return terms if of_tokens else terms._replace(correction=None)
+
+    @staticmethod
+    def correction_of(config: GRPOLossConfig) -> TokenTerms:
+        """The terms with the sampling correction as of a token, whether or not it is applied to tokens."""
+        return TokenTerms(
+            form="clipped" if config.loss_type in CLIPPED else config.loss_type,
+            epsilon_low=config.epsilon,
+            epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+            delta=config.delta,
+            sapo_temperatures=(config.sapo_temperature_pos, config.sapo_temperature_neg),
+            beta=config.beta,
+            kl_estimator=config.kl_estimator,
+            bias_correction_kl=config.use_bias_correction_kl,
+            correction=None if config.sampling_correction is None else config.sampling_correction.partition("_")[2],
+            clip_min=config.sampling_clip_min,
+            clip_max=config.sampling_clip_max,
+        )

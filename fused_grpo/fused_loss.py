@@ -12,8 +12,7 @@ grad does the work of a backward pass too, even if `backward()` is never called;
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from fused_grpo import _impl, reference
 from fused_grpo._checks import check_plan, check_targets, check_temperature_values
-from fused_grpo._layout import TokenInputs, token_inputs
+from fused_grpo._layout import LossInputs, loss_inputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.head import Head, HeadGradients, full_precision
+from fused_grpo.head import Head, full_precision
 from fused_grpo.logprobs import asks_gradient, flatten_head
-from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.loss import GRPOLossOutput, value_and_gradient
+from fused_grpo.loss_plans import Score, fused_loss
 
 
 def fused_linear_grpo_loss(
@@ -45,9 +45,13 @@ def fused_linear_grpo_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
+    num_entropy_tokens: float | Tensor | None = None,
     config: GRPOLossConfig | None = None,
+    score: Score = "all",
+    weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
     impl: _impl.Impl = "auto",
@@ -60,12 +64,21 @@ def fused_linear_grpo_loss(
     Args:
         hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group, impl: as in
             `linear_logprobs`. Tokens are padded (hidden [B, T, D]) or packed (hidden [N, D] with `cu_seqlens`).
-        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, num_tokens, num_sequences, config:
-            as in `grpo_loss`. Rows whose target is `ignore_index` are masked.
-        chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB. At least one row is always taken.
+        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
+            num_sequences, num_entropy_tokens, config: as in `grpo_loss`. Rows whose target is `ignore_index` are
+            masked.
+        score: "all" gives every unmasked token its log-prob and its part in the metrics. "needed" leaves out those that
+            cannot have a gradient (zero advantage, with beta = 0 and no entropy bonus): they cost nothing, their
+            log-prob is 0, the metrics are of the others. Loss and gradients are the same.
+        weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
+            no gradient.
+        chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB (at most 64 on a CPU). At least one row
+            is always taken.
 
     Returns:
-        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include the entropy.
+        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include the entropy and `recomputed_fraction`, the share of
+        the scored tokens whose logits were made twice: 0 where the loss of a token needs no other token, else what did
+        not fit the budget.
 
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
         their dtype before the upstream gradient arrives: with fp16 and a loss scaler, prefer bf16 or fp32 weights.
@@ -85,7 +98,7 @@ def fused_linear_grpo_loss(
     check_temperature_values(head.temperature)
     kept = head.targets != ignore_index
     head = replace(head, targets=torch.where(kept, head.targets, 0))
-    tokens = token_inputs(
+    inputs = loss_inputs(
         targets.shape,
         dtype=head.dtype,
         device=hidden.device,
@@ -96,25 +109,37 @@ def fused_linear_grpo_loss(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         sampling_logprobs=sampling_logprobs,
+        entropy_threshold=entropy_threshold,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
+        num_entropy_tokens=num_entropy_tokens,
         config=config,
     )
     chosen = _impl.choose(impl, hidden)
     with full_precision(hidden):
         if chosen == "reference":
-            loss, logprobs, statistics = _reference_loss(head, tokens, config)
+            loss, logprobs, statistics = _reference_loss(head, inputs, config)
         else:
             wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
-                done = _one_pass(head, tokens, config, _impl.passes(chosen), chunk_bytes, wanted)
-            inputs = (head.hidden, weight, bias, done.statistics["loss"], done.gradients)
-            loss = _AttachGradients.apply(*inputs)  # type: ignore[no-untyped-call]
+                done = fused_loss(
+                    head,
+                    inputs,
+                    config,
+                    _impl.passes(chosen),
+                    chunk_bytes=chunk_bytes,
+                    wanted=wanted,
+                    score=score,
+                    rounded=weight_main_grad is None,
+                )
+            leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad)
+            loss = _AttachGradients.apply(*leaves)  # type: ignore[no-untyped-call]
             logprobs, statistics = done.logprobs, done.statistics
-    logprobs = torch.where(kept, logprobs, 0.0)
+    logprobs = torch.where(inputs.tokens.mask, logprobs, 0.0)
     metrics = reference.finish_metrics(
         statistics, has_ref=ref_logprobs is not None, has_sampling=sampling_logprobs is not None, has_entropy=True
     )
+    metrics["recomputed_fraction"] = statistics["recomputed"] / statistics["num_tokens"].clamp_min(1.0)
     return GRPOLossOutput(loss, metrics, logprobs.view(targets.shape))
 
 
@@ -146,63 +171,14 @@ class FusedLinearGRPOLoss(nn.Module):
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"
 
 
-class _Done(NamedTuple):
-    """What one pass over the rows leaves behind."""
-
-    statistics: dict[str, Tensor]
-    logprobs: Tensor  # [N]
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias, for an upstream of 1
-
-
-def _one_pass(
-    head: Head,
-    tokens: TokenInputs,
-    config: GRPOLossConfig,
-    passes: ModuleType,
-    chunk_bytes: int | None,
-    wanted: dict[str, bool],
-) -> _Done:
-    """Every chunk once: log-probs, loss, and the gradients that are wanted of hidden, weight and bias."""
-    shape = head.chunk_shape(chunk_bytes)
-    gradients = HeadGradients(head, shape, **wanted)  # type: ignore[arg-type]
-    all_logprobs, parts = torch.empty(len(head.targets), dtype=head.dtype, device=head.hidden.device), []
-    for tile in head.tiles(shape):
-        rows, logits, targets, arguments = tile.rows, tile.logits, tile.targets, tile.arguments
-        logprobs, entropy, (maximum, total, *_) = passes.row_statistics(logits, targets, **arguments, entropy=True)
-        grad_logprobs, statistics = passes.grpo_token_loss(
-            logprobs, **tokens.rows(rows), entropy=entropy, **config.token_terms()
-        )
-        all_logprobs[rows] = logprobs
-        parts.append(statistics)
-        if any(wanted.values()):
-            dlogits = passes.logits_gradient_(
-                logits,
-                targets,
-                maximum=maximum,
-                total=total,
-                logprobs=logprobs,
-                entropy=None,
-                grad_logprobs=grad_logprobs,
-                grad_entropy=None,
-                **arguments,
-                dtype=head.gemm_dtype,
-            )
-            gradients.add(tile, dlogits)
-    return _Done(reference.merge_statistics(parts), all_logprobs, gradients.finish())
-
-
-def _reference_loss(
-    head: Head, tokens: TokenInputs, config: GRPOLossConfig
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss, log-probs [N], statistics) through full logits and autograd."""
-    everything = slice(None)
     logprobs, entropy = reference.logprobs_and_entropy(
-        head.hidden, head.weight, head.targets, **head.row_arguments(everything)
+        head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
     )
-    loss, statistics = reference.token_loss(
-        logprobs, **tokens.rows(everything), entropy=entropy, **config.token_terms()
-    )
-    return loss, logprobs.detach(), statistics
+    loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
+    statistics = value_and_gradient(logprobs, entropy, inputs, config, _impl.passes("torch")).statistics
+    return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 
 class _AttachGradients(torch.autograd.Function):
@@ -216,8 +192,9 @@ class _AttachGradients(torch.autograd.Function):
         bias: Tensor | None,
         loss: Tensor,
         gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+        weight_main_grad: Tensor | None,
     ) -> Tensor:
-        ctx.gradients = gradients
+        ctx.gradients, ctx.weight_main_grad = gradients, weight_main_grad
         return loss.clone()
 
     @staticmethod
@@ -228,10 +205,16 @@ class _AttachGradients(torch.autograd.Function):
                 "Trying to backward through the loss a second time; its gradients were handed over the first time; "
                 "fix: retain_graph=True on the first backward pass"
             )
+        d_hidden, d_weight, d_bias = ctx.gradients
+        if ctx.weight_main_grad is not None and d_weight is not None:
+            ctx.weight_main_grad.addcmul_(d_weight, upstream.to(d_weight.dtype))
+            d_weight = None
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            scaled = (None if gradient is None else gradient * upstream for gradient in ctx.gradients)
+            scaled = [None if gradient is None else gradient * upstream for gradient in (d_hidden, d_weight, d_bias)]
         else:
             # Ours alone from here on: scaled where it lies, and taken by `.grad` without a copy.
-            scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.gradients)
+            scaled = [
+                None if gradient is None else gradient.mul_(upstream) for gradient in (d_hidden, d_weight, d_bias)
+            ]
             ctx.gradients = None
-        return *scaled, None, None
+        return *scaled, None, None, None

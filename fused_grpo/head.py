@@ -44,6 +44,14 @@ class Tile:
     weight: Tensor  # [C, D], in the dtype of the hidden states
     targets: Tensor  # [R], relative to `columns`; -1 where the target is in another tile
     arguments: dict[str, Any]  # what a row pass needs to know besides
+    index: Tensor | None  # [R], which of the hidden states these are; None for `rows` of them
+
+    def select(self, order: Tensor) -> Tile:
+        """The first rows of the logits, which have come from the rows in `order` [K]."""
+        index = order + self.rows.start if self.index is None else self.index[order]
+        arguments = {**self.arguments, "temperature": self.arguments["temperature"][order]}
+        logits, hidden, targets = self.logits[: len(order)], self.hidden[order], self.targets[order]
+        return replace(self, logits=logits, hidden=hidden, targets=targets, arguments=arguments, index=index)
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,11 @@ class Head:
         return self.hidden.dtype if self.hidden.is_cuda else self.dtype
 
     def select(self, index: Tensor | None) -> Head:
-        """The same head for these rows only. Per-row vectors are gathered at once, hidden states a tile at a time."""
+        """The same head for these of its rows. Per-row vectors are gathered at once, hidden states a tile at a time."""
         if index is None:
             return self
-        return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=index)
+        rows = index if self.index is None else self.index[index]
+        return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
     def row_arguments(self, rows: slice, columns: slice = slice(None)) -> dict[str, Any]:
         """What a row pass needs to know of these rows besides their raw logits."""
@@ -130,7 +139,8 @@ class Head:
         head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
         for rows in planner.chunks(len(self.targets), shape.rows):
             count = shape.rows if pad else rows.stop - rows.start
-            hidden = self.hidden[rows if self.index is None else self.index[rows]].to(self.gemm_dtype)
+            index = None if self.index is None else self.index[rows]
+            hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
             hidden = pad_to(hidden, count, value=0.0)
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
@@ -140,7 +150,7 @@ class Head:
                 logits = buffer[: count * len(weight)].view(count, len(weight))
                 logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
-                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments)
+                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)
 
 
 def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
@@ -159,8 +169,9 @@ class HeadGradients:
 
     With tiles that hold all rows, each slice of dW comes out of one GEMM and no accumulator stands beside it; with more
     row groups W accumulates in fp32 (fp64 for fp64). So does b, always, and H where a row has more than one tile.
-    `scale` is what the d-logits were multiplied by; the gradients are not. `hidden_dtype` is that of dH, where it is to
-    be summed further before it is rounded.
+    `scale` is what the d-logits are multiplied by; the gradients are not. `hidden_dtype` is that of dH, where it is to
+    be summed further before it is rounded. Without `every_row`, some rows may never come. Unless `rounded`, dW stays as
+    it was summed.
     """
 
     def __init__(
@@ -173,16 +184,25 @@ class HeadGradients:
         bias: bool,
         scale: Tensor | None = None,
         hidden_dtype: torch.dtype | None = None,
+        every_row: bool = True,
+        rounded: bool = True,
     ) -> None:
-        self._head, self._scale = head, scale
+        self._head, self._scale, self._rounded = head, scale, rounded
         # Rows that take no part, and all rows of an empty shard, have no tile to write their gradient.
-        every_row = head.index is None and len(head.weight) > 0
+        every_row = every_row and head.index is None and len(head.weight) > 0
         allocate = torch.empty_like if every_row else torch.zeros_like
         self._hidden = allocate(head.hidden, dtype=hidden_dtype) if hidden else None
         self._rows: Tensor | None = None  # the accumulator of the row group at hand
         one_sweep = shape.rows >= len(head.targets)
-        self._weight = torch.empty_like(head.weight, dtype=None if one_sweep else head.dtype) if weight else None
+        self._started: set[int] = set()  # the columns of which dW has been written
+        self._weight = (
+            torch.empty_like(head.weight, dtype=None if one_sweep and rounded else head.dtype) if weight else None
+        )
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
+
+    def scaled(self, upstream: Tensor) -> Tensor:
+        """What the d-logits are to be made from."""
+        return upstream if self._scale is None else upstream * self._scale
 
     def add(self, tile: Tile, dlogits: Tensor) -> None:
         """Take in d(h.w) [R, C] of a tile."""
@@ -195,7 +215,7 @@ class HeadGradients:
 
     def _add_hidden_gradient(self, tile: Tile, dlogits: Tensor) -> None:
         assert self._hidden is not None
-        index, first = self._head.index, tile.columns.start == 0
+        index, first = tile.index, tile.columns.start == 0
         in_place = index is None and self._hidden.dtype == self._head.dtype
         if first:
             self._rows = self._hidden[tile.rows] if in_place else self._hidden.new_empty(0)
@@ -206,7 +226,7 @@ class HeadGradients:
         if tile.columns.stop == len(self._head.weight):
             self._unscale(self._rows)
             if not in_place:
-                self._hidden[tile.rows if index is None else index[tile.rows]] = self._rows.to(self._hidden.dtype)
+                self._hidden[tile.rows if index is None else index] = self._rows.to(self._hidden.dtype)
             self._rows = None
 
     def _add_weight_gradient(self, tile: Tile, dlogits: Tensor) -> None:
@@ -214,7 +234,8 @@ class HeadGradients:
         out, hidden = self._weight[tile.columns], tile.hidden.to(dlogits.dtype)
         exact = out.dtype == self._head.dtype
         product = out if exact else torch.empty_like(out, dtype=self._head.dtype)
-        multiply_into(product, dlogits.t(), hidden, accumulate=tile.rows.start > 0)
+        multiply_into(product, dlogits.t(), hidden, accumulate=tile.columns.start in self._started)
+        self._started.add(tile.columns.start)
         if not exact:
             self._unscale(product)
             out.copy_(product)
@@ -224,11 +245,13 @@ class HeadGradients:
             gradient.div_(self._scale)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dH, dW, db), each in its input's dtype. The accumulators are given away."""
+        """(dH, dW, db), each in its input's dtype unless it said otherwise. The accumulators are given away."""
+        if self._weight is not None and not self._started:
+            self._weight.zero_()
         self._unscale(self._weight)
         self._unscale(self._bias)
         head, self._head = self._head, None  # type: ignore[assignment]
-        weight = None if self._weight is None else self._weight.to(head.weight.dtype)
+        weight = None if self._weight is None else self._weight.to(head.weight.dtype if self._rounded else head.dtype)
         bias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
         hidden, self._hidden, self._weight, self._bias = self._hidden, None, None, None
         return hidden, weight, bias

@@ -1,14 +1,17 @@
-"""`grpo_loss`: the GRPO loss of log-probs that you already have."""
+"""`grpo_loss`: the GRPO loss of log-probs that you already have, its gradient taken with it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fused_grpo import reference
-from fused_grpo._layout import token_inputs
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo import _impl, reference
+from fused_grpo._layout import LossInputs, loss_inputs
+from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.reference import compute_dtype
 
@@ -20,8 +23,9 @@ class GRPOLossOutput(NamedTuple):
     """0-d, fp32 (fp64 for fp64 inputs)."""
     metrics: dict[str, Tensor]
     """Detached 0-d tensors of this call, means over its unmasked tokens unless the name says otherwise: `policy_loss`
-    (with the weights of the loss), `num_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`, `clip_ratio_low`,
-    `clip_ratio_high`, `clip_ratio_region`, and where their inputs are known `entropy` (nats), `kl`,
+    (the loss without KL and entropy terms), `num_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
+    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (what corrections and masks leave of
+    the policy term), `zero_gradient_fraction`, and where their inputs are known `entropy` (nats), `kl`,
     `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronisation."""
     logprobs: Tensor
     """Detached log-probs in the shape of the tokens: the `old_logprobs` of a second iteration, at no cost."""
@@ -37,41 +41,49 @@ def grpo_loss(
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
+    num_entropy_tokens: float | Tensor | None = None,
     config: GRPOLossConfig | None = None,
+    impl: _impl.Impl = "auto",
 ) -> GRPOLossOutput:
-    """The clipped-ratio GRPO loss with its KL term, differentiable with respect to `logprobs`.
+    """The GRPO loss of given log-probs, differentiable with respect to `logprobs` and `entropy`.
 
-    Equals, with r = exp(logprobs - old_logprobs) and m the mask (for "dapo"):
+    Equals, with r = exp(logprobs - old_logprobs) and m the mask (for "dapo"; docs/loss.md has the others):
         `l = -torch.min(r * A, r.clamp(1 - epsilon, 1 + epsilon_high) * A) + beta * kl`
         `loss = (l * m).sum() / num_tokens`
 
     Args:
         logprobs: padded [B, T], or packed [N] with `cu_seqlens`. Floating; computed in fp32 (fp64 for fp64).
         advantages: [B], one per sequence, or the shape of `logprobs`.
-        mask: shape of `logprobs`, non-zero for tokens that count. None: all of them.
+        mask: shape of `logprobs`, non-zero for tokens that count: not for padding, tool outputs, or completions that
+            were cut off and shall not count. None: all of them.
         cu_seqlens: [B+1] int32, where each packed sequence starts, and N.
         old_logprobs: log-probs under the policy that sampled. None: on policy, `logprobs.detach()`.
         ref_logprobs: log-probs under the reference model; needed where `config.beta > 0`.
-        sampling_logprobs: the sampler's own log-probs; measured against `logprobs` in the metrics.
-        entropy: per-token entropy (nats), for the metric.
-        num_tokens: unmasked tokens of the whole optimizer step ("dapo"). None: of this call.
-        num_sequences: sequences of the whole optimizer step ("grpo"). None: of this call.
+        sampling_logprobs: the sampler's own log-probs, corrected for as `config.sampling_correction` says. NaN where it
+            has none: nothing is corrected there.
+        entropy: per-token entropy (nats): for the metric, for `config.entropy_coef` and `config.top_entropy_quantile`.
+        entropy_threshold: the entropy that a token must reach, for `config.top_entropy_quantile` over the whole
+            optimizer step. None: the quantile of this call's tokens.
+        num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo"). None: of this call.
+        num_sequences: sequences of the whole step (the other loss types). None: of this call.
+        num_entropy_tokens: tokens of the whole step that the entropy bonus acts on, which `config.top_entropy_quantile`
+            leaves. None: `num_tokens`, or where there is a quantile those of this call.
         config: the variant and its constants. None: `GRPOLossConfig()`.
+        impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas, the oracle).
 
     Raises:
         InputError: shapes, dtypes or devices that disagree, or a value out of range.
+        UnavailableError: impl="triton" where Triton cannot run.
 
     Source: arXiv:2402.03300 eq. 3 (GRPO), arXiv:2503.14476 eq. 8 (DAPO); formulas and names as in TRL.
     """
     config = GRPOLossConfig() if config is None else config
-    if not logprobs.is_floating_point():
-        raise InputError(f"got logprobs of dtype {logprobs.dtype}, want a floating dtype")
-    if entropy is not None and entropy.shape != logprobs.shape:
-        raise InputError(f"got entropy {tuple(entropy.shape)}, want {tuple(logprobs.shape)}: one per token")
+    check_loss_tokens(logprobs, entropy, config)
     dtype = compute_dtype(logprobs)
-    tokens = token_inputs(
+    inputs = loss_inputs(
         logprobs.shape,
         dtype=dtype,
         device=logprobs.device,
@@ -81,18 +93,101 @@ def grpo_loss(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         sampling_logprobs=sampling_logprobs,
+        entropy_threshold=entropy_threshold,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
+        num_entropy_tokens=num_entropy_tokens,
         config=config,
     )
-    flat_entropy = None if entropy is None else entropy.detach().to(dtype).reshape(-1)
-    loss, statistics = reference.token_loss(
-        logprobs.reshape(-1).to(dtype), **tokens.rows(slice(None)), entropy=flat_entropy, **config.token_terms()
-    )
+    flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
+    assert flat is not None
+    chosen = _impl.choose(impl, logprobs)
+    passes = _impl.passes("torch" if chosen == "reference" else chosen)
+    done = value_and_gradient(flat, flat_entropy, inputs, config, passes)
+    if chosen == "reference":
+        loss = reference.grpo_loss(flat, flat_entropy, inputs, config)[0]
+    else:
+        gradients = (done.logprobs, done.entropy)
+        loss = _AttachGradients.apply(flat, flat_entropy, done.statistics["loss"], gradients)  # type: ignore[no-untyped-call]
     metrics = reference.finish_metrics(
-        statistics,
+        done.statistics,
         has_ref=ref_logprobs is not None,
         has_sampling=sampling_logprobs is not None,
         has_entropy=entropy is not None,
     )
     return GRPOLossOutput(loss, metrics, logprobs.detach())
+
+
+def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLossConfig) -> None:
+    """What can be wrong with the log-probs and entropies themselves."""
+    if not logprobs.is_floating_point():
+        raise InputError(f"got logprobs of dtype {logprobs.dtype}, want a floating dtype")
+    if entropy is not None and entropy.shape != logprobs.shape:
+        raise InputError(f"got entropy {tuple(entropy.shape)}, want {tuple(logprobs.shape)}: one per token")
+    if entropy is None and (config.entropy_coef or config.top_entropy_quantile < 1.0):
+        raise InputError(
+            f"got entropy_coef={config.entropy_coef} and top_entropy_quantile={config.top_entropy_quantile} without "
+            "entropy; fix: pass entropy, which linear_logprobs_and_entropy gives"
+        )
+
+
+class LossGradients(NamedTuple):
+    """The loss, its statistics and its gradients, for an upstream gradient of 1."""
+
+    statistics: dict[str, Tensor]
+    logprobs: Tensor  # [N]
+    entropy: Tensor | None  # [N], None for 0
+
+
+def value_and_gradient(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig, passes: ModuleType
+) -> LossGradients:
+    """Everything from the log-probs [N] and entropies [N] of all tokens of a call."""
+    with torch.no_grad():
+        weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
+        of_sequence = config.importance_sampling_level == "sequence"
+        gradient, of_ratio, statistics = passes.grpo_token_loss(
+            logprobs.detach(),
+            log_ratio=reference.sequence_log_ratio(logprobs.detach(), inputs) if of_sequence else None,
+            inputs={
+                **inputs.tokens.rows(slice(None)),
+                "entropy": None if entropy is None else entropy.detach(),
+                "entropy_weights": entropy_weights,
+                "policy_weights": weights,
+            },
+            terms=TokenTerms.of(config),
+        )
+        if of_ratio is not None:
+            # The mean over a sequence gives each of its tokens an equal share of what its log-ratio would get.
+            mask, sequences = inputs.tokens.mask, inputs.sequences
+            shares = sequences.sum(of_ratio) / sequences.sum(mask).clamp_min(1.0)
+            gradient = gradient + torch.where(mask, sequences.spread(shares, len(mask)), 0.0).to(gradient.dtype)
+        upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
+        return LossGradients(
+            with_zero_gradients(statistics, inputs.tokens.mask, gradient, upstream), gradient, upstream
+        )
+
+
+def with_zero_gradients(
+    statistics: dict[str, Tensor], mask: Tensor, gradient: Tensor, of_entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """The statistics, and how many unmasked tokens have no gradient at all."""
+    zero = mask & (gradient == 0) if of_entropy is None else mask & (gradient == 0) & (of_entropy == 0)
+    return {**statistics, "zero_gradient": zero.sum().to(gradient.dtype)}
+
+
+class _AttachGradients(torch.autograd.Function):
+    """A loss whose gradients are already there: the backward pass scales them by what comes from upstream."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs: Tensor, entropy: Tensor | None, loss: Tensor, gradients: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropy = ctx.gradients
+        return upstream * of_logprobs, None if of_entropy is None else upstream * of_entropy, None, None

@@ -146,10 +146,10 @@ def backward(
         grad_logprobs, grad_entropy = grad_logprobs[index], None if grad_entropy is None else grad_entropy[index]
     logprobs, entropy, maximum, total = statistics
     shape = head.tile_shape(chunk_bytes, weight_gradient=wanted["weight"])
-    scale = _gradient_scale(head, grad_logprobs, grad_entropy)
+    upstream = grad_logprobs.abs() if grad_entropy is None else grad_logprobs.abs() + grad_entropy.abs()
+    scale = power_of_two_scale(head, upstream, exponent=_FP16_EXPONENT)
     gradients = HeadGradients(head, shape, **wanted, scale=scale, hidden_dtype=hidden_dtype)
-    if scale is not None:
-        grad_logprobs, grad_entropy = grad_logprobs * scale, None if grad_entropy is None else grad_entropy * scale
+    grad_logprobs, grad_entropy = (None if x is None else gradients.scaled(x) for x in (grad_logprobs, grad_entropy))  # type: ignore[assignment]
     with full_precision(head.hidden):
         for tile in head.tiles(shape):
             rows = tile.rows
@@ -169,13 +169,15 @@ def backward(
     return gradients.finish()
 
 
-def _gradient_scale(head: Head, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
-    """A power of two that brings d-logits into the range of fp16, whose smallest number is 6e-8; others need none."""
-    if head.gemm_dtype != torch.float16 or not len(grad_logprobs):
+def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor | None:
+    """What brings the largest of d-logits near 2^exponent, into the range of fp16, whose smallest number is 6e-8.
+
+    `upstream` [N] is the size of the gradients that arrive at each row. Other dtypes need no scale.
+    """
+    if head.gemm_dtype != torch.float16 or not len(upstream):
         return None
-    upstream = grad_logprobs.abs() if grad_entropy is None else grad_logprobs.abs() + grad_entropy.abs()
     largest = (upstream * abs(head.logit_scale) / head.temperature).amax()
-    return torch.exp2(_FP16_EXPONENT - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
+    return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
 
 
 def rows_of(mask: Tensor) -> Tensor | None:

@@ -14,25 +14,40 @@ with the gradients that the kernels write by hand (g = dL/d log p, g_H = dL/dH, 
 
     dL/d(h.w_v + b_v) = dL/dz_v / temperature * (1 - tanh^2(x / c)) * logit_scale
 
-**Loss.** With d = log p - log p_old and the ratio r = exp(d), one token costs
+**Loss.** With d = log p - log p_old, the ratio r = exp(d) of a token (or exp of the mean d of its sequence), its
+advantage A, and an upper bound delta that is infinite unless it is given, one token costs
 
-    l = -min(r * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A) + beta * kl
-    kl = exp(q) - q - 1        q = log p_ref - log p
+    clipped losses   l = -min(min(r, delta) * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)
+    cispo            l = -stop(min(r, epsilon_high)) * A * log p
+    sapo             l = -sigmoid(tau * (r - 1)) * 4 / tau * A            tau by the sign of A
+    vespo            l = -stop(phi) * A * log p                           phi of the sequence, in `vespo_weights`
 
-(kl times r with `use_bias_correction_kl`), so that
+times what is left of it by the sampling correction, the off-policy mask and the entropy mask (`policy_weights`), plus
 
-    dl/d log p = -r * A, or 0 where clipped (A > 0 and r > 1 + epsilon_high, or A < 0 and r < 1 - epsilon)
-               + beta * (1 - exp(q)), or + beta * r * (kl + 1 - exp(q)) where bias-corrected
+    beta * kl        kl = -q (k1), q^2 / 2 (k2), exp(q) - q - 1 (k3)      q = log p_ref - log p
 
-and the loss is sum(weights * l). The weights hold the mask and the normaliser of the loss type (`_layout.py`), which is
-what makes the sum over micro-batches equal the loss of the whole step. On policy, `old_logprobs=None` stands for
-`logprobs.detach()`: r is 1 and still carries the gradient.
+with kl times r where `use_bias_correction_kl`. The gradient in log p that the kernel writes by hand is that of log p
+itself, and that of log r (at token level the same number, at sequence level the mean over the sequence):
+
+    dl/d log r = -r A where the branch taken is not a constant, 0 where it is (clipped losses)
+               = -4 sigmoid * (1 - sigmoid) * r A (sapo),   0 (cispo, vespo)          + beta * r * kl, bias-corrected
+    dl/d log p = -stop(..) * A (cispo, vespo),              0 (the others)            + beta * kl' (* r)
+    kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
+
+The loss is sum(weights * l) - sum(entropy_weights * H). The weights hold the mask and the normaliser of the loss type
+(`_layout.py`), which is what makes the sum over micro-batches equal the loss of the whole step. On policy,
+`old_logprobs=None` stands for `logprobs.detach()`: r is 1 and still carries the gradient.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from fused_grpo._layout import LossInputs
+from fused_grpo.config import GRPOLossConfig, TokenTerms
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -87,27 +102,35 @@ def token_loss(
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
-    epsilon_low: float,
-    epsilon_high: float,
-    beta: float,
-    bias_correction_kl: bool,
+    entropy_weights: Tensor | None = None,
+    policy_weights: Tensor | None = None,
+    log_ratio: Tensor | None = None,
+    terms: TokenTerms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `finish_metrics`.
 
-    All inputs are [N]. Masked tokens are replaced before any arithmetic, so NaN or inf there touches neither the loss
-    nor a gradient.
+    All inputs are [N]. `log_ratio` is given where it is not that of the token. Masked tokens are replaced before any
+    arithmetic, so NaN or inf there touches neither the loss nor a gradient.
     """
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()
-    ratio = torch.exp(logprobs - (current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)))
-    policy = -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+    old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
+    ratio = torch.exp(logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0))
+    policy, clipped = policy_term(logprobs, ratio, advantages, terms)
+    left = sampling_weights(old, sampling_logprobs, mask, terms)
+    if policy_weights is not None:
+        left = left * torch.where(mask, policy_weights, 0.0)
+    # A weight of 0 leaves a token out, whatever its term is: inf among it.
+    policy = torch.where(left == 0, 0.0, policy * left)
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
-        log_ratio_ref = torch.where(mask, ref_logprobs - logprobs, 0.0)
-        kl = torch.expm1(log_ratio_ref) - log_ratio_ref
+        kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
     # With beta = 0 the KL is a metric and nothing else: an infinite one must not become 0 * inf in the loss.
-    regulariser = beta * (kl * ratio if bias_correction_kl else kl) if beta else 0.0
+    regulariser = terms.beta * (kl * ratio if terms.bias_correction_kl else kl) if terms.beta else 0.0
     loss = (weights * (policy + regulariser)).sum()
+    entropies = torch.zeros_like(current) if entropy is None else torch.where(mask, entropy, 0.0)
+    if entropy_weights is not None:
+        loss = loss - (torch.where(mask, entropy_weights, 0.0) * entropies).sum()
 
     ratio, on = ratio.detach(), mask.to(logprobs.dtype)
     difference = torch.zeros_like(current)
@@ -118,16 +141,142 @@ def token_loss(
         "policy_loss": (weights * policy).sum().detach(),
         "num_tokens": on.sum(),
         "kl": kl.sum().detach(),
-        "entropy": torch.zeros_like(on).sum() if entropy is None else torch.where(mask, entropy, 0.0).sum().detach(),
+        "entropy": entropies.sum().detach(),
         "ratio": (ratio * on).sum(),
-        "clip_low": (on * ((ratio < 1 - epsilon_low) & (advantages < 0))).sum(),
-        "clip_high": (on * ((ratio > 1 + epsilon_high) & (advantages > 0))).sum(),
-        "sampling_difference": difference.sum(),
-        "sampling_difference_max": largest(difference).clamp_min(0.0),
+        "clip_low": (on * (clipped & (advantages < 0))).sum(),
+        "clip_high": (on * (clipped & (advantages > 0))).sum(),
+        "effective_weight": (on * left).sum(),
+        "sampling_difference": torch.nan_to_num(difference).sum(),
+        "sampling_difference_max": largest(torch.nan_to_num(difference)).clamp_min(0.0),
         "ratio_min": -largest(torch.where(mask, -ratio, -torch.inf)),
         "ratio_max": largest(torch.where(mask, ratio, -torch.inf)),
     }
     return loss, statistics
+
+
+def policy_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+    """(l [N] before its weights, whether the clip is what counts [N])."""
+    if terms.form == "clipped":
+        lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
+        bounded = ratio if terms.delta is None else ratio.clamp(max=terms.delta)
+        policy = -torch.minimum(bounded * advantages, ratio.clamp(lowest, highest) * advantages)
+        return policy, torch.where(advantages < 0, bounded < lowest, (bounded > highest) & (advantages > 0))
+    if terms.form == "cispo":
+        capped = ratio.clamp(max=terms.epsilon_high).detach()
+        return -capped * advantages * logprobs, (ratio > terms.epsilon_high) & (advantages > 0)
+    never = torch.zeros_like(advantages, dtype=torch.bool)
+    if terms.form == "sapo":
+        tau = torch.where(advantages > 0, *terms.sapo_temperatures)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never
+    return -advantages * logprobs, never
+
+
+def kl_term(q: Tensor, estimator: str) -> Tensor:
+    """The estimate of KL(policy || reference) from q = log p_ref - log p (http://joschu.net/blog/kl-approx.html)."""
+    return {"k1": lambda: -q, "k2": lambda: q.square() / 2, "k3": lambda: torch.expm1(q) - q}[estimator]()
+
+
+def sampling_weights(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
+    """rho [N] of the token-level corrections, 1 where there is nothing to correct by."""
+    if sampling_logprobs is None or terms.correction is None:
+        return torch.ones_like(old)
+    return bounded_ratio(log_rho(old, sampling_logprobs, mask), terms.correction, terms.clip_min, terms.clip_max)
+
+
+def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log p_old - log p of the sampler, [N]; 0 where masked, and where the sampler could not say."""
+    difference = torch.where(mask, old - sampling_logprobs, 0.0)
+    return difference.masked_fill(difference.isnan(), 0.0)
+
+
+def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max: float | None) -> Tensor:
+    """exp(log_ratio), moved into the bounds ("truncate") or 0 outside of them ("mask")."""
+    ratio = log_ratio.exp()
+    if how == "truncate":
+        return ratio if clip_min is None and clip_max is None else ratio.clamp(clip_min, clip_max)
+    low, high = 0.0 if clip_min is None else clip_min, torch.inf if clip_max is None else clip_max
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+def policy_weights(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """(policy_weights, entropy_weights) of `token_loss`, each [N] and detached, None for 1 and for 0 everywhere.
+
+    All that a token's policy term is multiplied by and that needs more than the token: its whole sequence, or a
+    threshold between all entropies.
+    """
+    tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
+    current = torch.where(mask, logprobs.detach(), 0.0)
+    old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
+    sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
+    if sampling is not None and correction is not None and correction.startswith("sequence"):
+        whole = sequences.sum(log_rho(old, sampling, mask))
+        how = correction.removeprefix("sequence_")
+        rho = bounded_ratio(whole, how, config.sampling_clip_min, config.sampling_clip_max)
+        factors.append(sequences.spread(rho, len(mask)))
+    if config.loss_type == "vespo":
+        factors.append(vespo_weights(current, old, inputs, config))
+    if config.off_policy_mask_threshold is not None:
+        drift = -log_rho(current, old if sampling is None else sampling, mask)
+        close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
+        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
+    on = mask
+    if config.top_entropy_quantile < 1.0:
+        assert entropy is not None
+        on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
+        factors.append(on.double())
+    weights = None if not factors else torch.stack(factors).prod(0).to(current.dtype)
+    if not config.entropy_coef:
+        return weights, None
+    count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
+    return weights, (config.entropy_coef * on.double() / count).to(current.dtype)
+
+
+def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """phi(w) = e^lambda w^k e^(-lambda w), [N] fp64, with w the ratio of the whole sequence of a token."""
+    tokens, sequences, lowest = inputs.tokens, inputs.sequences, math.log(1e-8)
+    log_w = sequences.sum((current - old).clamp(-20.0, 20.0))
+    if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
+        rho = sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
+        log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
+    log_w = sequences.spread(log_w.clamp(lowest, 20.0), len(current))
+    risen = tokens.advantages >= 0
+    k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
+    decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)
+    return torch.exp(decay + k * log_w - decay * log_w.exp())
+
+
+def entropy_threshold(entropies: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> float | Tensor:
+    """The entropy that the share of tokens to keep reaches: that of the whole step if it is given."""
+    if inputs.entropy_threshold is not None:
+        return inputs.entropy_threshold
+    if not len(entropies):
+        return torch.inf
+    return torch.quantile(entropies, 1 - config.top_entropy_quantile)
+
+
+def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
+    """The mean of log p - log p_old over the unmasked tokens of its sequence, at each token: [N], differentiable."""
+    tokens, sequences = inputs.tokens, inputs.sequences
+    old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    return sequences.spread(sequences.mean(logprobs - old, tokens.mask), len(logprobs)).to(logprobs.dtype)
+
+
+def grpo_loss(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (0-d) and its statistics from log p and entropy [N]; autograd does the rest."""
+    weights, entropy_weights = policy_weights(logprobs, entropy, inputs, config)
+    return token_loss(
+        logprobs,
+        **inputs.tokens.rows(slice(None)),
+        entropy=entropy,
+        entropy_weights=entropy_weights,
+        policy_weights=weights,
+        log_ratio=sequence_log_ratio(logprobs, inputs) if config.importance_sampling_level == "sequence" else None,
+        terms=TokenTerms.of(config),
+    )
 
 
 def largest(values: Tensor) -> Tensor:
@@ -157,6 +306,8 @@ def finish_metrics(
         "clip_ratio_low": statistics["clip_low"] * per_token,
         "clip_ratio_high": statistics["clip_high"] * per_token,
         "clip_ratio_region": (statistics["clip_low"] + statistics["clip_high"]) * per_token,
+        "effective_weight": statistics["effective_weight"] * per_token,
+        "zero_gradient_fraction": statistics["zero_gradient"] * per_token,
     }
     if has_entropy:
         metrics["entropy"] = statistics["entropy"] * per_token

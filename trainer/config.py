@@ -159,6 +159,8 @@ class GRPOConfig:
             epsilon_high=self.epsilon_high,
             beta=self.beta,
             use_bias_correction_kl=self.use_bias_correction_kl,
+            sampling_correction=None,
+            max_completion_length=self.max_completion_length,
         )
 
     def sampling(self, *, seed: int) -> SamplingParams:

@@ -45,6 +45,8 @@ USUAL = (
     ("float32", "all", "aligned"),
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
+FORMS = ("clipped", "cispo", "sapo", "vespo")
+GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
@@ -88,9 +90,10 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     state = (row, row, row, row)
     for weights in (dtype, None):
         kernels.fold_tile_(logits, targets, state, entropy=full, weights=weights, **head)
-    given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy"), optional)
-    config = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "bias_correction_kl": full}
-    kernels.grpo_token_loss(row, advantages=row, weights=row, mask=mask, **given, **config)
+    given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}
+    for form in FORMS:
+        terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, "truncate" if full else None, 0.5, 3.0)
+        kernels.grpo_token_loss(row, log_ratio=optional, inputs=given, terms=terms)
 
 
 def specialise(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], str]:

@@ -11,7 +11,20 @@ from torch import Tensor
 
 from fused_grpo.kernels import grpo_token_loss
 
-CONFIG: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.1, "bias_correction_kl": False}
+# In the order in which the launcher takes them.
+CONFIG: dict[str, Any] = {
+    "form": "clipped",
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "sapo_temperatures": (1.0, 1.05),
+    "beta": 0.1,
+    "kl_estimator": "k3",
+    "bias_correction_kl": False,
+    "correction": None,
+    "clip_min": None,
+    "clip_max": None,
+}
 OPTIONAL = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy")
 
 
@@ -28,28 +41,60 @@ def problem(N: int, *, spread: float = 0.4) -> dict[str, Tensor]:
     }
 
 
-def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run(inputs: dict[str, Tensor], **config: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    rest = {name: x for name, x in inputs.items() if name not in ("logprobs", "log_ratio")}
+    terms = tuple((CONFIG | config).values())
+    return grpo_token_loss(inputs["logprobs"], log_ratio=inputs.get("log_ratio"), inputs=rest, terms=terms)
+
+
+def policy_of(ratio: Tensor, A: Tensor, lp: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """(policy term, clipped below, clipped above), as in the papers."""
+    low, high, never = 1 - config["epsilon_low"], 1 + config["epsilon_high"], torch.zeros_like(A, dtype=torch.bool)
+    if config["form"] == "clipped":
+        bounded = ratio if config["delta"] is None else ratio.clamp(max=config["delta"])
+        policy = -torch.minimum(bounded * A, ratio.clamp(low, high) * A)
+        return policy, (A < 0) & (bounded < low), (A > 0) & (bounded > high)
+    if config["form"] == "cispo":
+        capped = ratio.clamp(max=config["epsilon_high"]).detach()
+        return -capped * A * lp, never, (A > 0) & (ratio > config["epsilon_high"])
+    if config["form"] == "sapo":
+        tau = torch.where(A > 0, *config["sapo_temperatures"])
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * A, never, never
+    return -A * lp, never, never
+
+
+def weight_left(x: dict[str, Tensor], old: Tensor, config: dict[str, Any]) -> Tensor:
+    rho = torch.ones_like(old)
+    if config["correction"] and "sampling_logprobs" in x:
+        rho = (old - x["sampling_logprobs"]).nan_to_num(0.0).exp()
+        low, high = config["clip_min"] or 0.0, config["clip_max"] or torch.inf
+        within = (rho >= low) & (rho <= high)
+        rho = rho.clamp(low, high) if config["correction"] == "truncate" else torch.where(within, rho, 0.0)
+    return rho * x.get("policy_weights", torch.ones_like(old))
+
+
+def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **changes: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The formulas of the kernel's docstring on the unmasked tokens alone, differentiated by autograd."""
-    on = inputs["mask"]
+    on, config = inputs["mask"], CONFIG | changes
     x = {name: value[on].to(dtype) for name, value in inputs.items() if name != "mask"}
     lp, A = x["logprobs"].requires_grad_(), x["advantages"]
-    ratio = torch.exp(lp - x.get("old_logprobs", lp.detach()))
-    low, high = 1 - config["epsilon_low"], 1 + config["epsilon_high"]
-    policy = -torch.minimum(ratio * A, ratio.clamp(low, high) * A)
+    old = x.get("old_logprobs", lp.detach())
+    leaves = [lp, x["log_ratio"].requires_grad_()] if "log_ratio" in x else [lp]
+    ratio = torch.exp(leaves[1] if "log_ratio" in x else lp - old)
+    policy, low, high = policy_of(ratio, A, lp, config)
+    left = weight_left(x, old, config)
     q = x.get("ref_logprobs", lp.detach()) - lp
-    kl = torch.expm1(q) - q if "ref_logprobs" in x else torch.zeros_like(lp)
-    loss = (x["weights"] * (policy + config["beta"] * kl * (ratio if config["bias_correction_kl"] else 1))).sum()
-    (grad,) = torch.autograd.grad(loss, lp)
-    full = torch.zeros(len(on), dtype=dtype).masked_scatter(on, grad)
-    difference = (lp - x.get("sampling_logprobs", lp)).abs()
-    clipped = {"clip_low": (A < 0) & (ratio < low), "clip_high": (A > 0) & (ratio > high)}
-    sums = {
-        "kl": kl,
-        "entropy": x.get("entropy", torch.zeros_like(lp)),
-        "ratio": ratio,
-        "num_tokens": torch.ones_like(lp),
-    }
-    sums |= {"policy_loss": x["weights"] * policy, "sampling_difference": difference} | clipped
+    kl = {"k1": -q, "k2": q * q / 2, "k3": torch.expm1(q) - q}[config["kl_estimator"]]
+    kl = kl if "ref_logprobs" in x else torch.zeros_like(lp)
+    times = ratio if config["bias_correction_kl"] else 1
+    loss = (x["weights"] * (policy * left + config["beta"] * kl * times)).sum()
+    loss = loss - (x.get("entropy_weights", torch.zeros_like(A)) * x.get("entropy", torch.zeros_like(A))).sum()
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    full = [torch.zeros(len(on), dtype=dtype).masked_scatter(on, gradient) for gradient in gradients]
+    difference = (lp - x.get("sampling_logprobs", lp)).abs().nan_to_num(0.0)
+    sums = {"kl": kl, "entropy": x.get("entropy", torch.zeros_like(lp)), "ratio": ratio, "effective_weight": left}
+    sums |= {"num_tokens": torch.ones_like(lp), "policy_loss": x["weights"] * policy * left}
+    sums |= {"sampling_difference": difference, "clip_low": low, "clip_high": high}
     statistics = {"loss": loss} | {name: value.to(dtype).sum() for name, value in sums.items()}
     largest = {"sampling_difference_max": difference, "ratio_max": ratio}
     statistics |= {name: value.max() for name, value in largest.items()} | {"ratio_min": ratio.min()}
@@ -57,35 +102,76 @@ def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple
 
 
 def check(oracle: Any, inputs: dict[str, Tensor], **config: Any) -> None:
-    grad, statistics = grpo_token_loss(**inputs, **config)
-    rough_grad, rough = plain(inputs, torch.float32, **config)
-    exact_grad, exact = plain(inputs, torch.float64, **config)
-    oracle.assert_as_exact_as_torch(grad, rough_grad, exact_grad)
+    *gradients, statistics = run(inputs, **config)
+    rough_gradients, rough = plain(inputs, torch.float32, **config)
+    exact_gradients, exact = plain(inputs, torch.float64, **config)
+    given = [gradient for gradient in gradients if gradient is not None]
+    for ours, other, wanted in zip(given, rough_gradients, exact_gradients, strict=True):
+        oracle.assert_as_exact_as_torch(ours, other, wanted)
     assert statistics.keys() == exact.keys()
     for name, value in statistics.items():
         assert value.dtype == torch.float32
         oracle.assert_as_exact_as_torch(value, rough[name], exact[name])
 
 
+VARIANTS = {
+    "cispo": {"form": "cispo", "epsilon_high": 1.1},
+    "sapo": {"form": "sapo"},
+    "vespo": {"form": "vespo"},
+    "delta below the clip": {"delta": 1.1},
+    "delta above the clip": {"delta": 1.5},
+    "k1": {"kl_estimator": "k1"},
+    "k2, corrected": {"kl_estimator": "k2", "bias_correction_kl": True},
+    "k1, corrected": {"kl_estimator": "k1", "bias_correction_kl": True},
+    "truncate": {"correction": "truncate", "clip_min": 0.8, "clip_max": 1.2},
+    "mask": {"correction": "mask", "clip_min": 0.8, "clip_max": 1.2},
+    "sapo, mask": {"form": "sapo", "correction": "mask", "clip_max": 1.2},
+    "without bounds": {"correction": "truncate"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("of_sequence", [False, True])
+def test_every_variant_matches_autograd(oracle: Any, name: str, of_sequence: bool) -> None:
+    inputs, generator = problem(65), torch.Generator().manual_seed(1)
+    inputs["sampling_logprobs"][3] = float("nan")
+    inputs["policy_weights"] = torch.rand(65, generator=generator) * (torch.arange(65) % 4 > 0)
+    inputs["entropy_weights"] = torch.rand(65, generator=generator)
+    if of_sequence:
+        inputs["log_ratio"] = 0.3 * torch.randn(65, generator=generator)
+    check(oracle, inputs, **VARIANTS[name])
+
+
+# NumPy, under the interpreter, warns of the infinity that this test is about.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_infinite_kl_without_beta_is_a_metric_and_nothing_else() -> None:
+    one = torch.ones(1)
+    inputs = {"logprobs": -200 * one, "advantages": one, "weights": one, "mask": one.bool(), "ref_logprobs": -one}
+    gradient, _, statistics = run(inputs, beta=0.0)
+    assert gradient.item() == -1.0
+    assert statistics["loss"].item() == -1.0
+    assert statistics["kl"].item() == float("inf")
+
+
 @pytest.mark.parametrize("given", [set(c) for n in range(5) for c in itertools.combinations(OPTIONAL, n)], ids=str)
 @pytest.mark.parametrize("bias_correction_kl", [False, True])
 def test_every_set_of_inputs_matches_autograd(oracle: Any, given: set[str], bias_correction_kl: bool) -> None:
     inputs = {name: value for name, value in problem(33).items() if name not in OPTIONAL or name in given}
-    check(oracle, inputs, **CONFIG | {"bias_correction_kl": bias_correction_kl})
+    check(oracle, inputs, bias_correction_kl=bias_correction_kl)
 
 
 @pytest.mark.parametrize("N", [1, 1024, 1025, 2500])
 def test_tokens_beyond_one_program_are_counted_once(oracle: Any, N: int) -> None:
     inputs = problem(N) | {"mask": torch.arange(N) % 3 != 1}
-    check(oracle, inputs, **CONFIG)
+    check(oracle, inputs)
 
 
 @pytest.mark.parametrize(("advantage", "ratio", "slope"), [(1, 1.3, 0), (1, 0.7, -0.7), (-1, 0.7, 0), (-1, 1.3, 1.3)])
 def test_only_the_side_that_would_overshoot_is_clipped(advantage: float, ratio: float, slope: float) -> None:
     one = torch.ones(1)
     old = -torch.log(torch.tensor([ratio]))
-    inputs = {"advantages": advantage * one, "weights": one, "mask": one.bool(), "old_logprobs": old}
-    grad, statistics = grpo_token_loss(torch.zeros(1), **inputs, **CONFIG)
+    inputs = {"logprobs": 0 * one, "advantages": advantage * one, "weights": one, "mask": one.bool()}
+    grad, _, statistics = run(inputs | {"old_logprobs": old})
     assert grad.item() == pytest.approx(slope, abs=1e-6)
     assert statistics["clip_low"].item() == (advantage < 0 and ratio < 1)
     assert statistics["clip_high"].item() == (advantage > 0 and ratio > 1)
@@ -94,9 +180,9 @@ def test_only_the_side_that_would_overshoot_is_clipped(advantage: float, ratio: 
 def test_zero_clip_range_on_policy_still_learns() -> None:
     # r is exactly 1: on the edge of [1, 1], where torch.min and clamp let the gradient through.
     one = torch.ones(3)
-    config = CONFIG | {"epsilon_low": 0.0, "epsilon_high": 0.0}
     advantages = torch.tensor([1.0, -1.0, 0.0])
-    grad, _ = grpo_token_loss(-one, advantages=advantages, weights=one, mask=one.bool(), **config)
+    inputs = {"logprobs": -one, "advantages": advantages, "weights": one, "mask": one.bool()}
+    grad, *_ = run(inputs, epsilon_low=0.0, epsilon_high=0.0)
     assert torch.equal(grad, -advantages)
 
 
@@ -105,8 +191,8 @@ def test_masked_tokens_are_nothing_even_where_inputs_are_not_numbers() -> None:
     poisoned = dict(clean)
     for name, bad in zip(clean.keys() - {"mask"}, itertools.cycle([float("nan"), float("inf"), -float("inf")])):
         poisoned[name] = torch.where(clean["mask"], clean[name], bad)
-    grad, statistics = grpo_token_loss(**poisoned, **CONFIG)
-    wanted_grad, wanted = grpo_token_loss(**clean, **CONFIG)
+    grad, _, statistics = run(poisoned)
+    wanted_grad, _, wanted = run(clean)
     assert torch.equal(grad, wanted_grad)
     assert torch.equal(grad[~clean["mask"]], torch.zeros((~clean["mask"]).sum()))
     assert all(torch.equal(statistics[name], wanted[name]) for name in wanted)
@@ -114,7 +200,7 @@ def test_masked_tokens_are_nothing_even_where_inputs_are_not_numbers() -> None:
 
 @pytest.mark.parametrize("N", [0, 5])
 def test_nothing_unmasked_sums_to_zero_and_has_no_extremes(N: int) -> None:
-    grad, statistics = grpo_token_loss(**problem(N) | {"mask": torch.zeros(N, dtype=torch.bool)}, **CONFIG)
+    grad, _, statistics = run(problem(N) | {"mask": torch.zeros(N, dtype=torch.bool)})
     assert torch.equal(grad, torch.zeros(N))
     assert statistics.pop("ratio_min").item() == float("inf")
     assert statistics.pop("ratio_max").item() == -float("inf")
@@ -124,8 +210,8 @@ def test_nothing_unmasked_sums_to_zero_and_has_no_extremes(N: int) -> None:
 def test_kl_of_nearly_equal_policies_does_not_cancel() -> None:
     one = torch.ones(1)
     ref = torch.tensor([-1.0 + 2.0**-12])
-    inputs = {"advantages": 0 * one, "weights": one, "mask": one.bool(), "ref_logprobs": ref}
-    grad, statistics = grpo_token_loss(-one, **inputs, **CONFIG)
+    inputs = {"logprobs": -one, "advantages": 0 * one, "weights": one, "mask": one.bool(), "ref_logprobs": ref}
+    grad, _, statistics = run(inputs)
     q = torch.tensor([2.0**-12]).double()
     torch.testing.assert_close(statistics["kl"].double(), (q**2 / 2 + q**3 / 6)[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(grad.double(), -CONFIG["beta"] * torch.expm1(q), rtol=1e-6, atol=0)
@@ -141,6 +227,6 @@ def test_counts_beyond_fp32_integers_stay_exact() -> None:
 
 
 def test_reruns_are_bitwise_equal() -> None:
-    first, again = (grpo_token_loss(**problem(2500), **CONFIG) for _ in range(2))
+    first, again = (run(problem(2500)) for _ in range(2))
     assert torch.equal(first[0], again[0])
-    assert all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+    assert all(torch.equal(first[2][name], again[2][name]) for name in first[2])

@@ -73,21 +73,35 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
 
 
 @pytest.mark.parametrize(
-    ("option", "error", "message"),
+    ("options", "message"),
     [
-        ({"loss_type": "ppo"}, InputError, r"'ppo', want one of \('grpo', 'dapo'\)"),
-        ({"loss_type": "sapo"}, UnsupportedError, "does not have yet"),
-        ({"epsilon": -0.1}, InputError, "epsilon=-0.1, want 0 <= epsilon <= 1"),
-        ({"epsilon": 1.5}, InputError, "epsilon=1.5"),
-        ({"epsilon_high": -1.0}, InputError, "epsilon_high=-1.0"),
-        ({"beta": float("nan")}, InputError, "beta=nan"),
-        ({"delta": 2.0}, UnsupportedError, "delta=2.0"),
-        ({"importance_sampling_level": "sequence"}, UnsupportedError, "importance_sampling_level='sequence'"),
+        ({"loss_type": "ppo"}, r"'ppo', want one of \('grpo', 'bnpo'"),
+        ({"importance_sampling_level": "batch"}, r"'batch', want one of \('token', 'sequence'\)"),
+        ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"sampling_correction": "clip"}, "sampling_correction='clip'"),
+        ({"epsilon": -0.1}, "epsilon=-0.1, want 0 <= epsilon <= 1"),
+        ({"epsilon": 1.5}, "epsilon=1.5"),
+        ({"epsilon_high": -1.0}, "epsilon_high=-1.0"),
+        ({"beta": float("nan")}, "beta=nan"),
+        ({"entropy_coef": -0.1}, "entropy_coef=-0.1"),
+        ({"delta": 0.0}, "delta=0.0, want a finite value > 0"),
+        ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile=0.0, want a share in \(0, 1\]"),
+        ({"off_policy_mask_threshold": float("nan")}, "off_policy_mask_threshold=nan"),
+        ({"sampling_clip_min": 4.0}, "sampling_clip_min=4.0 above 3.0"),
+        ({"loss_type": "dr_grpo"}, "fix: pass the constant it divides by"),
+        ({"loss_type": "sapo", "delta": 2.0}, "which has no unclipped branch to bound"),
+        ({"loss_type": "vespo", "sampling_correction": "sequence_mask"}, "whose weight is of the sequence already"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(option, error, message):
-    with pytest.raises(error, match=message):
-        GRPOLossConfig(**option)
+def test_a_config_that_cannot_be_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        GRPOLossConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}])
+def test_a_loss_of_entropies_wants_them(options):
+    with pytest.raises(InputError, match="fix: pass entropy, which linear_logprobs_and_entropy gives"):
+        grpo_loss(torch.zeros(2, 3), advantages=torch.ones(2), config=GRPOLossConfig(**options))
 
 
 def test_triton_without_a_gpu_says_why(monkeypatch):

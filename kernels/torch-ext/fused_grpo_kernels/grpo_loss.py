@@ -1,20 +1,25 @@
 """The GRPO loss of log-probs, its gradient and all its statistics, in one read of each input.
 
-With d = log p - log p_old, r = exp(d) and q = log p_ref - log p, one token costs
+With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage A, the policy term of a token is
 
-    l = -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta kl        kl = exp(q) - 1 - q
+    clipped   -min(min(r, delta) A, clip(r, low, high) A)     d/d log r = -r A, or 0 where the branch taken is constant
+    cispo     -stop(min(r, epsilon_high)) A log p             d/d log p = -min(r, epsilon_high) A
+    sapo      -4 / tau sigmoid(tau (r - 1)) A                 d/d log r = -4 sigmoid (1 - sigmoid) r A
+    vespo     -A log p                                        d/d log p = -A
 
-(kl times r with `bias_correction_kl`), so that
+times what the sampling correction rho = exp(log p_old - log p_sampling), cut to its bounds, and `policy_weights` leave
+of it. Added to it is beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p and
 
-    dl/d log p = -r A, or 0 where clipped: A > 0 and r > 1 + epsilon_high, or A < 0 and r < 1 - epsilon_low
-               + beta (1 - exp(q)),  or bias-corrected  + beta r (kl + 1 - exp(q))
+    k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
-and the loss is sum(weights * l). Because the derivative is closed-form, no backward pass is needed: whoever calls
-scales the gradient by the upstream one. Each program leaves its partial sums; the launcher adds them in fp64 and in a
-fixed order, so that a count of tokens is exact and two runs agree to the bit.
+and the loss is sum(weights * l) - sum(entropy_weights * entropy). Because the derivatives are closed-form, no backward
+pass is needed: whoever calls scales the gradient by the upstream one. Each program leaves its partial sums; the
+launcher adds them in fp64 and in a fixed order, so that a count of tokens is exact and two runs agree to the bit.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import Any
 
 import torch
 import triton
@@ -34,11 +39,23 @@ SUMS = (
     "ratio",
     "clip_low",
     "clip_high",
+    "effective_weight",
     "sampling_difference",
 )
 LARGEST = ("sampling_difference_max", "ratio_max")
 SMALLEST = ("ratio_min",)
 STATISTICS = len(SUMS + LARGEST + SMALLEST)
+INPUTS = (
+    "advantages",
+    "weights",
+    "mask",
+    "old_logprobs",
+    "ref_logprobs",
+    "sampling_logprobs",
+    "entropy",
+    "entropy_weights",
+    "policy_weights",
+)
 
 
 @triton.jit
@@ -50,9 +67,48 @@ def _load_masked(values, tokens, mask):
         return tl.load(values + tokens, mask=mask, other=0.0)
 
 
+@triton.jit
+def _policy(ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg, FORM: tl.constexpr):
+    """(policy term, its derivative in log r, its derivative in log p, clipped below, clipped above)."""
+    nothing = tl.zeros(ratio.shape, tl.float32)
+    never = nothing > 0.0
+    if FORM == "clipped":
+        bounded = tl.minimum(ratio, delta)
+        inside = tl.minimum(tl.maximum(ratio, lowest), highest)
+        falls = advantage < 0.0
+        used = tl.where(falls, tl.maximum(bounded, inside), tl.minimum(bounded, inside))
+        constant = tl.where(
+            falls, (ratio < lowest) | (ratio > tl.maximum(highest, delta)), ratio > tl.minimum(highest, delta)
+        )
+        slope = tl.where(constant, 0.0, -ratio * advantage)
+        return -used * advantage, slope, nothing, falls & (bounded < lowest), (advantage > 0.0) & (bounded > highest)
+    elif FORM == "cispo":
+        push = -tl.minimum(ratio, highest) * advantage
+        return push * current, nothing, push, never, (advantage > 0.0) & (ratio > highest)
+    elif FORM == "sapo":
+        tau = tl.where(advantage > 0.0, tau_pos, tau_neg)
+        gate = tl.sigmoid(tau * (ratio - 1.0))
+        slope = -4.0 * gate * (1.0 - gate) * ratio * advantage
+        return -gate * (4.0 / tau) * advantage, slope, nothing, never, never
+    else:
+        return -advantage * current, nothing, -advantage, never, never
+
+
+@triton.jit
+def _kl(q, KL: tl.constexpr):
+    """(the estimate of the KL, its derivative in log p) from q = log p_ref - log p."""
+    if KL == "k1":
+        return -q, tl.full(q.shape, 1.0, tl.float32)
+    elif KL == "k2":
+        return 0.5 * q * q, -q
+    else:
+        return expm1_minus_x(q), -expm1(q)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _grpo_loss_kernel(
     logprobs,
+    log_ratio,
     advantages,
     weights,
     mask,
@@ -60,13 +116,25 @@ def _grpo_loss_kernel(
     ref_logprobs,
     sampling_logprobs,
     entropy,
+    entropy_weights,
+    policy_weights,
     grad_logprobs,
+    grad_log_ratio,
     partials,
     N,
-    lowest_ratio: tl.float32,
-    highest_ratio: tl.float32,
+    lowest: tl.float32,
+    highest: tl.float32,
+    delta: tl.float32,
+    tau_pos: tl.float32,
+    tau_neg: tl.float32,
     beta: tl.float32,
+    clip_min: tl.float32,
+    clip_max: tl.float32,
+    FORM: tl.constexpr,
+    KL: tl.constexpr,
+    REGULARISED: tl.constexpr,
     BIAS_CORRECTION_KL: tl.constexpr,
+    CORRECTION: tl.constexpr,
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -75,104 +143,132 @@ def _grpo_loss_kernel(
     exists = tokens < N
     on = tl.load(mask + tokens, mask=exists, other=0) != 0
     current = _load_masked(logprobs, tokens, on)
-    advantage = _load_masked(advantages, tokens, on)
     weight = _load_masked(weights, tokens, on)
-
-    ratio = tl.full([BLOCK], 1.0, tl.float32)
+    old = current
     if old_logprobs is not None:
-        ratio = tl.exp(current - _load_masked(old_logprobs, tokens, on))
-    clipped_low = (advantage < 0.0) & (ratio < lowest_ratio)
-    clipped_high = (advantage > 0.0) & (ratio > highest_ratio)
-    used_ratio = tl.where(clipped_low, lowest_ratio, tl.where(clipped_high, highest_ratio, ratio))
-    policy = -used_ratio * advantage
-    slope = tl.where(clipped_low | clipped_high, 0.0, -ratio * advantage)
+        old = _load_masked(old_logprobs, tokens, on)
+    ratio = tl.exp(current - old)
+    if log_ratio is not None:
+        ratio = tl.exp(_load_masked(log_ratio, tokens, on))
+    advantage = _load_masked(advantages, tokens, on)
+    policy, of_ratio, of_logprob, low, high = _policy(
+        ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg, FORM
+    )
+
+    left = tl.full([BLOCK], 1.0, tl.float32)
+    difference = tl.zeros([BLOCK], tl.float32)
+    if sampling_logprobs is not None:
+        sampled = _load_masked(sampling_logprobs, tokens, on)
+        # A sampler that cannot say leaves NaN: nothing to correct by, nothing to measure.
+        difference = tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
+        if CORRECTION is not None:
+            left = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
+        if CORRECTION == "truncate":
+            left = tl.minimum(tl.maximum(left, clip_min), clip_max)
+        if CORRECTION == "mask":
+            left = tl.where((left < clip_min) | (left > clip_max), 0.0, left)
+    if policy_weights is not None:
+        left *= _load_masked(policy_weights, tokens, on)
+    # A weight of 0 leaves a token out, whatever its term is: inf among it.
+    gone = left == 0.0
+    policy = tl.where(gone, 0.0, policy * left)
+    of_ratio = tl.where(gone, 0.0, of_ratio * left)
+    of_logprob = tl.where(gone, 0.0, of_logprob * left)
 
     kl = tl.zeros([BLOCK], tl.float32)
     cost = policy
     if ref_logprobs is not None:
-        q = _load_masked(ref_logprobs, tokens, on) - current
-        kl = expm1_minus_x(q)
-        if BIAS_CORRECTION_KL:
-            cost += beta * kl * ratio
-            slope += beta * ratio * (kl - expm1(q))
-        else:
-            cost += beta * kl
-            slope -= beta * expm1(q)
-    tl.store(grad_logprobs + tokens, tl.where(on, weight * slope, 0.0), mask=exists)
+        kl, kl_slope = _kl(_load_masked(ref_logprobs, tokens, on) - current, KL)
+        # With beta = 0 the KL is a metric and nothing else: an infinite one must not become 0 * inf in the loss.
+        if REGULARISED:
+            times = ratio if BIAS_CORRECTION_KL else tl.full([BLOCK], 1.0, tl.float32)
+            cost += beta * kl * times
+            of_logprob += beta * kl_slope * times
+            if BIAS_CORRECTION_KL:
+                of_ratio += beta * kl * ratio
+    if log_ratio is None:
+        of_logprob += of_ratio
+    else:
+        tl.store(grad_log_ratio + tokens, tl.where(on, weight * of_ratio, 0.0), mask=exists)
+    tl.store(grad_logprobs + tokens, tl.where(on, weight * of_logprob, 0.0), mask=exists)
 
-    difference = tl.zeros([BLOCK], tl.float32)
-    if sampling_logprobs is not None:
-        difference = tl.abs(current - _load_masked(sampling_logprobs, tokens, on))
-    one = on.to(tl.float32)
+    entropies = _load_masked(entropy, tokens, on)
+    total = weight * cost - _load_masked(entropy_weights, tokens, on) * entropies
     row = partials + tl.program_id(0).to(tl.int64) * STATISTICS
-    tl.store(row + 0, tl.sum(weight * cost))
+    tl.store(row + 0, tl.sum(total))
     tl.store(row + 1, tl.sum(weight * policy))
-    tl.store(row + 2, tl.sum(one))
+    tl.store(row + 2, tl.sum(on.to(tl.float32)))
     tl.store(row + 3, tl.sum(kl))
-    tl.store(row + 4, tl.sum(_load_masked(entropy, tokens, on)))
+    tl.store(row + 4, tl.sum(entropies))
     tl.store(row + 5, tl.sum(tl.where(on, ratio, 0.0)))
-    tl.store(row + 6, tl.sum(clipped_low.to(tl.float32)))
-    tl.store(row + 7, tl.sum(clipped_high.to(tl.float32)))
-    tl.store(row + 8, tl.sum(difference))
-    tl.store(row + 9, tl.max(difference))
-    tl.store(row + 10, tl.max(tl.where(on, ratio, float("-inf"))))
-    tl.store(row + 11, tl.min(tl.where(on, ratio, float("inf"))))
+    tl.store(row + 6, tl.sum((on & low).to(tl.float32)))
+    tl.store(row + 7, tl.sum((on & high).to(tl.float32)))
+    tl.store(row + 8, tl.sum(tl.where(on, left, 0.0)))
+    tl.store(row + 9, tl.sum(difference))
+    tl.store(row + 10, tl.max(difference))
+    tl.store(row + 11, tl.max(tl.where(on, ratio, float("-inf"))))
+    tl.store(row + 12, tl.min(tl.where(on, ratio, float("inf"))))
 
 
 def grpo_token_loss(
     logprobs: Tensor,
     *,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    entropy: Tensor | None = None,
-    epsilon_low: float,
-    epsilon_high: float,
-    beta: float,
-    bias_correction_kl: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradient of sum(weights * l) and the sums behind every metric.
+    log_ratio: Tensor | None = None,
+    inputs: dict[str, Tensor | None],
+    terms: tuple[Any, ...],
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """The gradient of the loss and the sums behind every metric.
 
     Args:
-        logprobs, advantages, weights: [N] fp32.
-        mask: [N] bool. Where False, the inputs are not read: zero gradient, no part in any statistic.
-        old_logprobs: [N] fp32, or None for the current ones detached (ratio 1, which still carries the gradient).
-        ref_logprobs, sampling_logprobs, entropy: [N] fp32, or None to leave their terms out.
-        epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
-        beta: weight of the KL term.
-        bias_correction_kl: multiply the KL term by the (differentiable) ratio.
+        logprobs: [N] fp32.
+        log_ratio: [N] fp32, the log of the ratio where it is not that of the token; its gradient then comes apart.
+        inputs: by name, each [N]: `advantages` and `weights`, fp32; `mask`, bool: where False, the others are not read,
+            the gradient is zero, and no statistic counts the token. None, or missing: `old_logprobs` (the current ones,
+            detached: ratio 1, which still carries the gradient), `ref_logprobs`, `sampling_logprobs`, `entropy`,
+            `entropy_weights`, `policy_weights`, fp32.
+        terms: (form, epsilon_low, epsilon_high, delta or None, (tau for A > 0, tau elsewhere), beta, "k1" | "k2" |
+            "k3", bias_correction_kl, "truncate" | "mask" | None, lower bound or None, upper bound or None of rho), with
+            form "clipped" | "cispo" | "sapo" | "vespo".
 
     Returns:
-        (dL/dlogprobs [N] fp32, statistics). The statistics are 0-d fp32: "loss" and "policy_loss" weighted sums,
-        "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the mask (the ratio's are inf and -inf
-        where nothing is unmasked), the others sums over the mask.
+        (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, statistics). The statistics are 0-d fp32: "loss" and
+        "policy_loss" weighted sums, "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the mask (the
+        ratio's are inf and -inf where nothing is unmasked), the others sums over the mask.
 
-    Memory: 12 fp32 numbers per 1024 tokens.
+    Memory: 13 fp32 numbers per 1024 tokens.
     """
     N, device = logprobs.shape[0], logprobs.device
+    form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
     grad_logprobs = torch.empty(N, dtype=torch.float32, device=device)
+    grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
     # One program even for no tokens: it writes the sums of nothing.
     programs = max(triton.cdiv(N, TOKENS_PER_PROGRAM), 1)
     partials = torch.empty(programs, STATISTICS, dtype=torch.float32, device=device)
-    inputs = (logprobs, advantages, weights, mask, old_logprobs, ref_logprobs, sampling_logprobs, entropy)
+    vectors = (logprobs, log_ratio, *(inputs.get(name) for name in INPUTS))
     with launching_on(device):
         _grpo_loss_kernel[(programs,)](
-            *(None if vector is None else vector.contiguous() for vector in inputs),
+            *(None if vector is None else vector.contiguous() for vector in vectors),
             grad_logprobs,
+            grad_log_ratio,
             partials,
             N,
             1.0 - epsilon_low,
-            1.0 + epsilon_high,
+            epsilon_high if form == "cispo" else 1.0 + epsilon_high,
+            float("inf") if delta is None else delta,
+            *taus,
             beta,
-            BIAS_CORRECTION_KL=bias_correction_kl,
+            0.0 if clip_min is None else clip_min,
+            float("inf") if clip_max is None else clip_max,
+            FORM=form,
+            KL=estimator,
+            REGULARISED=beta != 0.0,
+            BIAS_CORRECTION_KL=corrected,
+            CORRECTION=correction if inputs.get("sampling_logprobs") is not None else None,
             STATISTICS=STATISTICS,
             BLOCK=TOKENS_PER_PROGRAM,
             **FUSED_MULTIPLY_ADD,
         )
-    return grad_logprobs, _statistics(partials)
+    return grad_logprobs, grad_log_ratio, _statistics(partials)
 
 
 def _statistics(partials: Tensor) -> dict[str, Tensor]:
