@@ -74,7 +74,8 @@ def fold_tile_(
         maximum.copy_(top)
         if out is not None:
             e = e if block.slope is None else e.mul_(block.slope)
-            torch.mul(e, weights_scale, out=out[block.rows])
+            if weights_scale != 1.0 or e.data_ptr() != out[block.rows].data_ptr():
+                torch.mul(e, weights_scale, out=out[block.rows])
     return out
 
 
@@ -148,6 +149,27 @@ def logits_gradient_(
         if gradient is e:
             out[rows] = gradient
     return out
+
+
+def weights_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    maximum: Tensor,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """e^(z - m) * dsoftcap [R, C] over a tile, 0 at the target, with `maximum` m [R] that of the whole row."""
+    shift = finite(maximum[:, None])
+    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
+        at_target = block.z.gather(1, block.column)
+        block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))
+        e = torch.sub(block.z, shift[block.rows], out=logits[block.rows]).exp_()
+        if block.slope is not None:
+            e.mul_(block.slope)
+    return logits
 
 
 def _in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -72,7 +72,7 @@ def fused_linear_grpo_loss(
             log-prob is 0, the metrics are of the others. Loss and gradients are the same.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
-        chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB (at most 64 on a CPU). At least one row
+        chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB, 96 on a CPU. At least one row
             is always taken.
 
     Returns:
@@ -177,7 +177,7 @@ def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> t
         head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    statistics = value_and_gradient(logprobs, entropy, inputs, config, _impl.passes("torch")).statistics
+    statistics = value_and_gradient(logprobs, entropy, inputs, config=config, passes=_impl.passes("torch")).statistics
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 

@@ -100,6 +100,7 @@ class Head:
             len(self.weight),
             device=self.hidden.device,
             itemsize=self.dtype.itemsize,
+            row_bytes=self._row_bytes(weight_gradient=True),
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
         )
@@ -112,17 +113,23 @@ class Head:
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
         cast, narrow = self.weight.dtype != self.hidden.dtype, self.weight.dtype != self.dtype
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and narrow))
-        row_bytes = hidden_size * (size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None))
         return planner.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
             device=self.hidden.device,
             itemsize=size,
-            row_bytes=row_bytes,
+            row_bytes=self._row_bytes(weight_gradient=weight_gradient),
             column_bytes=column_bytes,
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
         )
+
+    def _row_bytes(self, *, weight_gradient: bool) -> int:
+        """What a tile holds of each row beside its logits: hidden states cast or gathered, and those times a factor."""
+        hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
+        copied = size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None)
+        pushed = size if weight_gradient and not self.hidden.is_cuda else 0
+        return hidden_size * (copied + pushed)
 
     @property
     def _slice_bytes(self) -> int:
@@ -162,99 +169,6 @@ def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
 def local_targets(targets: Tensor, columns: slice) -> Tensor:
     """Targets relative to a stretch of the vocabulary; -1 where they are outside."""
     return torch.where((targets >= columns.start) & (targets < columns.stop), targets - columns.start, -1)
-
-
-class HeadGradients:
-    """dH, dW and db of one sweep over tiles: only those asked for, each rounded to its input's dtype once, at the end.
-
-    With tiles that hold all rows, each slice of dW comes out of one GEMM and no accumulator stands beside it; with more
-    row groups W accumulates in fp32 (fp64 for fp64). So does b, always, and H where a row has more than one tile.
-    `scale` is what the d-logits are multiplied by; the gradients are not. `hidden_dtype` is that of dH, where it is to
-    be summed further before it is rounded. Without `every_row`, some rows may never come. Unless `rounded`, dW stays as
-    it was summed.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        shape: TileShape,
-        *,
-        hidden: bool,
-        weight: bool,
-        bias: bool,
-        scale: Tensor | None = None,
-        hidden_dtype: torch.dtype | None = None,
-        every_row: bool = True,
-        rounded: bool = True,
-    ) -> None:
-        self._head, self._scale, self._rounded = head, scale, rounded
-        # Rows that take no part, and all rows of an empty shard, have no tile to write their gradient.
-        every_row = every_row and head.index is None and len(head.weight) > 0
-        allocate = torch.empty_like if every_row else torch.zeros_like
-        self._hidden = allocate(head.hidden, dtype=hidden_dtype) if hidden else None
-        self._rows: Tensor | None = None  # the accumulator of the row group at hand
-        one_sweep = shape.rows >= len(head.targets)
-        self._started: set[int] = set()  # the columns of which dW has been written
-        self._weight = (
-            torch.empty_like(head.weight, dtype=None if one_sweep and rounded else head.dtype) if weight else None
-        )
-        self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
-
-    def scaled(self, upstream: Tensor) -> Tensor:
-        """What the d-logits are to be made from."""
-        return upstream if self._scale is None else upstream * self._scale
-
-    def add(self, tile: Tile, dlogits: Tensor) -> None:
-        """Take in d(h.w) [R, C] of a tile."""
-        if self._hidden is not None:
-            self._add_hidden_gradient(tile, dlogits)
-        if self._weight is not None:
-            self._add_weight_gradient(tile, dlogits)
-        if self._bias is not None:
-            self._bias[tile.columns] += dlogits.sum(0, dtype=self._bias.dtype)
-
-    def _add_hidden_gradient(self, tile: Tile, dlogits: Tensor) -> None:
-        assert self._hidden is not None
-        index, first = tile.index, tile.columns.start == 0
-        in_place = index is None and self._hidden.dtype == self._head.dtype
-        if first:
-            self._rows = self._hidden[tile.rows] if in_place else self._hidden.new_empty(0)
-            if not in_place:
-                self._rows = torch.empty_like(tile.hidden, dtype=self._head.dtype)
-        assert self._rows is not None
-        weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=not first)
-        if tile.columns.stop == len(self._head.weight):
-            self._unscale(self._rows)
-            if not in_place:
-                self._hidden[tile.rows if index is None else index] = self._rows.to(self._hidden.dtype)
-            self._rows = None
-
-    def _add_weight_gradient(self, tile: Tile, dlogits: Tensor) -> None:
-        assert self._weight is not None
-        out, hidden = self._weight[tile.columns], tile.hidden.to(dlogits.dtype)
-        exact = out.dtype == self._head.dtype
-        product = out if exact else torch.empty_like(out, dtype=self._head.dtype)
-        multiply_into(product, dlogits.t(), hidden, accumulate=tile.columns.start in self._started)
-        self._started.add(tile.columns.start)
-        if not exact:
-            self._unscale(product)
-            out.copy_(product)
-
-    def _unscale(self, gradient: Tensor | None) -> None:
-        if self._scale is not None and gradient is not None and gradient.dtype == self._head.dtype:
-            gradient.div_(self._scale)
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dH, dW, db), each in its input's dtype unless it said otherwise. The accumulators are given away."""
-        if self._weight is not None and not self._started:
-            self._weight.zero_()
-        self._unscale(self._weight)
-        self._unscale(self._bias)
-        head, self._head = self._head, None  # type: ignore[assignment]
-        weight = None if self._weight is None else self._weight.to(head.weight.dtype if self._rounded else head.dtype)
-        bias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
-        hidden, self._hidden, self._weight, self._bias = self._hidden, None, None, None
-        return hidden, weight, bias
 
 
 def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:

@@ -103,7 +103,7 @@ def grpo_loss(
     assert flat is not None
     chosen = _impl.choose(impl, logprobs)
     passes = _impl.passes("torch" if chosen == "reference" else chosen)
-    done = value_and_gradient(flat, flat_entropy, inputs, config, passes)
+    done = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     if chosen == "reference":
         loss = reference.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
@@ -138,9 +138,13 @@ class LossGradients(NamedTuple):
     logprobs: Tensor  # [N]
     entropy: Tensor | None  # [N], None for 0
 
+    def of(self, rows: slice | Tensor) -> LossGradients:
+        """Those of some rows."""
+        return self._replace(logprobs=self.logprobs[rows], entropy=None if self.entropy is None else self.entropy[rows])
+
 
 def value_and_gradient(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig, passes: ModuleType
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
 ) -> LossGradients:
     """Everything from the log-probs [N] and entropies [N] of all tokens of a call."""
     with torch.no_grad():

@@ -14,7 +14,7 @@ Rows that cannot have a gradient (masked, zero advantage) are sorted out before,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -24,10 +24,12 @@ from torch import Tensor
 from fused_grpo import planner, reference
 from fused_grpo._layout import LossInputs, TokenInputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head import Head, HeadGradients, Tile
+from fused_grpo.head import Head, Tile
+from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
-from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.planner import BLOCK_BYTES, TileShape
 from fused_grpo.plans import power_of_two_scale, rows_of
+from fused_grpo.statistics import finish_rows, start_rows
 
 Score = Literal["all", "needed"]
 
@@ -48,6 +50,9 @@ class _Rows(NamedTuple):
     maximum: Tensor
     total: Tensor
 
+    def of(self, rows: slice | Tensor) -> _Rows:
+        return _Rows(*(x[rows] for x in self))
+
 
 def fused_loss(
     head: Head,
@@ -61,21 +66,14 @@ def fused_loss(
     rounded: bool = True,
 ) -> Done:
     """Log-probs, loss and the gradients that are wanted of hidden, weight (in fp32 if not `rounded`) and bias."""
-    count = len(head.targets)
-    head = head.select(_rows_in_order(inputs, config, score, any(wanted.values())))
-    gradients = HeadGradients(
-        head,
-        head.chunk_shape(chunk_bytes),
-        hidden=wanted["hidden"],
-        weight=wanted["weight"],
-        bias=wanted["bias"],
-        scale=_scale(head, inputs),
-        every_row=False,
-        rounded=rounded,
-    )
-    plan = _in_two_phases if needs_other_tokens(inputs, config) else _chunk_by_chunk
-    statistics, logprobs = plan(head, inputs, config, passes, chunk_bytes, gradients if any(wanted.values()) else None)
-    return Done(statistics, _everywhere(logprobs, head.index, count), gradients.finish())
+    differentiated = any(wanted.values())
+    rows = head.select(_rows_in_order(inputs, config, score, differentiated))
+    shape, scale = rows.chunk_shape(chunk_bytes), _scale(rows, inputs)
+    gradients = HeadGradients(rows, shape, **wanted, scale=scale, every_row=False, rounded=rounded)  # type: ignore[arg-type]
+    as_weights = differentiated and hasattr(passes, "weights_") and not config.entropy_coef
+    step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights)
+    statistics, logprobs = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
+    return Done(statistics, _everywhere(logprobs, rows.index, len(head.targets)), gradients.finish())
 
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -119,104 +117,102 @@ def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
-def _chunk_by_chunk(
-    head: Head,
-    inputs: LossInputs,
-    config: GRPOLossConfig,
-    passes: ModuleType,
-    chunk_bytes: int | None,
-    gradients: HeadGradients | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(statistics, log-probs of the head's rows)."""
-    parts, logprobs = [], []
-    for tile in head.tiles(head.chunk_shape(chunk_bytes)):
-        rows = _statistics(tile, passes)
-        here = TokenInputs(**inputs.tokens.rows(tile.rows if tile.index is None else tile.index))
-        done = value_and_gradient(rows.logprobs, rows.entropy, replace(inputs, tokens=here), config, passes)
-        parts.append(done.statistics)
-        logprobs.append(rows.logprobs)
-        if gradients is not None:
-            _take_gradient(tile, rows, done, passes, head, gradients)
-    statistics = reference.merge_statistics(parts)
-    return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, torch.cat(logprobs)
+@dataclass(frozen=True)
+class _Step:
+    """A call's way through the head. Both ways give (statistics, log-probs of the head's rows)."""
 
+    head: Head
+    shape: TileShape
+    inputs: LossInputs
+    config: GRPOLossConfig
+    passes: ModuleType
+    gradients: HeadGradients | None  # None where none is wanted
+    as_weights: bool
+    """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
 
-def _in_two_phases(
-    head: Head,
-    inputs: LossInputs,
-    config: GRPOLossConfig,
-    passes: ModuleType,
-    chunk_bytes: int | None,
-    gradients: HeadGradients | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(statistics, log-probs of the head's rows)."""
-    shape, count, seen = head.chunk_shape(chunk_bytes), len(inputs.tokens.mask), []
-    for tile in head.tiles(shape):
-        seen.append(_statistics(tile, passes))
-    rows = _Rows(*(torch.cat(values) for values in zip(*seen, strict=True)))
-    logprobs, entropy = (_everywhere(values, head.index, count) for values in (rows.logprobs, rows.entropy))
-    if head.index is not None:
-        scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, head.index, True)
-        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
-    done = value_and_gradient(logprobs, entropy, inputs, config, passes)
-    if head.index is not None:
-        of_rows = (None if x is None else x[head.index] for x in (done.logprobs, done.entropy))
-        done = LossGradients(done.statistics, *of_rows)  # type: ignore[arg-type]
-    again = torch.zeros((), dtype=head.dtype, device=head.hidden.device)
-    if gradients is not None:
-        kept = tile.rows
-        _take_gradient(tile, _Rows(*(x[kept] for x in rows)), _of(done, kept), passes, head, gradients)
-        del tile  # its memory is free for the chunks that come now
-        left = (_has_gradient(done) & (torch.arange(len(rows.logprobs), device=again.device) < kept.start)).nonzero()[
-            :, 0
-        ]
-        again = again + len(left)
-        once_more = head.select(left)
-        for tile in once_more.tiles(shape) if len(left) else ():
-            index = left[tile.rows]
-            _take_gradient(tile, _Rows(*(x[index] for x in rows)), _of(done, index), passes, head, gradients)
-    return {**done.statistics, "recomputed": again}, rows.logprobs
+    def chunk_by_chunk(self) -> tuple[dict[str, Tensor], Tensor]:
+        parts, logprobs = [], []
+        for tile in self.head.tiles(self.shape):
+            rows = self._statistics(tile)
+            here = TokenInputs(**self.inputs.tokens.rows(tile.rows if tile.index is None else tile.index))
+            inputs = replace(self.inputs, tokens=here)
+            done = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
+            parts.append(done.statistics)
+            logprobs.append(rows.logprobs)
+            self._take_gradient(tile, rows, done)
+        statistics = reference.merge_statistics(parts)
+        return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, torch.cat(logprobs)
 
+    def in_two_phases(self) -> tuple[dict[str, Tensor], Tensor]:
+        index, inputs, seen = self.head.index, self.inputs, []
+        for tile in self.head.tiles(self.shape):
+            seen.append(self._statistics(tile))
+        rows = _Rows(*(torch.cat(values) for values in zip(*seen, strict=True)))
+        if index is not None:
+            scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
+            inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
+        count = len(inputs.tokens.mask)
+        logprobs, entropy = (_everywhere(values, index, count) for values in (rows.logprobs, rows.entropy))
+        done = value_and_gradient(logprobs, entropy, inputs, config=self.config, passes=self.passes)
+        if index is not None:
+            done = done.of(index)
+        again = torch.zeros_like(done.statistics["loss"])
+        if self.gradients is not None:
+            first = tile.rows.start
+            self._take_gradient(tile, rows.of(tile.rows), done.of(tile.rows))
+            del tile  # its memory is free for the chunks that come now
+            left = _has_gradient(done)[:first].nonzero()[:, 0]
+            again = again + len(left)
+            for tile in self.head.select(left).tiles(self.shape) if len(left) else ():
+                some = rows.of(left[tile.rows])
+                if self.as_weights:
+                    self.passes.weights_(tile.logits, tile.targets, maximum=some.maximum, **tile.arguments)
+                self._take_gradient(tile, some, done.of(left[tile.rows]))
+        return {**done.statistics, "recomputed": again}, rows.logprobs
 
-def _statistics(tile: Tile, passes: ModuleType) -> _Rows:
-    logprobs, entropy, (maximum, total, *_) = passes.row_statistics(
-        tile.logits, tile.targets, **tile.arguments, entropy=True
-    )
-    return _Rows(logprobs, entropy, maximum, total)
+    def _statistics(self, tile: Tile) -> _Rows:
+        if not self.as_weights:
+            logprobs, entropy, (maximum, total, *_) = self.passes.row_statistics(
+                tile.logits, tile.targets, **tile.arguments, entropy=True
+            )
+            return _Rows(logprobs, entropy, maximum, total)
+        state = start_rows(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+        options = {**tile.arguments, "entropy": True, "weights": tile.logits.dtype}
+        self.passes.fold_tile_(tile.logits, tile.targets, state, **options)
+        return _Rows(*finish_rows(state), state.maximum, state.total)
 
-
-def _of(done: LossGradients, rows: slice | Tensor) -> LossGradients:
-    return LossGradients(done.statistics, done.logprobs[rows], None if done.entropy is None else done.entropy[rows])
+    def _take_gradient(self, tile: Tile, rows: _Rows, done: LossGradients) -> None:
+        """Take the rows of the tile that have a gradient into dH, dW, db."""
+        if self.gradients is None:
+            return
+        order = kept_first_(tile.logits, rows_of(_has_gradient(done)))
+        if order is not None:
+            tile, rows, done = tile.select(order), rows.of(order), done.of(order)
+        if not len(rows.logprobs):
+            return
+        upstream = self.gradients.scaled(done.logprobs)
+        if self.as_weights:
+            options = {"logprobs": rows.logprobs, "total": rows.total, "upstream": upstream}
+            self.gradients.add(tile, tile.logits, softmax_factors(self.head, tile, tile.targets, **options))
+            return
+        grad_entropy = None if done.entropy is None else self.gradients.scaled(done.entropy)
+        dlogits = self.passes.logits_gradient_(
+            tile.logits,
+            tile.targets,
+            maximum=rows.maximum,
+            total=rows.total,
+            logprobs=rows.logprobs,
+            entropy=None if grad_entropy is None else rows.entropy,
+            grad_logprobs=upstream,
+            grad_entropy=grad_entropy,
+            **tile.arguments,
+            dtype=self.head.gemm_dtype,
+        )
+        self.gradients.add(tile, dlogits)
 
 
 def _has_gradient(done: LossGradients) -> Tensor:
     return done.logprobs != 0 if done.entropy is None else (done.logprobs != 0) | (done.entropy != 0)
-
-
-def _take_gradient(
-    tile: Tile, rows: _Rows, done: LossGradients, passes: ModuleType, head: Head, gradients: HeadGradients
-) -> None:
-    """Turn the tile into d-logits, of the rows that have a gradient, and take them into dH, dW, db."""
-    order = kept_first_(tile.logits, rows_of(_has_gradient(done)))
-    if order is not None:
-        rows, done = _Rows(*(x[order] for x in rows)), _of(done, order)
-        tile = tile.select(order)
-    if not len(rows.logprobs):
-        return
-    grad_entropy = None if done.entropy is None else gradients.scaled(done.entropy)
-    dlogits = passes.logits_gradient_(
-        tile.logits,
-        tile.targets,
-        maximum=rows.maximum,
-        total=rows.total,
-        logprobs=rows.logprobs,
-        entropy=None if grad_entropy is None else rows.entropy,
-        grad_logprobs=gradients.scaled(done.logprobs),
-        grad_entropy=grad_entropy,
-        **tile.arguments,
-        dtype=head.gemm_dtype,
-    )
-    gradients.add(tile, dlogits)
 
 
 def kept_first_(logits: Tensor, kept: Tensor | None) -> Tensor | None:

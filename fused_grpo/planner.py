@@ -33,7 +33,7 @@ _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
 CPU_TILE_BYTES = 32 * 2**20
 
 # Whole rows on a CPU, unless told otherwise: few enough to be small beside full logits, many enough for a good GEMM.
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_CHUNK_BYTES = 96 * 2**20
 
 # Columns in multiples of what GEMM kernels and vectorised loads like.
 ALIGNMENT = 128
@@ -61,12 +61,13 @@ def chunk_rows(
     *,
     device: torch.device,
     itemsize: int,
+    row_bytes: int = 0,
     slice_bytes: int = 0,
     chunk_bytes: int | None = None,
 ) -> int:
     """Rows per chunk: the most that fit the budget (at least one), evened out so that the last chunk is not a stub."""
     chunk_bytes = CPU_CHUNK_BYTES if chunk_bytes is None and device.type == "cpu" else chunk_bytes
-    return _evened(num_rows, _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize))
+    return _evened(num_rows, _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize + row_bytes))
 
 
 def tile_shape(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner
-from fused_grpo.head import INVARIANT_ROWS, Head, HeadGradients, Tile, full_precision, local_targets, weighted_sum_into
-from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets, weighted_sum_into
+from fused_grpo.head_gradients import HeadGradients, apply_factors_, softmax_factors
 from fused_grpo.statistics import RowState, finish_rows, merge_rows, start_rows
 
 # fp16 ends at 2^16: the largest weight or gradient goes near 2^10, so that 2^-34 of it is still a number.
@@ -153,6 +153,11 @@ def backward(
     with full_precision(head.hidden):
         for tile in head.tiles(shape):
             rows = tile.rows
+            if grad_entropy is None and hasattr(passes, "weights_"):
+                weights = passes.weights_(tile.logits, tile.targets, maximum=maximum[rows], **tile.arguments)
+                options = {"logprobs": logprobs[rows], "total": total[rows], "upstream": grad_logprobs[rows]}
+                gradients.add(tile, weights, softmax_factors(head, tile, head.targets[rows], **options))
+                continue
             dlogits = passes.logits_gradient_(
                 tile.logits,
                 tile.targets,
@@ -211,22 +216,8 @@ def forward_with_direction(
                 sums.mul_(torch.exp(before - rows.maximum).nan_to_num_(0.0)[:, None])
             weighted_sum_into(sums, weights, tile.weight, accumulate=later)
             if tile.columns.stop == len(head.weight):
-                _finish_direction(sums, head, tile, rows.total * scale, finish_rows(rows)[0])
+                options = {"logprobs": finish_rows(rows)[0], "total": rows.total * scale}
+                apply_factors_(sums, head, softmax_factors(head, tile, head.targets[tile.rows], **options))
                 if head.index is not None:
                     direction[head.index[tile.rows]] = sums
         return finish(state, entropy=entropy), direction
-
-
-def _finish_direction(sums: Tensor, head: Head, tile: Tile, total: Tensor, logprobs: Tensor) -> None:
-    """The module's formula, in place, from sums = sum_v e_v slope_v w_v [R, D] and total = sum_v e_v [R]."""
-    factor = head.logit_scale / head.temperature[tile.rows] * -torch.expm1(logprobs)
-    targets, push = head.targets[tile.rows], -factor / total.masked_fill(total == 0.0, 1.0)
-    for rows in planner.chunks(len(sums), max(1, BLOCK_BYTES // max(1, sums[:1].nbytes))):
-        at_target = head.weight[targets[rows]].to(head.hidden.dtype).to(sums.dtype)
-        pull = factor[rows]
-        if head.softcap is not None:
-            raw = (tile.hidden[rows].to(sums.dtype) * at_target).sum(1)
-            raw = raw if head.bias is None else raw + head.bias[targets[rows]]
-            e = torch.exp(-2 * (raw * (head.logit_scale / head.softcap)).abs())
-            pull = pull * (4 * e / (1 + e).square())
-        sums[rows].mul_(push[rows, None]).addcmul_(at_target, pull[:, None])

@@ -18,9 +18,18 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs, planner, plans
+from fused_grpo import (
+    GRPOLossConfig,
+    fused_linear_grpo_loss,
+    grpo_loss,
+    head,
+    head_gradients,
+    linear_logprobs,
+    planner,
+    plans,
+)
 from fused_grpo.errors import InputError
-from fused_grpo.head import HeadGradients
+from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.trainer.batching import pack
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch
@@ -169,7 +178,7 @@ def gemms(monkeypatch):
         monkeypatch.setattr(home, name, counted)
 
     count(head, "logits_into", "logits")
-    for home in (head, plans):
+    for home in (head_gradients, plans):
         count(home, "weighted_sum_into", "hidden")
     count(HeadGradients, "_add_weight_gradient", "weight")
     return ran

@@ -1,0 +1,214 @@
+"""TRL's own loss, `GRPOTrainer._compute_loss`, on the same tensors: loss, gradients and metrics of every loss type.
+
+`trl_loss.py` has the batches and runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss
+from fused_grpo.config import CLIPPED, LEVELS, LOSS_TYPES
+
+spec = importlib.util.spec_from_file_location("trl_loss", Path(__file__).with_name("trl_loss.py"))
+trl_loss = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(trl_loss)
+
+B, T, V, RHO, OPTIONS = trl_loss.B, trl_loss.T, trl_loss.V, trl_loss.RHO, trl_loss.OPTIONS
+EVERYTHING = [
+    (x, level, option) for x in LOSS_TYPES for level in LEVELS for option in OPTIONS if trl_loss.goes_with(x, option)
+]
+
+
+@pytest.fixture(scope="module")
+def trainer_class() -> type:
+    """TRL's trainer. It is told that there is no vLLM: importing that takes longer than all these tests."""
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        from trl.trainer.grpo_trainer import GRPOTrainer
+    return GRPOTrainer
+
+
+def of_ours(batch: trl_loss.Batch, config: GRPOLossConfig, how: str, **counts: float) -> trl_loss.Result:
+    """`how`: from "log-probs", or "log-probs in triton"; fused, the "reference", and in chunks of five rows "torch", or
+    "needed", where only tokens that may have a gradient are scored."""
+    inputs = {"advantages": batch.advantages, "mask": batch.mask, "config": config, "old_logprobs": batch.old, **counts}
+    inputs |= {"ref_logprobs": batch.ref, "sampling_logprobs": batch.sampling}
+    leaves = (batch.hidden, batch.weight, batch.targets)
+    if how.startswith("log-probs"):
+        logprobs, entropy = trl_loss.head(*leaves)
+        output = grpo_loss(logprobs, entropy=entropy, **inputs, impl="torch" if how == "log-probs" else "triton")
+    elif how == "reference":
+        output = fused_linear_grpo_loss(*leaves, **inputs, impl="reference")
+    else:
+        chunk = {"chunk_bytes": 5 * V * batch.hidden.element_size(), "impl": "torch"}
+        output = fused_linear_grpo_loss(*leaves, **inputs, **chunk, score="needed" if how == "needed" else "all")
+    return trl_loss.differentiated(output.loss, batch, output.metrics)
+
+
+def assert_same(ours: trl_loss.Result, theirs: trl_loss.Result, tolerance: float) -> None:
+    for name in ("loss", "hidden", "weight"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        error = ((one - other).norm() / other.norm()).item()
+        assert error <= tolerance, f"{name}: {error:.2e} from TRL's, relative to its norm {other.norm():.2e}"
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), EVERYTHING)
+def test_loss_and_gradients_are_trls(trainer_class, loss_type, level, option):
+    config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
+    theirs = trl_loss.of_trl(trainer_class, batch, config)
+    for how in ("torch", "needed", "log-probs"):
+        assert_same(of_ours(batch, config, how), theirs, 1e-5)
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), EVERYTHING)
+def test_in_fp64_they_are_trls_to_ten_digits(trainer_class, loss_type, level, option):
+    config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option)
+    theirs = trl_loss.of_trl(trainer_class, batch, config)
+    assert theirs.loss.dtype == torch.float64
+    for how in ("reference", "torch"):
+        assert_same(of_ours(batch, config, how), theirs, 1e-10)
+
+
+# Each costs what three of the others do, so here are those that differ in what the kernel is told.
+IN_TRITON = ("nothing", "delta", "kl without bias correction", "token_mask", "on policy", "all for tokens")
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), [x for x in EVERYTHING if x[2] in IN_TRITON])
+def test_in_interpreted_triton_they_are_trls(trainer_class, loss_type, level, option):
+    config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
+    theirs = trl_loss.of_trl(trainer_class, batch, config)
+    assert_same(of_ours(batch, config, "log-probs in triton"), theirs, 1e-5)
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), [x for x in EVERYTHING if x[2] != "nothing"])
+def test_each_option_makes_a_difference_to_trl(trainer_class, loss_type, level, option):
+    without = trl_loss.of_trl(trainer_class, trl_loss.make_batch(), trl_loss.config_of(loss_type, level, "nothing"))
+    with_it = trl_loss.of_trl(trainer_class, trl_loss.make_batch(option), trl_loss.config_of(loss_type, level, option))
+    differences = [(getattr(with_it, x) - getattr(without, x)).norm().item() for x in ("loss", "weight")]
+    # A sequence may be left out that was clipped before: only the loss tells.
+    assert max(differences) > 1e-3
+
+
+def test_the_numbers_cross_every_bound_from_both_sides():
+    batch = trl_loss.make_batch("token_mask")
+    config, on = trl_loss.config_of("grpo", "token", "delta"), batch.mask.bool()
+    low, high, delta = 1 - config.epsilon, 1 + config.epsilon_high, config.delta
+    change = (trl_loss.head(batch.hidden, batch.weight, batch.targets)[0] - batch.old).detach() * batch.mask
+    of_sequences = (change.sum(-1) / batch.mask.sum(-1))[:, None].expand(B, T)
+    good = (batch.advantages > 0)[:, None]
+    for ratio in (change.exp(), of_sequences.exp()):
+        for where in (good & (ratio < low), good & (ratio > high), ~good & (ratio < low), ~good & (ratio > delta)):
+            assert (where & on).any()
+    correction = torch.nan_to_num((batch.old - batch.sampling) * batch.mask, nan=0.0)
+    for rho in (correction[on].exp(), correction.sum(-1).exp()):
+        least, most = RHO["sampling_clip_min"], RHO["sampling_clip_max"]
+        assert (rho < least).any()
+        assert (rho > most).any()
+        assert ((rho > least) & (rho < most)).any()
+    assert not on.all()
+    assert batch.sampling[on].isnan().any()
+
+
+METRICS = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_ratio/low_mean": "clip_ratio_low",
+    "clip_ratio/high_mean": "clip_ratio_high",
+    "clip_ratio/region_mean": "clip_ratio_region",
+    "cispo_clip_ratio": "clip_ratio_high",
+    "policy_loss": "policy_loss",
+}
+# Not with "kl": TRL reports it times the ratio, ours is the estimate itself.
+MEASURED = ("nothing", "delta", "kl without bias correction", "token_mask", "tools", "off-policy mask", "entropy bonus")
+MEASURED += ("truncated", "advantages of tokens", "on policy")
+
+
+@pytest.mark.parametrize("how", ["torch", "log-probs"])
+@pytest.mark.parametrize(
+    ("loss_type", "option"), [(x, o) for x in (*CLIPPED, "cispo") for o in MEASURED if trl_loss.goes_with(x, o)]
+)
+def test_metrics_are_trls(trainer_class, loss_type, option, how):
+    config, batch = trl_loss.config_of(loss_type, "token", option), trl_loss.make_batch(option, torch.float32)
+    theirs, ours = trl_loss.of_trl(trainer_class, batch, config).metrics, of_ours(batch, config, how).metrics
+    shared = METRICS.keys() & theirs.keys()
+    clips = {"cispo_clip_ratio"} if loss_type == "cispo" else {x for x in METRICS if x.startswith("clip_ratio")}
+    expected = {"entropy"} | clips | ({"kl"} if config.beta else set())
+    assert shared == expected | ({"policy_loss"} if config.entropy_coef else set())
+    for name in shared:
+        assert ours[METRICS[name]] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def micro_batches(cut: int) -> tuple[trl_loss.Batch, list[trl_loss.Batch]]:
+    """The whole step, and its sequences before and after the cut."""
+    batch = trl_loss.make_batch("kl")
+    return batch, [batch.part(slice(0, cut)), batch.part(slice(cut, B))]
+
+
+def summed(results: list[trl_loss.Result], factors: tuple[float, ...] = (1.0, 1.0)) -> trl_loss.Result:
+    """Of the micro-batches of a step, which share the weight but not the hidden states."""
+    loss, weight = (
+        sum(f * x for f, x in zip(factors, xs, strict=True))
+        for xs in zip(*((r.loss, r.weight) for r in results), strict=True)
+    )
+    return trl_loss.Result(loss, torch.cat([f * r.hidden for f, r in zip(factors, results, strict=True)]), weight, {})
+
+
+def step_of_ours(batch: trl_loss.Batch, parts: list[trl_loss.Batch], config: GRPOLossConfig) -> trl_loss.Result:
+    counts = {"num_tokens": int(batch.mask.sum()), "num_sequences": B}
+    counts["num_entropy_tokens"] = counts["num_tokens"]
+    ours = summed([of_ours(part, config, "torch", **counts) for part in parts])
+    assert_same(ours, of_ours(batch, config, "torch"), 1e-10)
+    return ours
+
+
+def step_of_trl(
+    trainer_class: type, batch: trl_loss.Batch, parts: list[trl_loss.Batch], config: GRPOLossConfig
+) -> list[trl_loss.Result]:
+    options = {"accumulation_steps": len(parts), "num_tokens": int(batch.mask.sum())}
+    return [trl_loss.of_trl(trainer_class, part, config, **options) for part in parts]
+
+
+@pytest.mark.parametrize("loss_type", [x for x in LOSS_TYPES if x != "bnpo"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_micro_batches_of_as_many_sequences_add_up_to_trls_step(trainer_class, loss_type, level):
+    (batch, parts), config = micro_batches(2), trl_loss.config_of(loss_type, level, "kl")
+    theirs = summed(step_of_trl(trainer_class, batch, parts, config))
+    assert_same(step_of_ours(batch, parts, config), theirs, 1e-10)
+    assert_same(trl_loss.of_trl(trainer_class, batch, config), theirs, 1e-10)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_a_mean_over_the_steps_tokens_is_trls_however_the_step_is_cut(trainer_class, loss_type):
+    (batch, parts), config = micro_batches(3), trl_loss.config_of(loss_type, "token", "kl")
+    theirs = summed(step_of_trl(trainer_class, batch, parts, config))
+    assert_same(step_of_ours(batch, parts, config), theirs, 1e-10)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "sapo", "bnpo"])
+def test_where_trl_averages_micro_batches_ours_weighs_them_by_their_size(trainer_class, loss_type):
+    """TRL: the mean over micro-batches. Ours: each counts by its share of the step's tokens or sequences."""
+    (batch, parts), config = micro_batches(3), trl_loss.config_of(loss_type, "token", "kl")
+    theirs, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
+    sizes = [int(part.mask.sum()) if loss_type == "bnpo" else len(part.mask) for part in parts]
+    assert_same(ours, summed(theirs, tuple(len(parts) * size / sum(sizes) for size in sizes)), 1e-10)
+    assert_same(ours, trl_loss.of_trl(trainer_class, batch, config), 1e-10)
+    assert (summed(theirs).weight - ours.weight).norm() > 1e-2 * ours.weight.norm()
+
+
+def test_the_entropy_bonus_is_a_mean_over_the_steps_tokens_where_trls_is_one_of_each_micro_batch(trainer_class):
+    batch, parts = micro_batches(2)
+    config = trl_loss.config_of("dapo", "token", "entropy bonus")
+    theirs, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
+    without = step_of_trl(trainer_class, batch, parts, trl_loss.config_of("dapo", "token", "nothing"))
+    bonus = [x.loss - y.loss for x, y in zip(theirs, without, strict=True)]
+    sizes = [int(part.mask.sum()) for part in parts]
+    weighed = sum(2 * size / sum(sizes) * x for size, x in zip(sizes, bonus, strict=True))
+    torch.testing.assert_close(ours.loss, sum(x.loss for x in without) + weighed, rtol=1e-10, atol=0)
+    assert (sum(bonus) - weighed).abs() > 1e-3 * weighed.abs()
