@@ -99,11 +99,12 @@ def differentiated(loss_of: Callable[[Batch], Tensor]) -> Run:
 
 
 def ours(**options: Any) -> Run:
-    """`fused_linear_grpo_loss` as it comes, but for `options`."""
+    """`fused_linear_grpo_loss` as it comes, but for `options`, and for the entropy: no peer here measures it."""
 
     def loss_of(batch: Batch) -> Tensor:
         given = {"advantages": batch.advantages, "mask": batch.mask, "old_logprobs": batch.old_logprobs}
-        return fused_linear_grpo_loss(batch.hidden, batch.weight, batch.targets, **given, **options).loss
+        given |= {"entropy": False, **options}
+        return fused_linear_grpo_loss(batch.hidden, batch.weight, batch.targets, **given).loss
 
     return differentiated(loss_of)
 

@@ -22,7 +22,7 @@ from fused_grpo import _impl, reference
 from fused_grpo._checks import check_plan, check_targets, check_temperature_values
 from fused_grpo._layout import LossInputs, loss_inputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, full_precision
 from fused_grpo.logprobs import asks_gradient, flatten_head
 from fused_grpo.loss import GRPOLossOutput, value_and_gradient
@@ -51,6 +51,7 @@ def fused_linear_grpo_loss(
     num_entropy_tokens: float | Tensor | None = None,
     config: GRPOLossConfig | None = None,
     score: Score = "all",
+    entropy: bool = True,
     weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
@@ -70,13 +71,14 @@ def fused_linear_grpo_loss(
         score: "all" gives every unmasked token its log-prob and its part in the metrics. "needed" leaves out those that
             cannot have a gradient (zero advantage, with beta = 0 and no entropy bonus): they cost nothing, their
             log-prob is 0, the metrics are of the others. Loss and gradients are the same.
+        entropy: measure the entropy, for the metric. Computed in any case where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
         chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB, 96 on a CPU. At least one row
             is always taken.
 
     Returns:
-        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include the entropy and `recomputed_fraction`, the share of
+        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of
         the scored tokens whose logits were made twice: 0 where the loss of a token needs no other token, else what did
         not fit the budget.
 
@@ -116,6 +118,9 @@ def fused_linear_grpo_loss(
         config=config,
     )
     chosen = _impl.choose(impl, hidden)
+    entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
+    if weight_main_grad is not None:
+        check_main_grad(weight_main_grad, weight, chosen)
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config)
@@ -130,6 +135,7 @@ def fused_linear_grpo_loss(
                     chunk_bytes=chunk_bytes,
                     wanted=wanted,
                     score=score,
+                    entropy=entropy,
                     rounded=weight_main_grad is None,
                 )
             leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad)
@@ -137,7 +143,7 @@ def fused_linear_grpo_loss(
             logprobs, statistics = done.logprobs, done.statistics
     logprobs = torch.where(inputs.tokens.mask, logprobs, 0.0)
     metrics = reference.finish_metrics(
-        statistics, has_ref=ref_logprobs is not None, has_sampling=sampling_logprobs is not None, has_entropy=True
+        statistics, has_ref=ref_logprobs is not None, has_sampling=sampling_logprobs is not None, has_entropy=entropy
     )
     metrics["recomputed_fraction"] = statistics["recomputed"] / statistics["num_tokens"].clamp_min(1.0)
     return GRPOLossOutput(loss, metrics, logprobs.view(targets.shape))
@@ -181,6 +187,21 @@ def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> t
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 
+def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
+    """Whether dW can be added there."""
+    if impl == "reference":
+        raise UnsupportedError(
+            "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
+        )
+    if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+        raise InputError(
+            f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "
+            f"want {tuple(weight.shape)} torch.float32 on {weight.device}, as the weight"
+        )
+    if main_grad.requires_grad:
+        raise InputError("got a weight_main_grad that requires a gradient itself; fix: a plain tensor")
+
+
 class _AttachGradients(torch.autograd.Function):
     """A loss whose gradients are already there: the backward pass scales them by what comes from upstream."""
 
@@ -211,6 +232,9 @@ class _AttachGradients(torch.autograd.Function):
             d_weight = None
         if torch._C._autograd._get_current_graph_task_keep_graph():
             scaled = [None if gradient is None else gradient * upstream for gradient in (d_hidden, d_weight, d_bias)]
+        elif upstream.device.type == "cpu" and upstream.item() == 1.0:
+            scaled = [d_hidden, d_weight, d_bias]
+            ctx.gradients = None
         else:
             # Ours alone from here on: scaled where it lies, and taken by `.grad` without a copy.
             scaled = [

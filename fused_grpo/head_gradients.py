@@ -145,8 +145,8 @@ def softmax_factors(
     """The factors of the rows of a tile, for upstream gradients of their log-probs (None: of 1).
 
     With s the sum of all weights of a row: push = -(1 - p) / s, pull = (1 - p) times the soft cap's slope at the
-    target, both times logit_scale / temperature. `targets` [R] count over all columns of the head, -1 where they are not
-    there.
+    target, both times logit_scale / temperature. `targets` [R] count over all columns of the head, -1 where they are
+    not there.
     """
     pull = head.logit_scale / tile.arguments["temperature"] * -torch.expm1(logprobs)
     pull = pull if upstream is None else pull * upstream

@@ -46,12 +46,12 @@ class _Rows(NamedTuple):
     """Of the rows of a tile, each [R]."""
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     maximum: Tensor
     total: Tensor
 
     def of(self, rows: slice | Tensor) -> _Rows:
-        return _Rows(*(x[rows] for x in self))
+        return _Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
 def fused_loss(
@@ -63,6 +63,7 @@ def fused_loss(
     chunk_bytes: int | None,
     wanted: dict[str, bool],
     score: Score,
+    entropy: bool = True,
     rounded: bool = True,
 ) -> Done:
     """Log-probs, loss and the gradients that are wanted of hidden, weight (in fp32 if not `rounded`) and bias."""
@@ -71,7 +72,7 @@ def fused_loss(
     shape, scale = rows.chunk_shape(chunk_bytes), _scale(rows, inputs)
     gradients = HeadGradients(rows, shape, **wanted, scale=scale, every_row=False, rounded=rounded)  # type: ignore[arg-type]
     as_weights = differentiated and hasattr(passes, "weights_") and not config.entropy_coef
-    step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights)
+    step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights, entropy)
     statistics, logprobs = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
     return Done(statistics, _everywhere(logprobs, rows.index, len(head.targets)), gradients.finish())
 
@@ -129,6 +130,7 @@ class _Step:
     gradients: HeadGradients | None  # None where none is wanted
     as_weights: bool
     """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
+    entropy: bool  # whether anybody asks for it
 
     def chunk_by_chunk(self) -> tuple[dict[str, Tensor], Tensor]:
         parts, logprobs = [], []
@@ -147,12 +149,13 @@ class _Step:
         index, inputs, seen = self.head.index, self.inputs, []
         for tile in self.head.tiles(self.shape):
             seen.append(self._statistics(tile))
-        rows = _Rows(*(torch.cat(values) for values in zip(*seen, strict=True)))
+        rows = _Rows(*(None if values[0] is None else torch.cat(values) for values in zip(*seen, strict=True)))  # type: ignore[arg-type]
         if index is not None:
             scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
             inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
         count = len(inputs.tokens.mask)
-        logprobs, entropy = (_everywhere(values, index, count) for values in (rows.logprobs, rows.entropy))
+        logprobs = _everywhere(rows.logprobs, index, count)
+        entropy = None if rows.entropy is None else _everywhere(rows.entropy, index, count)
         done = value_and_gradient(logprobs, entropy, inputs, config=self.config, passes=self.passes)
         if index is not None:
             done = done.of(index)
@@ -173,13 +176,14 @@ class _Step:
     def _statistics(self, tile: Tile) -> _Rows:
         if not self.as_weights:
             logprobs, entropy, (maximum, total, *_) = self.passes.row_statistics(
-                tile.logits, tile.targets, **tile.arguments, entropy=True
+                tile.logits, tile.targets, **tile.arguments, entropy=self.entropy
             )
             return _Rows(logprobs, entropy, maximum, total)
         state = start_rows(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-        options = {**tile.arguments, "entropy": True, "weights": tile.logits.dtype}
+        options = {**tile.arguments, "entropy": self.entropy, "weights": tile.logits.dtype}
         self.passes.fold_tile_(tile.logits, tile.targets, state, **options)
-        return _Rows(*finish_rows(state), state.maximum, state.total)
+        logprobs, entropy = finish_rows(state)
+        return _Rows(logprobs, entropy if self.entropy else None, state.maximum, state.total)
 
     def _take_gradient(self, tile: Tile, rows: _Rows, done: LossGradients) -> None:
         """Take the rows of the tile that have a gradient into dH, dW, db."""

@@ -24,6 +24,12 @@ FROZEN = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype1"]
 CONFIDENT = ["tests/ops/test_extremes.py", "-k", "confident and torch"]
 FOLD = ["tests/kernels/test_fold_tile.py"]
 HEAD_KERNEL = ["tests/kernels/test_logprob_forward.py", "-k", "each_option or any_tile or ragged"]
+# No sequence or quantile of TRL's is in there: a second or two after the import.
+TRL = ["tests/ops/test_trl_oracle.py", "-k", "ten_digits and (dapo or sapo or vespo or cispo)"]
+WEIGHTS_OF_TYPES = ["tests/ops/test_trl_oracle.py", "-k", "ten_digits and nothing"]
+LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py"]
+PROMISES = ["tests/ops/test_loss_promises.py", "-k", "torch"]
+VARIANTS = ["tests/ops/test_loss_variants.py", "-k", "(all_paths or no_trace) and dapo and (plain or quantile)"]
 ROW_KERNELS = ["tests/kernels/test_row_passes.py"]
 SHARDS = ["tests/ops/test_vocab_parallel.py"]
 
@@ -43,20 +49,26 @@ BUGS = {
         "fused_grpo/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
     ),
     "dH of later tiles replaces that of earlier ones": Bug(
-        "fused_grpo/head.py",
-        "weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=not first)",
-        "weighted_sum_into(self._rows, dlogits, tile.weight, accumulate=False)",
+        "fused_grpo/head_gradients.py",
+        "weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)",
+        "weighted_sum_into(self._rows, values, tile.weight, accumulate=False)",
         EXACT,
     ),
     "dW of later row groups replaces that of earlier ones": Bug(
-        "fused_grpo/head.py", "accumulate=tile.rows.start > 0)", "accumulate=False)", EXACT
+        "fused_grpo/head_gradients.py",
+        "accumulate=tile.columns.start in self._started)",
+        "accumulate=False)",
+        EXACT,
     ),
     "db is that of the last row group": Bug(
-        "fused_grpo/head.py", "self._bias[tile.columns] += dlogits", "self._bias[tile.columns] = dlogits", EXACT
+        "fused_grpo/head_gradients.py",
+        "columns += values.sum(0, dtype=columns.dtype)",
+        "columns.copy_(values.sum(0, dtype=columns.dtype))",
+        EXACT,
     ),
     "rows that are left out are scattered to the wrong place": Bug(
-        "fused_grpo/head.py",
-        "self._hidden[tile.rows if index is None else index[tile.rows]]",
+        "fused_grpo/head_gradients.py",
+        "self._hidden[tile.rows if index is None else index]",
         "self._hidden[tile.rows]",
         EXACT,
     ),
@@ -73,19 +85,19 @@ BUGS = {
         FROZEN,
     ),
     "the direction forgets 1 - p": Bug(
-        "fused_grpo/plans.py",
-        "/ head.temperature[tile.rows] * -torch.expm1(logprobs)",
-        "/ head.temperature[tile.rows]",
+        "fused_grpo/head_gradients.py",
+        '/ tile.arguments["temperature"] * -torch.expm1(logprobs)',
+        '/ tile.arguments["temperature"] * torch.ones_like(logprobs)',
         ["tests/ops/test_exactness.py", "-k", "confident"],
     ),
     "the direction forgets the soft cap at the target": Bug(
-        "fused_grpo/plans.py",
-        "pull = pull * (4 * e / (1 + e).square())",
-        "pull = pull * 1.0",
+        "fused_grpo/head_gradients.py",
+        "4 * e / (1 + e).square()",
+        "torch.ones_like(e)",
         FROZEN,
     ),
     "small gradients vanish in fp16": Bug(
-        "fused_grpo/plans.py", "if head.gemm_dtype != torch.float16 or not len(grad_logprobs):", "if True:", HALF
+        "fused_grpo/plans.py", "if head.gemm_dtype != torch.float16 or not len(upstream):", "if True:", HALF
     ),
     "temperature missing from the gradient": Bug(
         "fused_grpo/chunked.py",
@@ -103,7 +115,10 @@ BUGS = {
         EXACT,
     ),
     "the target counts among the others": Bug(
-        "fused_grpo/chunked.py", "torch.where(block.here, -torch.inf, at_target)", "at_target", EXACT
+        "fused_grpo/chunked.py",
+        "others = block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))",
+        "others = block.z",
+        EXACT,
     ),
     "1 - p by subtraction": Bug(
         "fused_grpo/chunked.py",
@@ -140,6 +155,90 @@ BUGS = {
         "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
         "return weight.to(dtype).to(weight.dtype)",
         ORACLE,
+    ),
+    "the upper clip on the wrong side": Bug(
+        "fused_grpo/reference.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
+    ),
+    "delta bounds the clipped branch, too": Bug(
+        "fused_grpo/reference.py", "ratio.clamp(lowest, highest) * advantages)", "bounded * advantages)", TRL
+    ),
+    "cispo sends a gradient through its weight": Bug(
+        "fused_grpo/reference.py",
+        "ratio.clamp(max=terms.epsilon_high).detach()",
+        "ratio.clamp(max=terms.epsilon_high)",
+        TRL,
+    ),
+    "sapo's temperatures the wrong way round": Bug(
+        "fused_grpo/reference.py",
+        "torch.where(advantages > 0, *terms.sapo",
+        "torch.where(advantages < 0, *terms.sapo",
+        TRL,
+    ),
+    "vespo's k for every advantage": Bug(
+        "fused_grpo/reference.py",
+        "torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)",
+        "config.vespo_k_pos",
+        TRL,
+    ),
+    "the KL against the policy": Bug(
+        "fused_grpo/reference.py", "ref_logprobs - logprobs, 0.0)", "logprobs - ref_logprobs, 0.0)", TRL
+    ),
+    "the sampler's ratio upside down": Bug(
+        "fused_grpo/reference.py",
+        "torch.where(mask, old - sampling_logprobs",
+        "torch.where(mask, sampling_logprobs - old",
+        TRL,
+    ),
+    "what is out of bounds is truncated, not left out": Bug(
+        "fused_grpo/reference.py", "(ratio < low) | (ratio > high), 0.0, ratio)", "ratio > high, high, ratio)", TRL
+    ),
+    "the off-policy mask takes positive advantages": Bug(
+        "fused_grpo/reference.py", "(tokens.advantages >= 0) | sequences", "(tokens.advantages > 1e9) | sequences", TRL
+    ),
+    "the tokens of low entropy are kept": Bug(
+        "fused_grpo/reference.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
+    ),
+    "the entropy bonus is a penalty": Bug(
+        "fused_grpo/reference.py",
+        "loss = loss - (torch.where(mask, entropy_weights",
+        "loss = loss + (torch.where(mask, entropy_weights",
+        TRL,
+    ),
+    "a sequence's ratio is the sum of its tokens'": Bug(
+        "fused_grpo/_layout.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
+    ),
+    "a sequence's gradient stays with its first token": Bug(
+        "fused_grpo/loss.py",
+        "shares = sequences.sum(of_ratio) / sequences.sum(mask)",
+        "shares = sequences.sum(of_ratio) / len(mask) * 0",
+        TRL,
+    ),
+    "luspo averages over tokens": Bug(
+        "fused_grpo/_layout.py", "return on / num_sequences", "return on / on.sum()", WEIGHTS_OF_TYPES
+    ),
+    "dr_grpo divides by its own length": Bug(
+        "fused_grpo/_layout.py",
+        "num_sequences * config.max_completion_length)",
+        "num_sequences * on.sum() / len(sequences))",
+        WEIGHTS_OF_TYPES,
+    ),
+    "rows moved to the front lose their own order": Bug(
+        "fused_grpo/loss_plans.py", "return order.index_copy_(0, holes, movers)", "return order", PROMISES
+    ),
+    "dW of a skipped row": Bug(
+        "fused_grpo/loss_plans.py", "(done.logprobs != 0) | (done.entropy != 0)", "done.logprobs != 0", VARIANTS
+    ),
+    "a main gradient without the upstream one": Bug(
+        "fused_grpo/fused_loss.py", "addcmul_(d_weight, upstream.to(d_weight.dtype))", "add_(d_weight)", PROMISES
+    ),
+    "the kernel clips a falling advantage from above": Bug(
+        f"{KERNELS}/grpo_loss.py",
+        "(ratio < lowest) | (ratio > tl.maximum(highest, delta))",
+        "ratio > highest",
+        LOSS_KERNEL,
+    ),
+    "the kernel's KL slope without the ratio": Bug(
+        f"{KERNELS}/grpo_loss.py", "of_logprob += beta * kl_slope * times", "of_logprob += beta * kl_slope", LOSS_KERNEL
     ),
     "columns past the end enter the log-sum-exp": Bug(
         f"{KERNELS}/_tiles.py",

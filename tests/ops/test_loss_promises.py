@@ -1,0 +1,212 @@
+"""What the fused loss promises beside its value: work left out, gradients added up, and nothing lost in bad company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs
+from fused_grpo.errors import InputError, UnsupportedError
+
+B, T, D, V = 4, 6, 5, 11
+IMPLS = ["reference", "torch", "triton"]
+FAST = ["torch", "triton"]
+
+
+@pytest.fixture
+def leaves():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((B, T, D), (V, D))]
+
+
+@pytest.fixture
+def rest(leaves):
+    generator, targets = torch.Generator().manual_seed(1), torch.arange(B * T).view(B, T) % V
+    near = linear_logprobs(leaves[0], leaves[1], targets, impl="reference").detach()
+    old, ref = (near + 0.3 * torch.randn(B, T, generator=generator) for _ in range(2))
+    return {"targets": targets, "advantages": torch.tensor([1.0, -2.0, 0.5, 0.5]), "old_logprobs": old, "ref": ref}
+
+
+def run(leaves, rest, **options):
+    given = {name: x for name, x in rest.items() if name != "ref"}
+    return fused_linear_grpo_loss(*leaves, **(given | options))
+
+
+@pytest.fixture
+def gemm_rows(monkeypatch):
+    """Rows of each product that makes logits, and of each that makes dH."""
+    rows = {"logits": 0, "hidden": 0}
+
+    def count(home, name, what):
+        original = getattr(home, name)
+
+        def counted(out, *arguments, **options):
+            rows[what] += len(out)
+            return original(out, *arguments, **options)
+
+        monkeypatch.setattr(home, name, counted)
+
+    from fused_grpo import head_gradients
+
+    count(head, "logits_into", "logits")
+    count(head_gradients, "weighted_sum_into", "hidden")
+    return rows
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize(
+    ("options", "scored", "graded"),
+    [
+        ({}, 24, 24),
+        ({"mask": torch.arange(T).expand(B, T) < 4}, 16, 16),
+        ({"advantages": torch.tensor([1.0, 0.0, 0.0, -1.0])}, 24, 12),
+        ({"advantages": torch.tensor([1.0, 0.0, 0.0, -1.0]), "score": "needed"}, 12, 12),
+        ({"advantages": torch.zeros(B), "score": "needed"}, 0, 0),
+        ({"advantages": torch.zeros(B), "config": GRPOLossConfig(entropy_coef=0.1), "score": "needed"}, 24, 24),
+    ],
+)
+def test_rows_without_a_gradient_take_no_part(leaves, rest, gemm_rows, impl, options, scored, graded):
+    out = run(leaves, rest, impl=impl, old_logprobs=None, **options)
+    assert gemm_rows == {"logits": scored, "hidden": graded}
+    zero = out.metrics["num_tokens"] * out.metrics["zero_gradient_fraction"]
+    assert out.metrics["num_tokens"] - zero == graded
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_clipped_and_corrected_away_rows_take_no_part_in_the_gradients(leaves, rest, gemm_rows, impl):
+    config = GRPOLossConfig(epsilon=0.1, sampling_correction="token_mask", sampling_clip_max=1.1)
+    out = run(leaves, rest, impl=impl, config=config, sampling_logprobs=rest["ref"])
+    fraction = out.metrics["zero_gradient_fraction"]
+    assert 0.2 < fraction < 0.9
+    assert gemm_rows["logits"] == 24
+    assert gemm_rows["hidden"] == round(24 * (1 - fraction.item()))
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize(("rows", "again"), [(24, 0), (8, 16), (7, 18)])
+def test_two_phases_make_again_what_the_budget_cannot_hold(leaves, rest, gemm_rows, impl, rows, again):
+    config = GRPOLossConfig(importance_sampling_level="sequence", epsilon=1.0)
+    # Of a small budget on a CPU a third goes to the logits, and to what a row needs beside them.
+    out = run(leaves, rest, impl=impl, config=config, chunk_bytes=3 * 4 * (V + D) * rows)
+    assert gemm_rows["logits"] == 24 + again
+    assert out.metrics["recomputed_fraction"].item() == pytest.approx(again / 24)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_on_policy_the_value_is_the_kl_and_the_gradient_is_the_policys(leaves, rest, impl):
+    """A group's advantages cancel in the value, where every ratio is 1; in the gradient they are all that there is."""
+    config, advantages = GRPOLossConfig(beta=0.3), torch.tensor([1.0, -2.0, 0.5, 0.5])
+    on_policy = rest | {"advantages": advantages, "old_logprobs": None}
+    out = run(leaves, on_policy, impl=impl, config=config, ref_logprobs=rest["ref"])
+    torch.testing.assert_close(out.loss.detach(), 0.3 * out.metrics["kl"])
+    logprobs = linear_logprobs(*leaves, rest["targets"], impl="reference")
+    q = rest["ref"] - logprobs
+    kl = torch.exp(q) - q - 1
+    # The corrected KL carries the ratio's gradient, which at ratio 1 is the KL times that of log p.
+    textbook = (-advantages[:, None] * logprobs + 0.3 * (kl + kl.detach() * logprobs)).mean()
+    for ours, wanted in zip(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(textbook, leaves), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_group_cut_over_several_backward_calls_is_the_group(leaves, rest, impl):
+    whole = torch.autograd.grad(run(leaves, rest, impl=impl).loss, leaves)
+    for cut in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        part = {name: x[cut] for name, x in rest.items()}
+        run([leaves[0][cut], leaves[1]], part, impl=impl, num_tokens=B * T).loss.backward()
+    for leaf, wanted in zip(leaves, whole, strict=True):
+        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dw_goes_to_a_main_gradient_unrounded_and_scaled(leaves, rest, impl, dtype):
+    narrow = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    (wanted,) = torch.autograd.grad(2.5 * run(wide, rest, impl="reference").loss, wide[1])
+    main = torch.ones(V, D)
+    (2.5 * run(narrow, rest, impl=impl, weight_main_grad=main).loss).backward()
+    assert narrow[1].grad is None
+    assert narrow[0].grad.abs().max() > 0
+    torch.testing.assert_close(main - 1, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("main", "message"),
+    [
+        (torch.zeros(V, D + 1), r"want \(11, 5\) torch.float32 on cpu"),
+        (torch.zeros(V, D).half(), "torch.float16"),
+        (torch.zeros(V, D).requires_grad_(), "a plain tensor"),
+    ],
+)
+def test_a_main_gradient_that_cannot_be_is_refused(leaves, rest, main, message):
+    with pytest.raises(InputError, match=message):
+        run(leaves, rest, weight_main_grad=main)
+
+
+def test_the_reference_adds_to_no_main_gradient(leaves, rest):
+    with pytest.raises(UnsupportedError, match="autograd's"):
+        run(leaves, rest, weight_main_grad=torch.zeros(V, D), impl="reference")
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, impl):
+    with_it, without = (run(leaves, rest, impl=impl, entropy=asked) for asked in (True, False))
+    assert with_it.metrics.keys() - without.metrics.keys() == {"entropy"}
+    assert torch.equal(with_it.loss, without.loss)
+
+
+# NumPy, under the interpreter, warns of what this test is about.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_huge_advantages_and_policies_far_apart_stay_finite(leaves, rest, impl, loss_type, level):
+    config = GRPOLossConfig(loss_type=loss_type, importance_sampling_level=level)
+    far = {"advantages": torch.tensor([1e3, -1e3, 1e3, -1e3])}
+    logprobs = linear_logprobs(*leaves, rest["targets"]).detach()
+    far["old_logprobs"] = logprobs + torch.tensor([50.0, 50.0, -50.0, -50.0])[:, None]
+    far["sampling_logprobs"] = torch.where(torch.arange(T) == 2, torch.nan, logprobs)
+    exact = run([x.double() for x in leaves], {**rest, **{k: x.double() for k, x in far.items()}}, config=config)
+    out = run(leaves, rest | far, impl=impl, config=config)
+    gradients = torch.autograd.grad(out.loss, leaves)
+    torch.testing.assert_close(out.loss.double(), exact.loss, rtol=1e-3, atol=1e-3)
+    assert all(x.isfinite().all() for x in gradients)
+    assert all(x.isfinite() for x in out.metrics.values())
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_hidden_states_of_masked_tokens_may_hold_anything(leaves, rest, impl, level):
+    masked, config = torch.arange(T).expand(B, T) > 3, GRPOLossConfig(importance_sampling_level=level)
+    clean = run(leaves, rest, impl=impl, config=config, mask=~masked)
+    hidden = leaves[0].detach().masked_fill(masked[..., None], torch.nan).requires_grad_()
+    out = run([hidden, leaves[1]], rest, impl=impl, config=config, mask=~masked)
+    assert torch.equal(out.loss, clean.loss)
+    assert (out.logprobs[masked] == 0).all()
+    of_dirty, of_clean = (torch.autograd.grad(x.loss, [h, leaves[1]]) for x, h in ((out, hidden), (clean, leaves[0])))
+    assert all(torch.equal(one, other) for one, other in zip(of_dirty, of_clean, strict=True))
+    assert (of_dirty[0][masked] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_micro_batch_that_is_all_masked_is_a_differentiable_zero(leaves, rest, impl):
+    for config in (GRPOLossConfig(), GRPOLossConfig(importance_sampling_level="sequence", top_entropy_quantile=0.5)):
+        out = run(leaves, rest, impl=impl, config=config, mask=torch.zeros(B, T))
+        assert out.loss == 0
+        assert all((x == 0).all() for x in torch.autograd.grad(out.loss, leaves))
+        assert out.metrics["num_tokens"] == out.metrics["zero_gradient_fraction"] == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_loss_of_given_logprobs_sends_its_gradients_on(rest, impl):
+    generator = torch.Generator().manual_seed(2)
+    logprobs, entropy = (torch.rand(B, T, generator=generator).sub_(2).requires_grad_() for _ in range(2))
+    given = {"advantages": rest["advantages"], "old_logprobs": rest["old_logprobs"], "entropy": entropy}
+    loss = grpo_loss(logprobs, **given, config=GRPOLossConfig(entropy_coef=0.2), impl=impl).loss
+    (-3 * loss).backward(retain_graph=True)
+    torch.testing.assert_close(entropy.grad, torch.full((B, T), 3 * 0.2 / (B * T)))
+    ratio = (logprobs - rest["old_logprobs"]).exp().detach()
+    A = rest["advantages"][:, None]
+    clipped = ((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))
+    torch.testing.assert_close(logprobs.grad, torch.where(clipped, 0.0, 3 * ratio * A / (B * T)))
