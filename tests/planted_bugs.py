@@ -18,6 +18,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
 EXACT = ["tests/ops/test_exactness.py", "-k", "logprobs_are_as_exact and shape2-True and torch"]
+# Many tiles from left to right, which takes more columns than hidden features.
+REAL = ["tests/ops/test_error_grid.py", "-k", "vocabularies_of_real_models and shape1"]
 ORACLE = ["tests/ops/test_outside_oracle.py", "-k", "temperature_per_token or ignored_rows or master_weight"]
 HALF = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype0"]
 FROZEN = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype1"]
@@ -52,7 +54,7 @@ BUGS = {
         "fused_grpo/head_gradients.py",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=False)",
-        EXACT,
+        REAL,
     ),
     "dW of later row groups replaces that of earlier ones": Bug(
         "fused_grpo/head_gradients.py",
@@ -127,7 +129,7 @@ BUGS = {
         CONFIDENT,
     ),
     "the sum so far is not rescaled": Bug(
-        "fused_grpo/chunked.py", "total.mul_(rescale).add_(e.sum(1))", "total.add_(e.sum(1))", EXACT
+        "fused_grpo/chunked.py", "total.mul_(rescale).add_(e.sum(1))", "total.add_(e.sum(1))", REAL
     ),
     "entropy without the target's own term": Bug(
         "fused_grpo/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
@@ -207,10 +209,10 @@ BUGS = {
     "a sequence's ratio is the sum of its tokens'": Bug(
         "fused_grpo/_layout.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
     ),
-    "a sequence's gradient stays with its first token": Bug(
+    "a sequence's gradient is not shared out": Bug(
         "fused_grpo/loss.py",
         "shares = sequences.sum(of_ratio) / sequences.sum(mask)",
-        "shares = sequences.sum(of_ratio) / len(mask) * 0",
+        "shares = sequences.sum(of_ratio) * sequences.sum(mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(
