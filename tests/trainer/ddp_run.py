@@ -80,6 +80,9 @@ def main(out: Path, loss_type: str, batch: int, accumulation: int) -> None:
     result = trainer.train()
     if trainer.accelerator.is_main_process:
         torch.save({"parameters": model.state_dict(), "metrics": result.metrics}, out / "result.pt")
+    # Together, and in order: a process that leaves while another still talks to it may abort the other.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

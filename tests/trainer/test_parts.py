@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.errors import CheckpointError, DataError, InputError, UnsupportedError
+from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.advantages import group_advantages, total_rewards
 from fused_grpo.trainer.batching import micro_batches, pack, place
@@ -150,9 +150,8 @@ def test_a_config_out_of_range_is_refused(option, message):
         GRPOConfig(**option)
 
 
-def test_a_planned_loss_is_announced_as_such():
-    with pytest.raises(UnsupportedError, match="does not have yet"):
-        GRPOConfig(loss_type="sapo")
+def test_a_loss_of_the_completion_length_gets_it():
+    assert GRPOConfig(loss_type="dr_grpo", max_completion_length=77).loss_config().max_completion_length == 77
 
 
 def test_an_effective_batch_of_broken_groups_is_refused_before_anything_is_written(make_trainer, tmp_path):
