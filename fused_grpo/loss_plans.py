@@ -28,7 +28,7 @@ from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
 from fused_grpo.planner import BLOCK_BYTES, TileShape
-from fused_grpo.plans import power_of_two_scale, rows_of
+from fused_grpo.plans import power_of_two_scale, rows_of, takes_weights
 from fused_grpo.statistics import finish_rows, start_rows
 
 Score = Literal["all", "needed"]
@@ -71,7 +71,7 @@ def fused_loss(
     rows = head.select(_rows_in_order(inputs, config, score, differentiated))
     shape, scale = rows.chunk_shape(chunk_bytes), _scale(rows, inputs)
     gradients = HeadGradients(rows, shape, **wanted, scale=scale, every_row=False, rounded=rounded)  # type: ignore[arg-type]
-    as_weights = differentiated and hasattr(passes, "weights_") and not config.entropy_coef
+    as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef
     step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights, entropy)
     statistics, logprobs = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
     return Done(statistics, _everywhere(logprobs, rows.index, len(head.targets)), gradients.finish())
@@ -189,7 +189,9 @@ class _Step:
         """Take the rows of the tile that have a gradient into dH, dW, db."""
         if self.gradients is None:
             return
-        order = kept_first_(tile.logits, rows_of(_has_gradient(done)))
+        # A GPU would have to wait for the answer: it is asked only where it may be yes.
+        ask = tile.index is not None or not tile.logits.is_cuda or _may_vanish(self.inputs, self.config)
+        order = kept_first_(tile.logits, rows_of(_has_gradient(done))) if ask else None
         if order is not None:
             tile, rows, done = tile.select(order), rows.of(order), done.of(order)
         if not len(rows.logprobs):
@@ -213,6 +215,13 @@ class _Step:
             dtype=self.head.gemm_dtype,
         )
         self.gradients.add(tile, dlogits)
+
+
+def _may_vanish(inputs: LossInputs, config: GRPOLossConfig) -> bool:
+    """Whether a token with an advantage may turn out to have no gradient: clipped, or left out."""
+    left_out = config.off_policy_mask_threshold is not None or config.top_entropy_quantile < 1.0
+    corrected = inputs.tokens.sampling_logprobs is not None and str(config.sampling_correction).endswith("mask")
+    return inputs.tokens.old_logprobs is not None or left_out or corrected
 
 
 def _has_gradient(done: LossGradients) -> Tensor:

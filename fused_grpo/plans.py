@@ -153,7 +153,7 @@ def backward(
     with full_precision(head.hidden):
         for tile in head.tiles(shape):
             rows = tile.rows
-            if grad_entropy is None and hasattr(passes, "weights_"):
+            if grad_entropy is None and takes_weights(head, passes):
                 weights = passes.weights_(tile.logits, tile.targets, maximum=maximum[rows], **tile.arguments)
                 options = {"logprobs": logprobs[rows], "total": total[rows], "upstream": grad_logprobs[rows]}
                 gradients.add(tile, weights, softmax_factors(head, tile, head.targets[rows], **options))
@@ -172,6 +172,11 @@ def backward(
             )
             gradients.add(tile, dlogits)
     return gradients.finish()
+
+
+def takes_weights(head: Head, passes: ModuleType) -> bool:
+    """Whether a gradient without an entropy's comes from the softmax's weights: where GEMMs take them as they are."""
+    return hasattr(passes, "weights_") and head.gemm_dtype == head.dtype
 
 
 def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor | None:

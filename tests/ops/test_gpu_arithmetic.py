@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import head, linear_logprobs_and_entropy
+from fused_grpo import fused_linear_grpo_loss, head, head_gradients, linear_logprobs_and_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,8 @@ def tensor_cores(monkeypatch):
         product = a.float() @ b.float()
         out.add_(product) if accumulate else out.copy_(product)
 
-    monkeypatch.setattr(head, "multiply_into", multiply_into)
+    for home in (head, head_gradients):
+        monkeypatch.setattr(home, "multiply_into", multiply_into)
     monkeypatch.setattr(head.Head, "gemm_dtype", property(lambda self: self.hidden.dtype))
 
 
@@ -49,5 +50,26 @@ def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes,
     ours = solve(inputs, [dtype, torch.float32, torch.float32], impl="torch", chunk_bytes=chunk_bytes, **options)
     for one, other in zip(ours, exact, strict=True):
         # dH itself ends in fp16, whose numbers are 6e-8 apart at the least.
+        floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
+        assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [None, 400_000])
+def test_nor_do_those_of_the_loss(dtype, chunk_bytes):
+    """The same step: each token has a millionth of the loss."""
+    generator, (N, V, D) = torch.Generator().manual_seed(0), (21, 4001, 16)
+    hidden, weight = torch.randn(N, D, generator=generator), torch.randn(V, D, generator=generator) / 4
+    targets = torch.randint(0, V, (N,), generator=generator)
+    rest = {"advantages": torch.tensor([1.0, -0.5, 2.0]), "cu_seqlens": torch.tensor([0, 7, 14, 21]).int()}
+
+    def solve(dtypes, **options):
+        leaves = [x.to(dtype).to(to).requires_grad_() for x, to in zip((hidden, weight), dtypes, strict=True)]
+        loss = fused_linear_grpo_loss(*leaves, targets, **rest, num_tokens=1e6, **options).loss
+        return torch.autograd.grad(loss, leaves)
+
+    exact = solve([torch.float64] * 2, impl="reference")
+    ours = solve([dtype, torch.float32], impl="torch", chunk_bytes=chunk_bytes)
+    for one, other in zip(ours, exact, strict=True):
         floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
