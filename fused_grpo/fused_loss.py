@@ -92,6 +92,8 @@ def fused_linear_grpo_loss(
     """
     config = GRPOLossConfig() if config is None else config
     check_plan(impl, chunk_bytes)
+    if score not in ("all", "needed"):
+        raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     if process_group is not None:
         raise UnsupportedError("got a process_group; this loss does not shard the head yet; fix: linear_logprobs does")
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}

@@ -144,6 +144,11 @@ def test_a_main_gradient_that_cannot_be_is_refused(leaves, rest, main, message):
         run(leaves, rest, weight_main_grad=main)
 
 
+def test_a_score_that_does_not_exist_is_refused(leaves, rest):
+    with pytest.raises(InputError, match="score='some', want 'all' or 'needed'"):
+        run(leaves, rest, score="some")
+
+
 def test_the_reference_adds_to_no_main_gradient(leaves, rest):
     with pytest.raises(UnsupportedError, match="autograd's"):
         run(leaves, rest, weight_main_grad=torch.zeros(V, D), impl="reference")
