@@ -1,12 +1,8 @@
 """`fused_linear_grpo_loss`: the head and the GRPO loss together, gradients taken in the forward pass.
 
-The loss is known as soon as a chunk's log-probs are, so nothing has to be recomputed. Per chunk of rows:
-
-    logits = h.w -> log p, entropy -> loss, dL/d log p -> d-logits over the same memory -> dH, dW
-
-Three GEMMs (3U, U = 2*N*D*V FLOP) with a trainable head, two with a frozen one, one without gradients, and never more
-than one chunk of logits. The backward pass only scales what the forward pass made. The price: a forward pass under
-grad does the work of a backward pass too, even if `backward()` is never called; use `torch.no_grad()` for evaluation.
+The ways through the head are in `loss_plans.py`; here are the arguments, and autograd. The backward pass only scales
+what the forward pass made. The price: a forward pass under grad does the work of a backward pass too, even if
+`backward()` is never called; use `torch.no_grad()` for evaluation.
 """
 
 from __future__ import annotations

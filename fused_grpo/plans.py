@@ -72,10 +72,8 @@ def fold(
         # With tiles of one size for every N, no GEMM and no sum can choose another order.
         num_rows = INVARIANT_ROWS if batch_invariant else None
         weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
-        shape, count = (
-            head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient),
-            len(head.targets),
-        )
+        shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+        count = len(head.targets)
         padding = -count % shape.rows if batch_invariant else 0
         state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device)
         for tile in head.tiles(shape, pad=batch_invariant):
@@ -155,8 +153,10 @@ def backward(
             rows = tile.rows
             if grad_entropy is None and takes_weights(head, passes):
                 weights = passes.weights_(tile.logits, tile.targets, maximum=maximum[rows], **tile.arguments)
-                options = {"logprobs": logprobs[rows], "total": total[rows], "upstream": grad_logprobs[rows]}
-                gradients.add(tile, weights, softmax_factors(head, tile, head.targets[rows], **options))
+                if tile.columns.start == 0:  # once for a row group, not for each of its tiles
+                    options = {"logprobs": logprobs[rows], "total": total[rows], "upstream": grad_logprobs[rows]}
+                    factors = softmax_factors(head, tile, head.targets[rows], **options)
+                gradients.add(tile, weights, factors)
                 continue
             dlogits = passes.logits_gradient_(
                 tile.logits,

@@ -205,10 +205,12 @@ def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes):
 
 @pytest.mark.parametrize("chunk_bytes", [None, 3000])
 @pytest.mark.parametrize("layout", ["transposed", "every other", "one row for all", "slices of longer sequences"])
-def test_strides_change_nothing_but_the_rounding_of_a_gemm(layout, chunk_bytes):
-    inputs = make_inputs((12, 33, 8), names=ALL)
+def test_strides_change_no_bit(layout, chunk_bytes):
+    # Twelve rows that count make tiles of three, whole: one row alone is a product of a matrix and a vector, which the
+    # vendor sums by how the matrix lies in memory.
+    inputs = make_inputs((14, 33, 8), names=ALL)
     if layout == "one row for all":
-        inputs["hidden"] = inputs["hidden"][:1].expand(12, 8)
+        inputs["hidden"] = inputs["hidden"][:1].expand(14, 8)
     strided = dict(inputs)
     for name in ("hidden", "weight", "bias", "targets", "temperature"):
         x, wide = inputs[name], torch.full([2 * n for n in inputs[name].shape], 77).to(inputs[name].dtype)
@@ -221,9 +223,7 @@ def test_strides_change_nothing_but_the_rounding_of_a_gemm(layout, chunk_bytes):
     for plan in PLANS.values():
         expected = solve(contiguous, plan, chunk_bytes=chunk_bytes, impl="torch")
         for name, value in solve(strided, plan, chunk_bytes=chunk_bytes, impl="torch").items():
-            # One row of logits is a product of a matrix and a vector, which is summed by how the matrix lies in memory.
-            difference = (value - expected[name]).abs().max()
-            assert difference <= 4 * torch.finfo(torch.float32).eps * largest(expected[name]), name
+            assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
