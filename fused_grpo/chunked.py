@@ -65,7 +65,9 @@ def fold_tile_(
         rescale = drop.exp()
         centred = torch.sub(others, shift[:, None], out=block.work)
         others.scatter_(1, block.column, at_target)
-        e = torch.exp(centred, out=block.spare)
+        # Straight to where it belongs, one pass less, unless it has yet to be scaled or narrowed.
+        kept = out is not None and out.dtype == centred.dtype and weights_scale == 1.0
+        e = torch.exp(centred, out=out[block.rows] if out is not None and kept else block.spare)
         if entropy:
             # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
             moved = rescale * (weighted + drop.clamp_min(-128.0) * total)
@@ -74,7 +76,7 @@ def fold_tile_(
         maximum.copy_(top)
         if out is not None:
             e = e if block.slope is None else e.mul_(block.slope)
-            if weights_scale != 1.0 or e.data_ptr() != out[block.rows].data_ptr():
+            if not kept:
                 torch.mul(e, weights_scale, out=out[block.rows])
     return out
 
