@@ -3,6 +3,10 @@
 A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (Bessel's, plus 1e-4) the
 scale. Functions that had nothing to say about a completion (None) are left out of that completion's sum; a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
+
+With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose
+values spread widely drowns the others. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
+by themselves, so that each has its weight's say, and brings the weighted sum to the scale of the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +23,29 @@ def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum [B] of rewards [B, F] (NaN: not scored by that function); NaN where no function scored."""
     unscored = per_function.isnan().all(1)
     return torch.where(unscored, torch.nan, (per_function.nan_to_num(0.0) * weights).sum(1))
+
+
+def multi_objective_advantages(
+    per_function: Tensor,
+    weights: Tensor,
+    num_generations: int,
+    *,
+    scale: Literal["group", "batch", "none"],
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+) -> Tensor:
+    """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
+
+    Equals, for "normalize_then_sum", which knows no `scale`:
+        total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
+        (total - mean_batch(total)) / (std_batch(total) + 1e-4)
+    """
+    if aggregation == "sum_then_normalize":
+        return group_advantages(total_rewards(per_function, weights), num_generations, scale=scale)
+    columns = per_function.T
+    groups = columns.reshape(-1, num_generations)
+    normalised = (groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups) + EPSILON)
+    total = total_rewards(normalised.view(columns.shape).T, weights)[None]
+    return ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
 
 
 def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]) -> Tensor:

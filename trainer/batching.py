@@ -6,13 +6,19 @@ that predict completion tokens reach the head. How long a row may be depends on 
 square of the row's length, so there a row is as long as the longest sequence and holds as many others as fit: the
 square of padded batches, without most of their padding.
 
-The cut into micro-batches changes memory and nothing else, because the loss is normalised by the counts of the whole
-step.
+The cut into micro-batches changes memory and speed and nothing else, because the loss is normalised by the counts of
+the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
+micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
+squares, sequences of similar lengths stay together, because a short one in a long row pays for the whole row. Every
+process runs as many micro-batches as the one that needs most, since their collectives have to meet; sequences do not
+move between processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -20,27 +26,124 @@ from torch import Tensor
 
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
-
-def micro_batches(batch: EffectiveBatch, sequences: int, *, one_row: bool, device: torch.device) -> list[MicroBatch]:
-    """The batch in order, `sequences` at a time. `one_row`: for attention that takes sequences of any lengths."""
-    total = len(batch.completion_ids)
-    cuts = (slice(start, min(start + sequences, total)) for start in range(0, total, sequences))
-    return [pack(batch, cut, one_row=one_row, device=device) for cut in cuts]
+BISECTIONS = 12
 
 
-def pack(batch: EffectiveBatch, chosen: slice, *, one_row: bool, device: torch.device) -> MicroBatch:
-    """The chosen sequences in R rows of L tokens. Their completion tokens keep the order of the sequences."""
-    prompts, completions = batch.prompt_ids[chosen], batch.completion_ids[chosen]
+def micro_batches(
+    batch: EffectiveBatch,
+    sequences: int,
+    *,
+    one_row: bool,
+    device: torch.device,
+    share_rows: bool = True,
+    max_tokens: int | None = None,
+    attention: float = 0.0,
+    agree: Callable[[int], int] = int,
+) -> list[MicroBatch]:
+    """Every sequence that is learned from once, in as many micro-batches as all processes agree on, at least one.
+
+    Args:
+        sequences: how many a micro-batch holds, in order, where there is no `max_tokens`.
+        one_row: for attention that takes sequences of any lengths.
+        share_rows: False for a model that does not keep the sequences of a row apart: one sequence a row.
+        max_tokens: places of a micro-batch (R * L), at most; a longer sequence is alone.
+        attention: what attending to one token costs, in units of a token's way through the rest of a layer.
+        agree: the most micro-batches of any process, from the number that this one needs.
+    """
+    learned = list(range(len(batch.completion_ids))) if batch.learns is None else batch.learns.nonzero()[:, 0].tolist()
+    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in learned]
+    if max_tokens is None:
+        cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]
+        cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
+    elif one_row:
+        cuts = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
+    else:
+        cuts = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
+    chosen = ([learned[place] for place in cut] for cut in cuts)
+    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in chosen]
+
+
+def cut_by_tokens(
+    lengths: Sequence[int], max_tokens: int, *, attention: float = 0.0, agree: Callable[[int], int] = int
+) -> list[list[int]]:
+    """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
+    # Causal attention looks at half of its square.
+    costs = [length * (1 + attention * length / 2) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda index: -costs[index])
+
+    def spread(count: int) -> list[list[int]]:
+        cuts, loads = [list[int]() for _ in range(count)], [(0.0, number) for number in range(count)]
+        for index in order:
+            load, number = heapq.heappop(loads)
+            cuts[number].append(index)
+            heapq.heappush(loads, (load + costs[index], number))
+        return cuts
+
+    def fits(cut: list[int]) -> bool:
+        return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
+
+    fewest = max(1, -(-sum(lengths) // max_tokens))
+    while not all(map(fits, spread(fewest))):
+        fewest += 1
+    return spread(agree(fewest))
+
+
+def cut_by_length(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    attention: float = 0.0,
+    agree: Callable[[int], int] = int,
+    share_rows: bool = True,
+) -> list[list[int]]:
+    """Micro-batches of rows as long as their longest sequence, from the longest to the shortest.
+
+    As few as fit, cut where the costliest of them costs least: found by bisection over what one may cost.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+    def cut_at(most: float) -> list[list[int]]:
+        cuts, rows = list[list[int]](), _Rows(0, share=share_rows)
+        for index in order:
+            places = (rows.count + rows.needs_another(lengths[index])) * rows.length
+            if not cuts or places > max_tokens or places * (1 + attention * rows.length) > most:
+                cuts.append([])
+                rows = _Rows(lengths[index], share=share_rows)
+            rows.take(lengths[index])
+            cuts[-1].append(index)
+        return cuts
+
+    number = agree(max(1, len(cut_at(float("inf")))))
+    longest = max(lengths, default=0)
+    enough = len(lengths) * longest * (1 + attention * longest)
+    too_little = 0.0
+    for _ in range(BISECTIONS):
+        middle = (too_little + enough) / 2
+        too_little, enough = (too_little, middle) if len(cut_at(middle)) <= number else (middle, enough)
+    cuts = cut_at(enough)
+    return cuts + [[]] * (number - len(cuts))
+
+
+def pack(
+    batch: EffectiveBatch, chosen: Sequence[int], *, one_row: bool, device: torch.device, share_rows: bool = True
+) -> MicroBatch:
+    """The chosen sequences in R rows of L tokens. Their completion tokens keep the order in which they are chosen.
+
+    Of no sequence: one place that predicts nothing, so that a process without work can take part in the collectives.
+    """
+    some = batch.take(chosen)
+    prompts, completions = some.prompt_ids, some.completion_ids
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    row_length = sum(lengths) if one_row else max(lengths)
-    starts, num_rows = ([0, *accumulate(lengths[:-1])], 1) if one_row else place(lengths, row_length)
-    # Left-over places are sequences of one token each: position 0, seen by nobody.
+    row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
+    starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
-    position_ids = torch.zeros_like(input_ids)
-    for start, prompt, completion in zip(starts, prompts, completions, strict=True):
+    # Left-over places continue the sequence before them, which never looks ahead: rows of one sequence need no mask.
+    position_ids = torch.arange(row_length).repeat(num_rows)
+    for start, prompt, completion in sorted(zip(starts, prompts, completions, strict=True)):
         tokens = torch.tensor([*prompt, *completion])
         input_ids[start : start + len(tokens)] = tokens
-        position_ids[start : start + len(tokens)] = torch.arange(len(tokens))
+        row_end = start - start % row_length + row_length
+        position_ids[start:row_end] = torch.arange(row_end - start)
     # The hidden state of a token predicts the next one: completions are predicted from one place earlier.
     predictors = (
         range(start + len(prompt) - 1, start + length - 1)
@@ -52,22 +155,50 @@ def pack(batch: EffectiveBatch, chosen: slice, *, one_row: bool, device: torch.d
         predictors=_flat(predictors, torch.int64).to(device),
         targets=_flat(completions, torch.int64).to(device),
         cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),
-        advantages=batch.advantages[chosen].to(device),
-        sampling_logprobs=_flat(batch.sampling_logprobs[chosen], torch.float32).to(device),
+        sequence_index=torch.tensor(chosen, dtype=torch.int64),
+        advantages=some.advantages.to(device),
+        sampling_logprobs=_of_tokens(some.sampling_logprobs, device),
+        old_logprobs=_of_tokens(some.old_logprobs, device),
+        ref_logprobs=_of_tokens(some.ref_logprobs, device),
     )
 
 
-def place(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
+def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:
     """Where each sequence starts in rows laid end to end, and how many rows: the longest first, each where it fits."""
-    starts, filled = [0] * len(lengths), list[int]()
+    starts, rows = [0] * len(lengths), _Rows(row_length, share=share)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        length = lengths[index]
-        row = next((row for row, used in enumerate(filled) if used + length <= row_length), len(filled))
-        if row == len(filled):
-            filled.append(0)
-        starts[index] = row * row_length + filled[row]
-        filled[row] += length
-    return starts, len(filled)
+        starts[index] = rows.take(lengths[index])
+    return starts, max(1, rows.count)
+
+
+class _Rows:
+    """Rows of one length that sequences are put into, each where it leaves least free."""
+
+    def __init__(self, length: int, *, share: bool) -> None:
+        self.length, self.share, self.count = length, share, 0
+        self._free: list[tuple[int, int]] = []  # (places left, row), ascending
+
+    def needs_another(self, length: int) -> bool:
+        """Whether a sequence fits no row that is there."""
+        return not self.share or not self._free or self._free[-1][0] < length
+
+    def take(self, length: int) -> int:
+        """Put a sequence into its row; its first place."""
+        if self.needs_another(length):
+            left, row = self.length, self.count
+            self.count += 1
+        else:
+            left, row = self._free.pop(bisect_left(self._free, (length, 0)))
+        insort(self._free, (left - length, row))
+        return (row + 1) * self.length - left
+
+
+def _of_tokens(values: Sequence[Sequence[float] | Tensor] | None, device: torch.device) -> Tensor | None:
+    """A number for each token of each sequence, end to end, [N] fp32."""
+    if values is None:
+        return None
+    pieces = [torch.as_tensor(numbers, dtype=torch.float32) for numbers in values]
+    return torch.cat([torch.zeros(0), *pieces]).to(device)
 
 
 def _flat(lists: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:

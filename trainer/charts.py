@@ -25,6 +25,7 @@ Series = tuple[list[float], list[float]]  # steps, values; only where the value 
 EVAL_NAMES = ("eval/accuracy", "eval/reward")
 DPI = 160
 SMOOTH_FROM = 40
+LINE_STYLES = ("-", "--", ":")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,29 @@ DARK = Theme(
     phases=("#56b4e9", "#e69f00", "#2bb98f", "#dd93bd", "#9a9a9a"),
 )
 
-# title, metric, what one unit of it is
-SMALL_MULTIPLES = (
-    ("completion length", "completion_length", "tokens"),
-    ("completions cut at the limit", "completions/clipped_ratio", "share"),
-    ("tokens at the clip bound", "clip_ratio", "share"),
-    ("entropy", "entropy", "nats per token"),
-    ("KL to the reference", "kl", "nats per token"),
-    ("gradient norm", "grad_norm", ""),
+# Beyond this factor between its least and greatest value, a metric is drawn on a logarithmic axis.
+LOG_FROM = 100.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small chart: a title, what one unit is, and its metrics, each with a label where there are several."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+
+
+PANELS = (
+    Panel("completion length", "tokens", {"": "completion_length"}),
+    Panel("completions cut at the limit", "share", {"": "completions/clipped_ratio"}),
+    Panel("groups with equal rewards", "share", {"": "frac_reward_zero_std"}),
+    Panel("entropy", "nats per token", {"": "entropy"}),
+    Panel("KL to the reference", "nats per token", {"": "kl"}),
+    Panel("clipped tokens", "share", {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"}),
+    Panel("gradient norm", "", {"": "grad_norm"}),
+    Panel("learning rate", "", {"": "learning_rate"}),
+    Panel("sampler against trainer", "|Δ log p|", {"": "sampling/sampling_logp_difference/mean"}),
 )
 
 
@@ -81,8 +97,9 @@ def series(records: Records, name: str) -> Series:
 
 
 def phase_series(records: Records) -> dict[str, Series]:
-    """Seconds of each `time/<phase>`, in the order in which the phases first appear."""
-    names = dict.fromkeys(name for record in records for name in record if name.startswith("time/"))
+    """Seconds of each `time/<phase>`, in the order in which they first appear; not those of parts of a phase."""
+    timed = (name for record in records for name in record if name.startswith("time/"))
+    names = dict.fromkeys(name for name in timed if name.count("/") == 1)
     return {name.removeprefix("time/"): series(records, name) for name in names}
 
 
@@ -99,41 +116,76 @@ def reward_chart(records: Records, theme: Theme) -> bytes:
     return _png(figure)
 
 
+def function_series(records: Records) -> dict[str, Series]:
+    """The mean of each reward function, by its name."""
+    names = dict.fromkeys(name for record in records for name in record)
+    means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    return {name.removeprefix("rewards/").removesuffix("/mean"): series(records, name) for name in means}
+
+
+def function_chart(records: Records, theme: Theme) -> bytes:
+    """The mean of each reward function, smoothed as the reward is."""
+    figure, axes = _figure(theme, width=9.2, height=2.8)
+    for index, (name, (steps, values)) in enumerate(function_series(records).items()):
+        smooth = moving_mean(values, _window(values))
+        style: dict[str, Any] = {
+            "color": _colour(theme, index),
+            "linestyle": LINE_STYLES[index // len(theme.phases) % len(LINE_STYLES)],
+        }
+        axes.plot(steps, smooth, label=name, linewidth=1.8, marker="o" if len(steps) == 1 else "", **style)
+    _finish(axes, theme, ylabel="mean of each function")
+    _legend(axes, theme)
+    return _png(figure)
+
+
 def phase_chart(records: Records, theme: Theme) -> bytes:
-    """How the time of each step divides into its phases, in percent. Takes two steps to show anything."""
-    figure, axes = _figure(theme, width=9.2, height=2.5)
+    """Seconds of each step, stacked by phase. Takes two steps to show anything."""
+    figure, axes = _figure(theme, width=9.2, height=2.6)
     phases = {name: dict(zip(*points, strict=True)) for name, points in phase_series(records).items()}
     steps = sorted(set().union(*phases.values()))
-    totals = {step: sum(seconds.get(step, 0.0) for seconds in phases.values()) or 1.0 for step in steps}
-    shares = [[100 * seconds.get(step, 0.0) / totals[step] for step in steps] for seconds in phases.values()]
-    colours = [theme.phases[i % len(theme.phases)] for i in range(len(phases))]
+    stacked = [[seconds.get(step, 0.0) for step in steps] for seconds in phases.values()]
+    colours = [_colour(theme, index) for index in range(len(phases))]
     axes.stackplot(
-        steps, shares, labels=list(phases), colors=colours, step="mid", edgecolor=theme.background, linewidth=0.3
+        steps, stacked, labels=list(phases), colors=colours, step="mid", edgecolor=theme.background, linewidth=0.3
     )
-    axes.set_ylim(0, 100)
-    _finish(axes, theme, ylabel="% of the step")
+    # The first step pays for warming up; where that is many times the rest, the rest is what should be seen.
+    totals = sorted(map(sum, zip(*stacked, strict=True)))
+    usual = totals[int(0.95 * (len(totals) - 1))]
+    axes.set_ylim(0, min(totals[-1], 1.5 * usual) * 1.05 or 1.0)
+    _finish(axes, theme, ylabel="seconds")
     axes.margins(x=0.0)
     _legend(axes, theme)
     return _png(figure)
 
 
-def small_series(records: Records) -> list[tuple[str, str, Series]]:
-    """Title, unit and points of those `SMALL_MULTIPLES` that the run measured."""
-    found = [(title, unit, series(records, name)) for title, name, unit in SMALL_MULTIPLES]
-    return [(title, unit, points) for title, unit, points in found if points[0]]
+def panel_series(records: Records) -> list[tuple[Panel, dict[str, Series]]]:
+    """Those of `PANELS` that the run measured, with the points of each line; what never left zero is left out."""
+    found = [(panel, {label: series(records, name) for label, name in panel.metrics.items()}) for panel in PANELS]
+    return [(panel, lines) for panel, lines in found if any(any(values) for _, values in lines.values())]
 
 
 def small_multiples(records: Records, theme: Theme) -> bytes:
-    """One small chart for each of `small_series(records)`, of which there must be one at least."""
-    measured = small_series(records)
+    """One small chart for each of `panel_series(records)`, of which there must be one at least."""
+    measured = panel_series(records)
     rows = -(-len(measured) // 3)
-    figure = _blank(theme, width=9.2, height=2.1 * rows)
-    for index, (title, unit, (steps, values)) in enumerate(measured):
+    figure = _blank(theme, width=9.2, height=2.3 * rows)
+    for index, (panel, lines) in enumerate(measured):
         axes = figure.add_subplot(rows, 3, index + 1)
-        axes.plot(steps, values, color=theme.line, linewidth=1.2, marker="o" if len(steps) == 1 else "")
-        axes.set_title(f"{title} ({unit})" if unit else title, loc="left", fontsize=9, color=theme.text)
-        _finish(axes, theme, ylabel="", xlabel="")
+        for colour, (label, (steps, values)) in zip((theme.line, theme.accent), lines.items(), strict=False):
+            marker = "o" if len(steps) == 1 else ""
+            axes.plot(steps, values, color=colour, linewidth=1.2, marker=marker, label=label)
+        values = [value for _, points in lines.values() for value in points]
+        if min(values) > 0 and max(values) > LOG_FROM * min(values):
+            axes.set_yscale("log")
+        else:
+            axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+        title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
+        axes.set_title(title, loc="left", fontsize=9, color=theme.text)
+        _finish(axes, theme, ylabel="", xlabel="optimizer step" if index >= len(measured) - 3 else "")
         axes.tick_params(labelsize=8)
+        axes.margins(y=0.12)
+        if len(lines) > 1:
+            axes.legend(loc="upper right", ncols=2, frameon=False, labelcolor=theme.text, fontsize=8, handlelength=1.2)
     return _png(figure)
 
 
@@ -143,9 +195,17 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in slices]
 
 
+def _window(values: Sequence[float]) -> int:
+    return len(values) // 20 if len(values) >= SMOOTH_FROM else 0
+
+
+def _colour(theme: Theme, index: int) -> str:
+    return theme.phases[index % len(theme.phases)]
+
+
 def _draw_mean(axes: Axes, points: Series, theme: Theme) -> None:
     steps, rewards = points
-    window = len(rewards) // 20 if len(rewards) >= SMOOTH_FROM else 0
+    window = _window(rewards)
     thin: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.45} if window else {"linewidth": 2.0}
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, rewards, color=theme.line, marker=marker, label="mean reward of the step", **thin)
@@ -221,6 +281,7 @@ def _finish(axes: Axes, theme: Theme, *, ylabel: str, xlabel: str = "optimizer s
 
     axes.set_facecolor(theme.background)
     axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.minorticks_off()
     axes.set_axisbelow(True)
     axes.margins(x=0.03)
     axes.spines[["top", "right", "left"]].set_visible(False)

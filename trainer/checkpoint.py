@@ -5,16 +5,17 @@ the sum of every file. It is written beside its final place, synced to the disk,
 finds all of it. Where one of that name exists, it steps aside to `.<name>.previous` until the new one is in place. A
 process killed between those two renames leaves both of them whole; the next save puts the old one back first.
 
-The price is that every file is read once more for its sum, a second or two per GB. The state of the optimizer is not
-saved yet, so a checkpoint continues a model but does not resume a run exactly. No file of ours is a pickle.
+The price is that every file is read once more for its sum, a second or two per GB. What a run needs to resume lies
+beside the weights (`training_state.py`). No file of ours is a pickle.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.manifest import MANIFEST_FILE, damaged, fsync, is_sealed, read_manifest, seal, verify_file
 from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
+
+_log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 REPORT_FILES = ("report.html", "reward.png")
@@ -88,6 +91,7 @@ def save_checkpoint(
     tokenizer: SavesTokenizer,
     trainer_state: Mapping[str, object],
     state_dict: dict[str, Tensor] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint that is complete once it bears its name. An earlier one of that name is replaced.
 
@@ -95,8 +99,9 @@ def save_checkpoint(
         directory: where it will be; its parent is made where it is missing.
         model: saved by its own `save_pretrained`, as safetensors.
         tokenizer: saved by its own `save_pretrained`.
-        trainer_state: what JSON can hold; the optimizer is not part of it yet.
+        trainer_state: what JSON can hold.
         state_dict: full weights by name, where `model` itself is sharded.
+        write_more: puts further files into the directory that it is given.
 
     Raises:
         CheckpointError: `directory` holds files that no checkpoint of ours wrote, or the state is not JSON.
@@ -114,6 +119,8 @@ def save_checkpoint(
         model.save_pretrained(str(partial), state_dict=state_dict)
         tokenizer.save_pretrained(str(partial))
         (partial / STATE_FILE).write_text(state, encoding="utf-8")
+        if write_more is not None:
+            write_more(partial)
         seal(partial)
         _swap_in(partial, directory, previous)
     finally:
@@ -136,6 +143,38 @@ def verify_checkpoint(directory: Path) -> None:
         )
     for name, expected in read_manifest(directory).items():
         verify_file(directory, name, expected)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The `checkpoint-<step>` directories of a run, oldest first; whether they are whole is not looked at."""
+    found = Path(output_dir).glob("checkpoint-*")
+    numbered = [path for path in found if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def newest_checkpoint(output_dir: Path) -> Path:
+    """The newest checkpoint of a run that is whole; newer ones that are not are named in a warning.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for path in reversed(checkpoints(output_dir)):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            _log.warning("leaving out %s: %s", path, error)
+            continue
+        return path
+    raise CheckpointError(
+        f"got resume_from_checkpoint=True for {output_dir}, which has no whole checkpoint-<step>; want one; "
+        "fix: start without it, or pass the path of a checkpoint"
+    )
+
+
+def remove_old_checkpoints(output_dir: Path, keep: int | None) -> None:
+    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files that are not ours stay."""
+    old = [] if keep is None else checkpoints(output_dir)[:-keep]
+    _remove([path for path in old if _is_ours(path)])
 
 
 def load_trainer_state(directory: Path) -> dict[str, Any]:

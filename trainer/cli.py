@@ -1,138 +1,106 @@
-"""The command line: `fused-grpo train` and `fused-grpo env`.
+"""The command line: `fused-grpo train`, `recipes`, `report` and `env`.
 
 `fused-grpo train` without a model trains the embedded arithmetic task, so the whole path can be seen on any machine
-with one command. Options are the fields of `GRPOConfig`; `--help` shows their docstrings.
+with one command. What it can be told is in `options.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import importlib.util
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
-import tyro
-import yaml
 
-from fused_grpo.errors import FusedGRPOError, InputError
-from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.errors import DataError, FusedGRPOError, InputError
+from fused_grpo.trainer.options import RECIPES, TrainOptions, parse_train_options
 
-RECIPES = Path(__file__).parent / "recipes"
-USAGE = """usage: fused-grpo {train,env} [options]
+USAGE = """usage: fused-grpo {train,recipes,report,env} [options]
 
-  train   train a model with GRPO; without --model, the built-in arithmetic task (fused-grpo train --help)
-  env     what this machine offers: versions, devices, which implementations can run
+  train        train a model with GRPO; without --model, the built-in arithmetic task
+               (fused-grpo train --help; --dry-run shows the options, the batch and the memory, and trains nothing)
+  recipes      what train --config takes by name, and configurations for accelerate launch
+  report DIR   write report.html anew from what the run in DIR has logged
+  env          what this machine offers: versions, devices, which implementations can run
 """
-
-
-@dataclass(kw_only=True)
-class TrainOptions(GRPOConfig):
-    """Train a causal language model with GRPO. Without --model: the built-in arithmetic task."""
-
-    model: str | None = None
-    """Path or hub id of the model. None: the built-in arithmetic task, with a model made on the spot."""
-    dataset: str | None = None
-    """Path (.jsonl, .json, .csv, .parquet) or hub id of the prompts: a "prompt" column, others go to the rewards."""
-    dataset_split: str = "train"
-    """Split of a hub dataset."""
-    eval_dataset: str | None = None
-    """Path or hub id of held-out prompts."""
-    eval_dataset_split: str = "test"
-    """Split of a hub dataset of held-out prompts."""
-    reward_funcs: list[str] = dataclasses.field(default_factory=list)
-    """Reward functions as module:name or path.py:name."""
-    config: str | None = None
-    """A YAML file with values for these options. The command line wins over it."""
-
-    def trainer_args(self) -> GRPOConfig:
-        return GRPOConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(GRPOConfig)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        match arguments[:1]:
-            case ["train"]:
-                train(parse_train_options(arguments[1:]))
+        match arguments:
+            case ["train", *options]:
+                train(parse_train_options(options))
+            case ["report", directory] if not directory.startswith("-"):
+                report(Path(directory))
+            case ["report", *_]:
+                raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
+            case ["recipes"]:
+                print_recipes()
             case ["env"]:
                 print_environment()
-            case [] | ["-h"] | ["--help"]:
+            case [] | ["-h" | "--help", *_]:
                 print(USAGE, end="")
-            case [unknown]:
-                raise InputError(f"got the command {unknown!r}, want 'train' or 'env'")
+            case [unknown, *_]:
+                raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report' or 'env'")
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit("fused-grpo: interrupted")
 
 
-def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
-    """Options from the command line, over those of a YAML file, over the defaults (of the demo, without a model)."""
-    values: dict[str, Any] = {}
-    for position, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name == "--config":
-            values = read_yaml(Path(value or "".join(arguments[position + 1 : position + 2])))
-    has_model = "model" in values or any(argument.split("=")[0] == "--model" for argument in arguments)
-    default = TrainOptions() if has_model else TrainOptions(**read_yaml(RECIPES / "demo.yaml"))
-    return tyro.cli(TrainOptions, args=[*as_arguments(values), *arguments], default=default, prog="fused-grpo train")
-
-
-def as_arguments(values: dict[str, Any]) -> list[str]:
-    """The values of a YAML file as the command line would have them, so that one parser checks both."""
-    types, arguments = get_type_hints(TrainOptions), list[str]()
-    for name, value in values.items():
-        option = name.replace("_", "-")
-        if types[name] is bool and isinstance(value, bool):
-            arguments.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
-    return arguments
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The options in a YAML file.
-
-    Raises:
-        InputError: no such file, not a mapping, or an option that does not exist.
-    """
-    if not path.is_file():
-        raise InputError(f"got --config {path}, want a YAML file that exists")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise InputError(f"got {path}, which is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
-    known = {field.name for field in dataclasses.fields(TrainOptions)}
-    if unknown := sorted(set(values) - known):
-        raise InputError(
-            f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; see fused-grpo train --help"
-        )
-    return values
-
-
 def train(options: TrainOptions) -> None:
-    """Run what the options ask for."""
+    """Run what the options ask for, or show it."""
     from transformers.utils.logging import disable_progress_bar
 
     from fused_grpo.trainer.checkpoint import check_output_dir
 
     disable_progress_bar()  # bars for single files, between our own lines
-
     # Before anything slow: a demo that has made its model should not then find its directory taken.
     options.prompts_per_process(num_processes=1)
-    check_output_dir(Path(options.output_dir), overwrite=options.overwrite_output_dir, keep=options.model)
+    check_combination(options)
+    if options.dry_run:
+        show(options)
+        return
+    check_output_dir(
+        Path(options.output_dir),
+        resume=bool(options.resume_from_checkpoint),
+        overwrite=options.overwrite_output_dir,
+        keep=options.model,
+    )
     if options.model is None:
         train_demo(options)
     else:
         train_given(options)
+
+
+def check_combination(options: TrainOptions) -> None:
+    """Raise InputError where model, dataset and rewards are neither all given nor all left out."""
+    given = {
+        "--model": options.model is not None,
+        "--dataset": options.dataset is not None,
+        "--reward-funcs": bool(options.reward_funcs),
+    }
+    if any(given.values()) and not all(given.values()):
+        has = " and ".join(option for option, is_given in given.items() if is_given)
+        lacks = " and ".join(option for option, is_given in given.items() if not is_given)
+        raise InputError(f"got {has} without {lacks}, want all three, or none for the built-in task; fix: add {lacks}")
+
+
+def show(options: TrainOptions) -> None:
+    """`--dry-run`, on the first process."""
+    from fused_grpo.trainer.dry_run import dry_run
+    from fused_grpo.trainer.recipes import arithmetic
+
+    def rows() -> Any:
+        return arithmetic.build_splits().train if options.model is None else load_prompts(options, held_out=False)
+
+    if is_first_process():
+        for part in dry_run(options, rows):
+            say(part)
 
 
 def train_demo(options: TrainOptions) -> None:
@@ -140,70 +108,97 @@ def train_demo(options: TrainOptions) -> None:
     from fused_grpo.trainer.loop import GRPOTrainer
     from fused_grpo.trainer.recipes import arithmetic
 
-    if options.dataset or options.reward_funcs:
-        raise InputError("got a dataset or reward functions without --model; fix: pass --model too")
     if not torch.cuda.is_available():
         # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
         torch.set_num_threads(1)
-    print("no --model given: making a small one for the built-in arithmetic task", flush=True)
+    say("no --model given: making a small one for the built-in arithmetic task")
     splits = arithmetic.build_splits()
-    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: print(f"  {line}", flush=True))
-    trainer = GRPOTrainer(
+    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"))
+    result = GRPOTrainer(
         model,
         arithmetic.accuracy_reward,
         options.trainer_args(),
         splits.train,
         eval_dataset=splits.heldout,
         processing_class=tokenizer,
-    )
-    result = trainer.train()
-    assert result.eval_before is not None
-    assert result.eval_after is not None
-    print(f"report: {result.report}")
-    print(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
+        **adapter(options),
+    ).train()
+    say(f"report: {result.report}")
+    if result.eval_before is not None and result.eval_after is not None:
+        say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
 
 
 def train_given(options: TrainOptions) -> None:
     """A model, a dataset and reward functions of the user's."""
-    from fused_grpo.trainer.data import load_rows
     from fused_grpo.trainer.loop import GRPOTrainer
 
     assert options.model is not None
-    if options.dataset is None or not options.reward_funcs:
-        raise InputError("got --model without --dataset and --reward-funcs, want all three")
-    rewards = [load_function(name) for name in options.reward_funcs]
-    held_out = (
-        None if options.eval_dataset is None else load_rows(options.eval_dataset, split=options.eval_dataset_split)
-    )
-    rows = load_rows(options.dataset, split=options.dataset_split)
-    GRPOTrainer(options.model, rewards, options.trainer_args(), rows, eval_dataset=held_out).train()
+    result = GRPOTrainer(
+        options.model,
+        options.reward_funcs,
+        options.trainer_args(),
+        load_prompts(options, held_out=False),
+        eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
+        **adapter(options),
+    ).train()
+    say(f"report: {result.report}")
+    say(f"model: {result.checkpoint}")
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """`module:name` or `path.py:name`.
+def adapter(options: TrainOptions) -> dict[str, Any]:
+    """The trainer's argument for a LoRA adapter, where one is asked for."""
+    return {"peft_config": options.peft_config()} if options.use_peft else {}
+
+
+def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
+    """The training or the held-out rows that the options name.
 
     Raises:
-        InputError: not of that form, or nothing callable there.
+        DataError: a source that cannot be read.
+        InputError: a function that cannot be loaded.
     """
-    source, _, attribute = name.rpartition(":")
-    if not source:
-        raise InputError(f"got reward function {name!r}, want module:name or path.py:name")
-    try:
-        if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
-            module = importlib.import_module(source)
-        function: Callable[..., Any] = getattr(module, attribute)
-    except Exception as error:  # whatever the file does when it runs
-        raise InputError(f"got reward function {name!r}, which cannot be loaded: {error}") from error
-    if not callable(function):
-        raise InputError(f"got reward function {name!r}, which is a {type(function).__name__}, want something callable")
-    return function
+    from datasets import disable_progress_bars
+
+    from fused_grpo.trainer.data import load_rows
+    from fused_grpo.trainer.rewards.loading import load_reward
+
+    disable_progress_bars()  # a file of prompts is read in no time
+    source = options.eval_dataset if held_out else options.dataset
+    split = options.eval_dataset_split if held_out else options.dataset_split
+    assert source is not None
+    if ":" in source and not Path(source).exists():
+        function: Any = load_reward(source)  # a function by its name, whatever it does
+        try:
+            return function(split)
+        except Exception as error:
+            raise DataError(f"got --dataset {source}, which raised {type(error).__name__}: {error}") from error
+    return load_rows(source, split=split, config=options.dataset_config)
+
+
+def is_first_process() -> bool:
+    """Before a trainer is made, what the launcher says is all there is to know."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """A line on the console, once however many processes there are."""
+    if is_first_process():
+        print(text, flush=True)
+
+
+def report(output_dir: Path) -> None:
+    """Write the report of a run from its logs, and say where it is."""
+    from fused_grpo.trainer.report import write_report
+
+    print(write_report(output_dir))
+
+
+def print_recipes() -> None:
+    """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
+    for path in sorted(RECIPES.glob("*.yaml")):
+        print(f"{path.stem:16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+    for path in sorted((RECIPES / "accelerate").glob("*.yaml")):
+        print(path)
 
 
 def print_environment() -> None:

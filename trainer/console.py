@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -19,7 +18,9 @@ from rich.text import Text
 
 from fused_grpo.trainer.formatting import (
     MISSING,
+    conversation,
     duration,
+    elide_lines,
     elide_middle,
     message_text,
     percent,
@@ -37,6 +38,9 @@ PHASES = ("generate", "reward", "train", "sync")
 PHASE_TITLE = "%gen rew tra syn"
 PROMPT_CHARACTERS = 240
 COMPLETION_CHARACTERS = 480
+MAX_LINES = 12
+NARROW = 72
+DEFAULT_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +116,40 @@ class Console:
             self._line([(column.fit(column.title), "dim") for column in self._columns])
         self._line([(column.fit(column.cell(view)), column.style) for column in self._columns])
 
-    def completions(self, step: int, rows: Sequence[Mapping[str, object]], limit: int) -> None:
-        """A table of the first `limit` of `rows` (as for `RunLog.log_rollouts`), long texts elided in the middle."""
-        table = Table(title=f"step {step}: {min(limit, len(rows))} of {len(rows)} completions", title_justify="left")
+    def completions(self, step: int, rows: Sequence[Mapping[str, object]], limit: int | None = None) -> None:
+        """The best and the worst of `rows` (as for `RunLog.log_rollouts`), `limit` in all; None: 4.
+
+        Of different prompts, as far as there are any. Long texts are elided in the middle; a narrow terminal gets one
+        below the other, which a table of three columns would cut into strips.
+        """
+        chosen = best_and_worst(rows, DEFAULT_ROWS if limit is None else limit)
+        title = f"step {step}: {len(chosen)} of {len(rows)} completions, the best first"
+        self._print(Text(title, style="italic"))
+        if self._rich.width < NARROW:
+            for row in chosen:
+                prompt, completion = self._texts(row)
+                heading = f"reward {short_number(metric(row, 'reward'))}, advantage {_signed(metric(row, 'advantage'))}"
+                self._rich.print(Text(heading, style="bold"), prompt, completion, "", sep="\n")
+            return
+        table = Table(show_lines=True)
         table.add_column("reward", justify="right", style="bold")
+        table.add_column("adv.", justify="right")
         table.add_column("prompt", ratio=2, overflow="fold")
-        table.add_column("completion", ratio=4, overflow="fold")
-        for row in islice(rows, limit):
-            prompt = self._sample(row.get("prompt", ""), PROMPT_CHARACTERS)
-            completion = self._sample(row.get("completion", ""), COMPLETION_CHARACTERS)
-            if row.get("finish_reason") == "length":
-                completion.append(" [cut at the length limit]", style="yellow")
-            table.add_row(short_number(metric(row, "reward")), prompt, completion)
+        table.add_column("completion", ratio=3, overflow="fold")
+        for row in chosen:
+            numbers = short_number(metric(row, "reward")), _signed(metric(row, "advantage"))
+            table.add_row(*numbers, *self._texts(row))
         self._rich.print(table)
+
+    def _texts(self, row: Mapping[str, object]) -> tuple[Text, Text]:
+        prompt = self._sample(message_text(row.get("prompt", "")), PROMPT_CHARACTERS, style="dim")
+        parts = conversation(row.get("completion", ""), name="")
+        # An answer that is one message of the assistant's need not say so.
+        text = parts[0][1] if len(parts) == 1 else message_text(row.get("completion", ""))
+        completion = self._sample(text, COMPLETION_CHARACTERS)
+        if row.get("finish_reason") == "length":
+            completion.append(" [cut at the length limit]", style="yellow")
+        return prompt, completion
 
     def _view(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> StepView:
         seconds = metric(metrics, "step_time") or sum(phases.values())
@@ -151,8 +176,9 @@ class Console:
         """What the output's encoding cannot spell must not end a run."""
         return text.encode(self._rich.encoding, errors="backslashreplace").decode(self._rich.encoding)
 
-    def _sample(self, value: object, limit: int) -> Text:
-        return Text(self._encodable(elide_middle(visible(message_text(value)), limit)))
+    def _sample(self, text: str, limit: int, *, style: str = "") -> Text:
+        shown = elide_lines(visible(elide_middle(text, limit), keep="\n"), MAX_LINES)
+        return Text(self._encodable(shown), style=style)
 
     def _line(self, cells: Sequence[tuple[str, str]]) -> None:
         gap = "  " if _width(self._columns, gap=2) <= self._rich.width else " "
@@ -168,6 +194,34 @@ class Console:
 
     def _print(self, text: Text) -> None:
         self._rich.print(text, soft_wrap=True)
+
+
+def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
+    """`limit` of the rows by falling reward: the best half and the worst half, of as many prompts as there are."""
+    scored = sorted((row for row in rows if metric(row, "reward") is not None), key=_worth, reverse=True)
+    prompts = [message_text(row.get("prompt", "")) for row in scored]
+    count = min(limit, len(scored))
+    best = _of_many_prompts(list(range(len(scored))), prompts, count - count // 2)
+    rest = [number for number in reversed(range(len(scored))) if number not in best]
+    return [scored[number] for number in sorted(best + _of_many_prompts(rest, prompts, count // 2))]
+
+
+def _of_many_prompts(numbers: list[int], prompts: Sequence[str], count: int) -> list[int]:
+    """The first `count` of the numbers, those that repeat the prompt of an earlier one last."""
+    seen, fresh, repeated = set[str](), list[int](), list[int]()
+    for number in numbers:
+        (repeated if prompts[number] in seen else fresh).append(number)
+        seen.add(prompts[number])
+    return (fresh + repeated)[:count]
+
+
+def _worth(row: Mapping[str, object]) -> tuple[float, float]:
+    """Of equal rewards, the one that stands out in its group is the better or the worse one."""
+    return metric(row, "reward") or 0.0, metric(row, "advantage") or 0.0
+
+
+def _signed(value: float | None) -> str:
+    return f"+{short_number(value)}" if value is not None and value > 0 else short_number(value)
 
 
 def _columns(first: StepView) -> list[Column]:

@@ -29,13 +29,29 @@ def elide_middle(text: str, limit: int) -> str:
     return f"{text[:head]} […{len(text) - head - tail} characters…] {text[len(text) - tail :]}"
 
 
+def elide_lines(text: str, limit: int) -> str:
+    """At most `limit` lines of `text` and one more: its start and its end, and how many were left out between them."""
+    lines = text.split("\n")
+    if len(lines) <= limit:
+        return text
+    head, tail = lines[: (limit + 1) // 2], lines[len(lines) - limit // 2 :]
+    return "\n".join([*head, f"[…{len(lines) - limit} lines…]", *tail])
+
+
 def message_text(value: object) -> str:
     """A prompt or completion as plain text: a string as it is, a conversation as one `role: content` line a message."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
-        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
-    return str(value)
+    parts = conversation(value, name="")
+    return "\n".join(f"{role}: {text}" if role else text for role, text in parts)
+
+
+def conversation(value: object, *, name: str) -> list[tuple[str, str]]:
+    """A prompt or completion as (role, text) parts; anything but a list of messages is one part called `name`."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(part, Mapping) for part in value):
+        return [
+            (str(message.get("role", "?")), str(message.get("content") or message.get("tool_calls") or ""))
+            for message in value
+        ]
+    return [(name, str(value))]
 
 
 def short_number(value: float | None) -> str:
@@ -60,6 +76,16 @@ def short_number(value: float | None) -> str:
 def percent(fraction: float | None) -> str:
     """0.0123 as `1.2%`; `-` for None."""
     return MISSING if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def bytes_text(size: int | None) -> str:
+    """Bytes as `512 B`, `1.5 MB` or `24.7 GB`, in powers of 1000; `-` for None."""
+    if size is None:
+        return MISSING
+    if size < 1000:
+        return f"{size} B"
+    power = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**power:.3g} {'BKMGT'[power]}B".replace("K", "k")
 
 
 def duration(seconds: float | None) -> str:

@@ -8,45 +8,49 @@ What makes it this loop and not another:
   first iteration are the current ones; the loss hands them out and later iterations use them.
 - **The engine is checked by what it says.** Each sampled token comes with the sampler's log-prob; the loss measures the
   trainer's against it, and a step whose difference is beyond rounding stops before the optimizer moves.
+- **It can be killed.** A checkpoint holds all that the next step depends on, rollouts in progress included; a resumed
+  run makes the same steps, bit for bit, that the killed one would have made.
 
 It is not a subclass of transformers.Trainer: the loop is short, and what a trainer should borrow (devices, DDP, mixed
-precision, schedulers, checkpoints of weights) it takes from Accelerate and transformers.
+precision, schedulers, trackers, weights on disk) it takes from Accelerate and transformers.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, TrainerState
 
-from fused_grpo.errors import NonFiniteError
-from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer.advantages import group_advantages
-from fused_grpo.trainer.batching import micro_batches
-from fused_grpo.trainer.checkpoint import check_output_dir, prepare_output_dir, save_checkpoint
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.adapters import adapt, base_model, files_of
+from fused_grpo.trainer.arguments import refuse_missing
+from fused_grpo.trainer.buffer import RolloutBuffer
+from fused_grpo.trainer.checkpoint import (
+    check_output_dir,
+    checkpoints,
+    prepare_output_dir,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from fused_grpo.trainer.collecting import Collector
 from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.data import Row, check_rows, prompt_batches
+from fused_grpo.trainer.data import check_dataset, is_stream
 from fused_grpo.trainer.formatting import short_number
-from fused_grpo.trainer.metrics import merge_floats, merge_metrics
-from fused_grpo.trainer.models import load_model, load_tokenizer, model_weights, takes_any_lengths, wants_bf16
-from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.rewards import check_reward_functions, reward_name
-from fused_grpo.trainer.rollout import RolloutEngine, check_agreement, make_engine
-from fused_grpo.trainer.rollout_metrics import mean_over_processes, rename_loss_metrics, rollout_metrics
+from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
+from fused_grpo.trainer.prompt_sampler import PromptSampler
+from fused_grpo.trainer.prompts import longest_prompt
+from fused_grpo.trainer.resume import find_checkpoint, restore, training_state
+from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rollout import EngineName, RolloutEngine, check_agreement, make_engine
+from fused_grpo.trainer.rollout.function import FunctionEngine
+from fused_grpo.trainer.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.run_output import Phases, RunOutput
-from fused_grpo.trainer.scoring import ScoredRollouts, score
-from fused_grpo.trainer.types import EffectiveBatch, MicroBatch, Rollouts, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,211 +64,219 @@ class TrainResult:
     checkpoint: Path
     report: Path
 
+    @property
+    def global_step(self) -> int:
+        """`steps`, as transformers calls it."""
+        return self.steps
+
 
 class GRPOTrainer:
-    """Trains a causal language model with GRPO.
+    """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 
     Args:
-        model: a path or hub id, or a causal LM of transformers (trained in place).
-        reward_funcs: a function or several, each
-            `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+        model: a path or hub id, a causal LM of transformers, or a PeftModel around one (trained in place).
+        reward_funcs: a function or several, each `f(prompts, completions, completion_ids, **columns) ->
+            list[float | None]`; names of functions; reward models, or their paths or hub ids (docs/rewards.md).
         args: the options of the run. None: `GRPOConfig()`.
-        train_dataset: a `datasets.Dataset` or a list of dicts, with a "prompt" column of strings.
-        eval_dataset: the same, for the greedy evaluation before, during and after training.
+        train_dataset: a `datasets.Dataset`, an `IterableDataset` or a list of dicts, with a "prompt" column of strings
+            or of conversations.
+        eval_dataset: the same, for the evaluation before, during and after training.
         processing_class: the tokenizer. None: the one that lies beside `model`.
+        reward_processing_classes: tokenizers of reward models. None: those beside them.
+        optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
+        rollout_func: `f(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}` in place of an engine.
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
+        peft_config: a `peft.LoraConfig`: train an adapter of that kind, and nothing else (docs/lora.md).
+        callbacks, tools, environment_factory, quantization_config: TRL's, refused where they are set.
 
     Raises:
         InputError: options that do not go together.
+        UnsupportedError: an argument of TRL's that this trainer does not have.
         DataError: a dataset that cannot be used.
-        CheckpointError: `args.output_dir` holds another run.
+        CheckpointError: `args.output_dir` holds another run, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.
     """
 
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         *,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        optimizers: Optimizers = (None, None),
+        rollout_func: Any = None,
         rollout_engine: RolloutEngine | None = None,
+        peft_config: Any = None,
+        **unsupported: Any,
     ) -> None:
         # Everything that can be wrong is looked at before anything is loaded, started or written.
+        refuse_missing(unsupported)
         self.args = args = GRPOConfig() if args is None else args
-        self.reward_funcs, self.reward_weights = check_reward_functions(reward_funcs, args.reward_weights)
-        self.rows = check_rows(train_dataset, name="train_dataset")
-        self.eval_rows = [] if eval_dataset is None else check_rows(eval_dataset, name="eval_dataset")
+        self.dataset = check_dataset(train_dataset, name="train_dataset")
+        self.eval_dataset = None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset")
         # Without cpu=True, Accelerate on a machine without an accelerator lets every rank train by itself.
         on_cpu = not torch.accelerator.is_available()
         self.accelerator = Accelerator(mixed_precision="bf16" if wants_bf16(args) else "no", cpu=on_cpu)
-        self.prompts_per_step = args.prompts_per_process(self.accelerator.num_processes)
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         self.output_dir = Path(args.output_dir)
-        self.task = "+".join(map(reward_name, self.reward_funcs))
-        model = str(model) if isinstance(model, Path) else model
-        self.model_path = model if isinstance(model, str) else None
-        check_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
-        self.tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
-        self.model = load_model(model, trust_remote_code=args.trust_remote_code)
+        self.model_path = str(model) if isinstance(model, str | Path) else None
+        self.prompts_per_process = args.prompts_per_process(processes)
+        check_output_dir(
+            self.output_dir,
+            # Where there are checkpoints, `train` will be told whether to go on from them.
+            resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
+            overwrite=args.overwrite_output_dir,
+            keep=self.model_path,
+        )
+        self.rewards = Rewards(
+            reward_funcs,
+            weights=args.reward_weights,
+            processing_classes=reward_processing_classes,
+            failure=args.reward_failure,
+            retries=args.reward_retries,
+            timeout=args.reward_timeout,
+            device=self.accelerator.device,
+            chat_template_kwargs=args.chat_template_kwargs,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
+            self.rewards.check_columns(self.dataset[0])  # an engine of the user's may add columns
+        self.sampler = PromptSampler(
+            self.dataset,
+            prompts_per_batch=self.prompts_per_process,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.shuffle_dataset,
+            rank=rank,
+            world_size=processes,
+        )
         self.max_steps = self._planned_steps()
-        self._prepare()
-        self.engine = self._make_engine() if rollout_engine is None else rollout_engine
-        self.step = self.generate_calls = 0
+        model = str(model) if isinstance(model, Path) else model
+        self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
+        self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
+        self.model = adapt(self.model, peft_config, args, self.accelerator)
+        of_trainer = rollout_engine is None and rollout_func is None and self._engine_name == "transformers"
+        self.learner = Learner(
+            self.model,
+            args,
+            self.accelerator,
+            max_steps=self.max_steps,
+            optimizers=optimizers,
+            corrected=not of_trainer,
+        )
+        self.collector = Collector(args, self.accelerator, self.sampler, self.rewards, self.processing_class)
+        self.buffer: RolloutBuffer | None = None
+        self.state = TrainerState(max_steps=self.max_steps)
+        self.eval_before: dict[str, float] | None = None
+        self.engine = self._make_engine(rollout_func) if rollout_engine is None else rollout_engine
 
-    def train(self) -> TrainResult:
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far."""
+        return self.learner.step
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
+
+        Args:
+            resume_from_checkpoint: as the option of that name, which it takes the place of.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
             WeightSyncError: the engine does not serve the trainer's weights.
             NonFiniteError: the loss or a gradient is not finite.
             In all three cases the step that failed has updated nothing.
+            CheckpointError: the checkpoint to resume from is damaged, or of another run.
         """
-        args, is_main = self.args, self.accelerator.is_main_process
-        prompts = self._prompt_batches()
         metrics: dict[str, Any] = {}
         try:
-            if is_main:
-                prepare_output_dir(self.output_dir, overwrite=args.overwrite_output_dir, keep=self.model_path)
-            self.output = RunOutput(args, self.max_steps, is_main=is_main, facts=self._facts())
-            before = self.evaluate()
+            self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
             while self.step < self.max_steps:
                 phases = Phases()
-                with phases("sync"):
-                    self._sync_engine()
-                with phases("generate"):
-                    rows = next(prompts)
-                    rollouts = self._generate(rows)
-                with phases("reward"):
-                    scored = score(rollouts, rows, self.reward_funcs, self.reward_weights, self.tokenizer)
-                    advantages = self._advantages(scored.rewards)
-                self.output.rollouts(self.step + 1, scored, advantages)
+                if self.buffer is None or self.buffer.is_used_up:
+                    self.buffer = self._collect(phases)
                 with phases("train"):
-                    packed = self._pack(scored.effective_batch(advantages))
-                for _ in range(min(args.num_iterations, self.max_steps - self.step)):
-                    with phases("train"):
-                        packed, loss_metrics = self._optimizer_step(packed)
-                    metrics = self._record(scored, loss_metrics, phases)
-                    self.output.step(metrics, phases)
-                    phases = Phases()
-                    if self._due(args.eval_steps):
-                        self.evaluate()
-                    if self._due(args.save_steps):
-                        self.save_model(f"checkpoint-{self.step}")
+                    metrics = self._learn(self.buffer)
+                self._record(metrics, phases)
+                if self._due(self.args.eval_steps):
+                    self.evaluate()
+                if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
+                    self.save_checkpoint()
             return TrainResult(
                 steps=self.step,
                 metrics=metrics,
-                eval_before=before,
+                eval_before=self.eval_before,
                 eval_after=self.evaluate(),
-                checkpoint=self.save_model("final"),
+                checkpoint=self._save(self.output_dir / "final"),
                 report=self.output.report(),
             )
         finally:
             self.engine.close()
 
     def evaluate(self) -> dict[str, float] | None:
-        """Mean rewards of greedy completions on the eval set, logged as `eval/...`. None without an eval set."""
-        if not self.eval_rows:
+        """Mean rewards on the eval set, logged as `eval/...`. None without an eval set."""
+        if self.eval_dataset is None or self.args.eval_strategy == "no":
             return None
         self._sync_engine()
-        greedy = SamplingParams(n=1, max_tokens=self.args.max_completion_length, temperature=0.0)
-        rollouts = self.engine.generate(self._encode(self.eval_rows), greedy)
-        scored = score(rollouts, self.eval_rows, self.reward_funcs, self.reward_weights, self.tokenizer)
-        means = {
-            f"rewards/{name}/mean": column
-            for name, column in zip(scored.reward_names, scored.per_function.T, strict=True)
-        }
-        result = {name: values.nanmean().item() for name, values in ({"reward": scored.rewards} | means).items()}
-        self.output.evaluation(self.step, result, len(self.eval_rows))
+        result = self.collector.evaluate(self.engine, self.eval_dataset)
+        self.output.evaluation(self.step, result, len(self.eval_dataset))
         return result
 
-    def save_model(self, name: str) -> Path:
-        """Write weights (safetensors) and tokenizer to `output_dir/name`, loadable by transformers and vLLM."""
-        directory = self.output_dir / name
-        weights = self._weights()
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`."""
+        return self._save(self.output_dir / "final" if output_dir is None else Path(output_dir))
+
+    def save_checkpoint(self) -> Path:
+        """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`."""
+        directory = self.output_dir / f"checkpoint-{self.step}"
+        write = None if self.args.save_only_model else training_state(self)
+        self._save(directory, write_more=write)
         if self.accelerator.is_main_process:
-            state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
-            save_checkpoint(
-                directory, model=self.model, tokenizer=self.tokenizer, trainer_state=state, state_dict=weights
-            )
-        self.accelerator.wait_for_everyone()
+            remove_old_checkpoints(self.output_dir, self.args.save_total_limit)
         return directory
 
-    def _sync_engine(self) -> None:
-        """Hand the current weights to the engine, where it serves older ones."""
-        if self.engine.weight_version != self.step:
-            self.engine.load_weights(self._weights().items(), version=self.step)
+    def _start(self, resume: bool | str | Path | None) -> None:
+        """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
+        checkpoint = find_checkpoint(self.output_dir, resume) if resume else None
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            overwrite = self.args.overwrite_output_dir
+            prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
+        if checkpoint is not None:
+            restore(self, checkpoint)
+        self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=self._facts())
+        if checkpoint is None:
+            self.eval_before = self.evaluate()
 
-    def _generate(self, rows: list[Row]) -> Rollouts:
-        """The one `generate` call of an effective batch."""
-        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        seed = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
-        self.generate_calls += 1
-        return self.engine.generate(self._encode(rows), self.args.sampling(seed=seed))
+    def _collect(self, phases: Phases) -> RolloutBuffer:
+        """The next generated batch, scored: one `generate` call, but for groups that `dynamic_sampling` replaces."""
+        self.engine.wake()
+        with phases("sync"):
+            self._sync_engine()
+        buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state)
+        self.engine.sleep()
+        self.output.rollouts(self.step + 1, scored, advantages)
+        with phases("train"):
+            # The policy will have moved by the time it comes to these.
+            buffer.batches[1:] = [self.learner.with_old_logprobs(batch) for batch in buffer.batches[1:]]
+        return buffer
 
-    def _advantages(self, rewards: Tensor) -> Tensor:
-        """This process' advantages [B]: groups never span processes, the scale of "batch" spans them all."""
-        everyone = self.accelerator.gather(rewards.to(self.accelerator.device)).cpu()
-        advantages = group_advantages(everyone, self.args.num_generations, scale=self.args.scale_rewards)
-        return advantages.view(-1, len(rewards))[self.accelerator.process_index]
+    def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
+        """One optimizer step from the buffer's next part."""
+        on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
+        batch, metrics = self.learner.learn(buffer.current, check=self._check_agreement if on_policy else None)
+        reports = {"weight_version": buffer.weight_version, **buffer.metrics}
+        buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
+        return {"step": self.step, **rename_loss_metrics(metrics), **reports}
 
-    def _pack(self, batch: EffectiveBatch) -> list[MicroBatch]:
-        """Micro-batches, with the initial model's log-probs where there is a KL term."""
-        packed = micro_batches(
-            batch,
-            self.args.per_device_train_batch_size,
-            one_row=takes_any_lengths(self.model),
-            device=self.accelerator.device,
-        )
-        if self.reference is None:
-            return packed
-        with self.accelerator.autocast():
-            return [dataclasses.replace(batch, ref_logprobs=self.reference.logprobs(batch)) for batch in packed]
-
-    def _optimizer_step(self, packed: list[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """One update from all micro-batches. They come back with the old log-probs that a second iteration needs."""
-        counts = self._counts(packed)
-        self.policy.train()
-        try:
-            outputs = [self._backward(batch, counts, last=batch is packed[-1]) for batch in packed]
-            mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-            # Of all processes, so that either every one of them goes on from here or none does.
-            metrics = merge_floats(gather_object([mine]))
-            grad_norm = float(self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm))
-            self._check_step(packed, metrics, grad_norm)
-            metrics |= {"grad_norm": grad_norm, "learning_rate": self.scheduler.get_last_lr()[0]}
-            self.optimizer.step()
-        finally:
-            self.optimizer.zero_grad()
-        self.scheduler.step()
-        self.step += 1
-        if packed[0].old_logprobs is None:
-            packed = [
-                dataclasses.replace(batch, old_logprobs=output.logprobs)
-                for batch, output in zip(packed, outputs, strict=True)
-            ]
-        return packed, metrics
-
-    def _counts(self, packed: list[MicroBatch]) -> dict[str, Tensor]:
-        """The normalisers of the whole step, over all micro-batches and processes."""
-        mine = [sum(len(batch.targets) for batch in packed), sum(len(batch.advantages) for batch in packed)]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
-        num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").unbind()
-        return {"num_tokens": num_tokens, "num_sequences": num_sequences}
-
-    def _backward(self, batch: MicroBatch, counts: dict[str, Tensor], *, last: bool) -> GRPOLossOutput:
-        # DDP averages over processes what has to be a sum, and needs to reduce only once.
-        with nullcontext() if last else self.accelerator.no_sync(self.policy):
-            output: GRPOLossOutput = self.policy(batch, **counts)
-            self.accelerator.backward(output.loss * self.accelerator.num_processes)
-        return output
-
-    def _check_step(self, packed: list[MicroBatch], metrics: dict[str, float], grad_norm: float) -> None:
-        """Raise where this step must not happen: a stale engine, or numbers that are not finite."""
-        on_policy = packed[0].old_logprobs is None
-        if on_policy and self.args.sampling(seed=0).is_plain:
+    def _check_agreement(self, metrics: dict[str, float]) -> None:
+        """Raise where the engine cannot have served the weights that the trainer has."""
+        # What a function samples with is its own affair, and dropout moves log-probs more than a stale engine does.
+        comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
+        if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
             check_agreement(
                 metrics["sampling_difference_mean"],
                 metrics["sampling_difference_max"],
@@ -272,103 +284,110 @@ class GRPOTrainer:
                 engine=self.engine.name,
                 version=self.engine.weight_version,
             )
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
-            raise NonFiniteError(
-                f"got loss {metrics['loss']} and gradient norm {grad_norm} in step {self.step + 1}; "
-                "nothing was updated; fix: a lower learning_rate, or look at this step's rewards and log-probs"
-            )
 
-    def _record(self, scored: ScoredRollouts, loss_metrics: dict[str, float], phases: Phases) -> dict[str, Any]:
-        """The metrics of a step, over all processes."""
-        return {
-            "step": self.step,
-            **mean_over_processes(gather_object([rollout_metrics(scored)])),
-            **rename_loss_metrics(loss_metrics),
+    def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
+        """Log a step: the numbers first, then where its seconds went."""
+        metrics |= {
+            "epoch": self._epoch(),
+            "generate_calls": self.collector.generate_calls,
+            "rollout_engine": self.engine.name,
             "step_time": sum(phases.seconds.values()),
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
-            "generate_calls": self.generate_calls,
-            "weight_version": scored.rollouts.weight_version,
-            "rollout_engine": self.engine.name,
         }
+        self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
+        self.state.log_history.append(metrics)
+        self.output.step(metrics, phases)
+
+    def _epoch(self) -> float | None:
+        prompts = self.sampler.num_prompts
+        return None if prompts is None else self.sampler.state_dict()["prompts"] / prompts
+
+    def _save(self, directory: Path, write_more: Any = None) -> Path:
+        weights = self.learner.weights()
+        if self.accelerator.is_main_process:
+            state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
+            save_checkpoint(
+                directory,
+                model=files_of(self.model),
+                tokenizer=self.processing_class,
+                trainer_state=state,
+                state_dict=weights,
+                write_more=write_more,
+            )
+        self.accelerator.wait_for_everyone()
+        return directory
+
+    def _sync_engine(self) -> None:
+        """Hand the current weights to the engine, where it serves others."""
+        if self.engine.weight_version != self.step:
+            self.engine.load_weights(self.learner.served_weights(), version=self.step)
 
     def _planned_steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
-        prompts = len(self.rows) * self.args.num_train_epochs
-        batches: int = math.ceil(prompts / (self.prompts_per_step * self.accelerator.num_processes))
-        return batches * self.args.num_iterations
+        if self.sampler.num_prompts is None:
+            raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
+        processes = self.accelerator.num_processes
+        prompts = self.sampler.num_prompts * self.args.num_train_epochs
+        generations: int = math.ceil(prompts / (self.prompts_per_process * processes))
+        return generations * self.args.steps_per_rollout(processes) * self.args.num_iterations
 
-    def _prepare(self) -> None:
-        """Wrap the policy, and make what belongs to it: reference, optimizer, schedule."""
-        args = self.args
-        if args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        policy = PolicyLoss(self.model, args.loss_config(), temperature=args.temperature, chunk_bytes=args.chunk_bytes)
-        # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
-        frozen = copy.deepcopy(policy).requires_grad_(False).eval() if args.beta > 0 else None
-        self.reference = None if frozen is None else frozen.to(self.accelerator.device)
-        optimizer = torch.optim.AdamW(
-            (parameter for parameter in policy.parameters() if parameter.requires_grad),
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-        )
-        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.scheduler = get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=args.warmup_steps,
-            num_training_steps=self.max_steps,
-        )
+    @property
+    def _engine_name(self) -> EngineName:
+        if self.args.vllm_mode == "server":
+            return "server"
+        return "auto" if self.args.use_vllm is None else "vllm" if self.args.use_vllm else "transformers"
 
-    def _make_engine(self) -> RolloutEngine:
+    def _make_engine(self, rollout_func: Any) -> RolloutEngine:
+        """The engine that the options ask for, or the user's function around it, where it was asked for by name."""
+        if rollout_func is None:
+            return self._named_engine()
+        wants_inner = self.args.use_vllm or self.args.vllm_mode == "server"
+        return FunctionEngine(rollout_func, self, inner=self._named_engine() if wants_inner else None)
+
+    def _named_engine(self) -> RolloutEngine:
         args = self.args
-        longest = max(map(len, self._encode(self.rows + self.eval_rows)))
+        own = f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        urls = args.vllm_server_base_url or own
         return make_engine(
-            "auto" if args.use_vllm is None else "vllm" if args.use_vllm else "transformers",
+            self._engine_name,
             self.model,
-            self.tokenizer,
-            max_model_len=args.vllm_max_model_length or longest + args.max_completion_length,
+            self.processing_class,
+            max_model_len=args.vllm_max_model_length or self._longest_prompt() + args.max_completion_length,
             dtype=torch.bfloat16 if wants_bf16(args) else torch.float32,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
+            enable_sleep_mode=args.vllm_enable_sleep_mode,
+            engine_options=args.vllm_engine_kwargs,
+            base_urls=[urls] if isinstance(urls, str) else urls,
+            server_timeout=args.vllm_server_timeout,
+            allow_remote=args.vllm_server_allow_remote,
         )
 
-    def _prompt_batches(self) -> Iterator[list[Row]]:
-        return prompt_batches(
-            self.rows,
-            self.prompts_per_step,
-            seed=self.args.seed,
-            shuffle=self.args.shuffle_dataset,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
+    def _longest_prompt(self) -> int:
+        known = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
+        if any(map(is_stream, known)):
+            raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
+        template = self.args.chat_template_kwargs
+        return max(longest_prompt(dataset, self.processing_class, chat_template_kwargs=template) for dataset in known)
 
     def _facts(self) -> dict[str, str]:
         """What the console and the report say about the run beforehand."""
         args, processes = self.args, self.accelerator.num_processes
-        prompts = self.prompts_per_step * processes
-        name = self.model_path or type(self.model).__name__.removesuffix("ForCausalLM")
+        prompts = self.prompts_per_process * processes
+        name = self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM")
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return {
-            "task": self.task,
+            "task": "+".join(self.rewards.names),
             "model": f"{name} ({short_number(parameters)})",
             "engine": self.engine.name,
             "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
-            f"in {args.gradient_accumulation_steps} micro-batch(es) on {processes} process(es)",
+            f"in {args.micro_batches_per_generation(processes)} micro-batch(es) on {processes} process(es)",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
             "output": args.output_dir,
         }
 
-    def _encode(self, rows: list[Row]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer([row["prompt"] for row in rows])["input_ids"]
-        return ids
-
-    def _weights(self) -> dict[str, Tensor]:
-        return model_weights(self.accelerator.get_state_dict(self.policy))
-
-    def _due(self, every: int | None) -> bool:
+    def _due(self, every: float | None) -> bool:
         """True at every so many steps, except at the last, which has its own."""
         return every is not None and self.step % every == 0 and self.step < self.max_steps

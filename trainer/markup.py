@@ -24,6 +24,7 @@ h3 { font-size: .95rem; margin: 1.4rem 0 .6rem; }
 .lead, .note { color: var(--muted); margin: 0 0 1rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; margin: 1.4rem 0 0; }
 .tile, .sample { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem; padding: .7rem .9rem; }
+.wide { grid-column: span 2; }
 .tile dt, .label { color: var(--muted); font-size: .8rem; }
 .tile dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
 img { display: block; width: 100%; height: auto; }
@@ -37,7 +38,7 @@ th { font-weight: 500; color: var(--muted); width: 40%; }
 .random { font-weight: 600; }
 pre { margin: .1rem 0 .6rem; max-height: 16rem; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
   unicode-bidi: isolate; font: .84rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-summary { cursor: pointer; }
+details { margin: 0 0 .6rem; } summary { cursor: pointer; padding: .2rem 0; }
 footer { margin-top: 3rem; color: var(--muted); font-size: .85rem; }
 """
 

@@ -99,6 +99,19 @@ def iterate_records(path: Path) -> Iterator[dict[str, float | int | str | None]]
                 ) from error
 
 
+def rewind_logs(output_dir: Path, step: int) -> None:
+    """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made."""
+    for name in (METRICS_FILE, ROLLOUTS_FILE):
+        path = Path(output_dir) / name
+        if not path.is_file():
+            continue
+        kept = path.with_name(f".{name}.rewound")
+        with path.open("rb") as file, kept.open("wb") as out:
+            # A last line without an end is of a record that a killed run did not finish.
+            out.writelines(line for line in file if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step)
+        kept.replace(path)
+
+
 def metric(record: Mapping[str, object], name: str) -> float | None:
     """The number called `name` in `record`, in any of its spellings; None where it is absent or was not finite."""
     for spelling in SPELLINGS.get(name, (name,)):

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
-from fused_grpo.logprobs import linear_logprobs
+from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.adapters import base_model, check_head, head_weight
 from fused_grpo.trainer.types import MicroBatch
 
 
@@ -25,13 +26,15 @@ class PolicyLoss(nn.Module):
     """A causal LM of transformers with the fused GRPO loss for a head.
 
     Args:
-        model: any `AutoModelForCausalLM` whose logits are a linear head over the backbone's last hidden state.
+        model: any `AutoModelForCausalLM` whose logits are a linear head over the backbone's last hidden state, or a
+            PeftModel around one.
         loss_config: the loss variant.
         temperature: what completions were sampled with.
         chunk_bytes: as in `fused_linear_grpo_loss`.
 
     Raises:
         InputError: a model without an output embedding.
+        UnsupportedError: a head with an adapter that is no sum of weights.
     """
 
     def __init__(
@@ -40,13 +43,24 @@ class PolicyLoss(nn.Module):
         super().__init__()
         if model.get_output_embeddings() is None:
             raise InputError(f"got a {type(model).__name__} without output embeddings, want a causal language model")
+        check_head(model.get_output_embeddings())
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
 
     def forward(
-        self, batch: MicroBatch, *, num_tokens: float | Tensor, num_sequences: float | Tensor
+        self,
+        batch: MicroBatch,
+        *,
+        num_tokens: float | Tensor,
+        num_sequences: float | Tensor,
+        config: GRPOLossConfig | None = None,
+        entropy_threshold: Tensor | None = None,
+        num_entropy_tokens: float | None = None,
     ) -> GRPOLossOutput:
-        """The loss of a micro-batch, normalised by the counts of the whole optimizer step."""
+        """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
+
+        `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
+        """
         hidden, weight, options = self._head_inputs(batch)
         return fused_linear_grpo_loss(
             hidden,
@@ -59,7 +73,9 @@ class PolicyLoss(nn.Module):
             sampling_logprobs=batch.sampling_logprobs,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            config=self.loss_config,
+            entropy_threshold=entropy_threshold,
+            num_entropy_tokens=num_entropy_tokens,
+            config=self.loss_config if config is None else config,
             chunk_bytes=self.chunk_bytes,
             **options,
         )
@@ -70,18 +86,24 @@ class PolicyLoss(nn.Module):
         hidden, weight, options = self._head_inputs(batch)
         return linear_logprobs(hidden, weight, batch.targets, **options)
 
+    @torch.no_grad()
+    def entropies(self, batch: MicroBatch) -> Tensor:
+        """Entropies [N] of the distributions that completion tokens were drawn from, in nats."""
+        hidden, weight, options = self._head_inputs(batch)
+        return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
+
     def _head_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and the logit transform."""
-        backbone = self.model.get_decoder()
-        head: Any = self.model.get_output_embeddings()
+        model = base_model(self.model)
+        backbone, head = model.get_decoder(), model.get_output_embeddings()
         states = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        hidden: Tensor = states.last_hidden_state.flatten(0, 1)[batch.predictors]
+        hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
         options = {
             "bias": getattr(head, "bias", None),
             "temperature": self.temperature,
-            **logit_transform(self.model.config),
+            **logit_transform(model.config),
         }
-        return hidden, head.weight, options
+        return hidden, head_weight(head), options
 
 
 def logit_transform(config: Any) -> dict[str, float | None]:

@@ -20,14 +20,16 @@ from fused_grpo.trainer.charts import (
     LIGHT,
     Records,
     Theme,
+    function_chart,
+    function_series,
+    panel_series,
     phase_chart,
     phase_series,
     reward_chart,
     series,
     small_multiples,
-    small_series,
 )
-from fused_grpo.trainer.formatting import MISSING, duration, message_text, percent, short_number
+from fused_grpo.trainer.formatting import MISSING, conversation, duration, percent, short_number
 from fused_grpo.trainer.markup import STYLE, Html, element, join
 from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE, iterate_records, metric, read_metrics
 
@@ -107,8 +109,11 @@ def _headline(title: str, records: Records, run: Mapping[str, Any]) -> Html:
         "engine": _fact(run, "engine", MISSING),
         "device": str(run.get("machine", {}).get("device", MISSING)),
     }
-    boxes = (element("div", element("dt", name), element("dd", value), class_="tile") for name, value in tiles.items())
-    started = f"Started {run['started']}. " if "started" in run else ""
+    boxes = (
+        element("div", element("dt", name), element("dd", value), class_="wide tile" if len(value) > 16 else "tile")
+        for name, value in tiles.items()
+    )
+    started = f"Started {_readable_time(run['started'])}. " if "started" in run else ""
     lead = element("p", f"{started}{_what_changed(records)}", class_="lead")
     return element("header", element("h1", title), lead, element("dl", *boxes, class_="tiles"))
 
@@ -116,7 +121,9 @@ def _headline(title: str, records: Records, run: Mapping[str, Any]) -> Html:
 def _curves(records: Records) -> Html:
     reward = _picture(lambda theme: reward_chart(records, theme), "Reward by optimizer step")
     parts = [element("h2", "Reward"), reward]
-    if small_series(records):
+    if len(function_series(records)) > 1:
+        parts.append(_picture(lambda theme: function_chart(records, theme), "Mean of each reward function by step"))
+    if panel_series(records):
         small = _picture(lambda theme: small_multiples(records, theme), "Other metrics by optimizer step")
         parts += [element("h2", "What else moved"), small]
     return element("section", *parts)
@@ -131,7 +138,7 @@ def _phases(records: Records) -> Html:
     rows = {name: f"{duration(spent)} ({percent(spent / total)})" for name, spent in seconds.items()}
     parts = [element("h2", "Where the time went"), _table(rows)]
     if max(len(steps) for steps, _ in phase_series(records).values()) > 1:
-        alt = "Share of each phase in the time of a step"
+        alt = "Seconds of each step, by phase"
         parts.insert(1, _picture(lambda theme: phase_chart(records, theme), alt))
     return element("section", *parts)
 
@@ -155,19 +162,22 @@ def _sample(kind: str, row: Mapping[str, object]) -> Html:
         facts.append("cut at the length limit")
     header = element("header", element("span", kind, class_=kind), *(element("span", fact) for fact in facts))
     texts = [
-        join(element("div", label, class_="label"), element("pre", message_text(row.get(label, "")), dir="auto"))
-        for label in ("prompt", "completion")
+        join(element("div", label, class_="label"), element("pre", text, dir="auto"))
+        for part in ("prompt", "completion")
+        for label, text in conversation(row.get(part, ""), name=part)
     ]
     return element("article", header, *texts, class_="sample")
 
 
 def _facts(run: Mapping[str, Any]) -> Html:
+    """What the run was, folded away: nobody reads it, until somebody has to."""
     parts: list[Html] = []
-    for title, name in (("Versions", "versions"), ("Machine", "machine"), ("Configuration", "config")):
+    for title, name in (("Configuration", "config"), ("Versions", "versions"), ("Machine", "machine")):
         values = run.get(name)
         if isinstance(values, dict) and values:
-            parts += [element("h2", title), _table({key: _exact(value) for key, value in values.items()})]
-    return element("section", *parts)
+            table = _table({key: _exact(value) for key, value in values.items()})
+            parts.append(element("details", element("summary", title), table))
+    return element("section", element("h2", "What ran"), *parts) if parts else Html()
 
 
 def _table(rows: Mapping[str, str]) -> Html:
@@ -180,6 +190,12 @@ def _picture(draw: Callable[[Theme], bytes], alt: str) -> Html:
     light, dark = (f"data:image/png;base64,{base64.b64encode(draw(theme)).decode()}" for theme in (LIGHT, DARK))
     source = element("source", srcset=dark, media="(prefers-color-scheme: dark)")
     return element("picture", source, element("img", src=light, alt=alt))
+
+
+def _readable_time(started: object) -> str:
+    """`2026-11-21T17:27:37Z` as `2026-11-21 17:27 UTC`."""
+    date, _, clock = str(started).partition("T")
+    return f"{date} {clock[:5]} UTC" if clock else date
 
 
 def _exact(value: object) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from torch import Tensor
 
 from fused_grpo.trainer.config import GRPOConfig
@@ -16,6 +17,7 @@ from fused_grpo.trainer.console import Console
 from fused_grpo.trainer.metrics import RunLog
 from fused_grpo.trainer.report import write_report
 from fused_grpo.trainer.scoring import ScoredRollouts
+from fused_grpo.trainer.trackers import Trackers
 
 
 class RunOutput:
@@ -26,15 +28,25 @@ class RunOutput:
         max_steps: optimizer steps it will take.
         is_main: False on every process but the first: then nothing is shown or written.
         facts: what to say about the run beforehand: task, model, engine, ...
+        accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
     """
 
-    def __init__(self, args: GRPOConfig, max_steps: int, *, is_main: bool, facts: dict[str, str]) -> None:
+    def __init__(
+        self,
+        args: GRPOConfig,
+        max_steps: int,
+        *,
+        is_main: bool,
+        facts: dict[str, str],
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self.args, self.max_steps = args, max_steps
         self.console = Console(max_steps, quiet=not is_main)
         self.console.banner(facts)
         self.log = RunLog(Path(args.output_dir)) if is_main else None
         if self.log is not None:
             self.log.log_config(dataclasses.asdict(args), **facts)
+        self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
 
     def rollouts(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> None:
         """What optimizer step `step` is about to learn from: written before it can fail."""
@@ -47,22 +59,31 @@ class RunOutput:
 
     def step(self, record: dict[str, Any], phases: Phases) -> None:
         """One optimizer step."""
-        if self.log is None:
-            return
         step = record["step"]
-        self.log.log_metrics(record)
+        self._log(record)
         if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
             self.console.step(step, record, phases.seconds)
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
         """Mean rewards on held-out prompts."""
-        if self.log is not None:
-            self.log.log_metrics({"step": step} | {f"eval/{name}": value for name, value in result.items()})
+        self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
         self.console.note(f"step {step}: held-out reward {result['reward']:.3f} on {num_prompts} prompts")
 
     def report(self) -> Path:
         """Write report.html, on the main process; its path everywhere."""
         return Path(self.args.output_dir) / "report.html" if self.log is None else write_report(self.log.output_dir)
+
+    def close(self) -> None:
+        """End the trackers, however the run ended. Harmless a second time."""
+        if self.trackers is not None:
+            self.trackers.finish()
+            self.trackers = None
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.log_metrics(record)
+        if self.trackers is not None:
+            self.trackers.log(record)
 
 
 class Phases:

@@ -1,16 +1,17 @@
-"""From rollouts to advantages: decode, reward, compare within groups."""
+"""From rollouts to rewards, and to what may be learned from: decode, ask, leave out what failed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from fused_grpo.trainer.advantages import total_rewards
 from fused_grpo.trainer.data import Row
-from fused_grpo.trainer.rewards import RewardFunction, call_reward_functions, reward_name
+from fused_grpo.trainer.prompts import as_completion, prompt_text
+from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 
@@ -24,57 +25,77 @@ class ScoredRollouts:
     rewards: Tensor  # [B], weighted sums; NaN: no function scored it
     per_function: Tensor  # [B, F]; NaN: not scored by that function
     reward_names: list[str]  # F
+    dropped: Tensor  # [B] bool, whole groups that a reward function failed on: not to be learned from
+    seconds: dict[str, float] = field(default_factory=dict)  # by reward function
+    metrics: dict[str, float] = field(default_factory=dict)  # that reward functions logged
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, that reward functions logged
 
     def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
-        """What the optimizer step learns from, given advantages [B]."""
+        """What the optimizer learns from, given advantages [B]: everything but the groups that were dropped."""
         rollouts = self.rollouts
-        return EffectiveBatch(
+        batch = EffectiveBatch(
             prompt_ids=[ids for ids in rollouts.prompt_ids for _ in range(rollouts.num_generations)],
             completion_ids=rollouts.completion_ids,
             sampling_logprobs=rollouts.sampling_logprobs,
             advantages=advantages,
         )
+        return batch.take((~self.dropped).nonzero().flatten().tolist()) if self.dropped.any() else batch
 
-    def records(self, advantages: Tensor) -> list[dict[str, object]]:
-        """One record per completion, for rollouts.jsonl and the console."""
+    def records(self, advantages: Tensor) -> list[dict[str, Any]]:
+        """One record per completion, for rollouts.jsonl and the console. Logged columns are fields of it."""
         return [
             {
-                "prompt": row["prompt"],
+                **{name: _as_json(values[index]) for name, values in self.extra.items()},
+                "prompt": prompt_text(self.rows[index]),
                 "completion": completion,
-                "reward": reward,
-                "rewards": dict(zip(self.reward_names, by_function, strict=True)),
-                "advantage": advantage,
-                "finish_reason": reason,
+                "reward": self.rewards[index].item(),
+                "rewards": dict(zip(self.reward_names, self.per_function[index].tolist(), strict=True)),
+                "advantage": advantages[index].item(),
+                "finish_reason": self.rollouts.finish_reasons[index],
                 "weight_version": self.rollouts.weight_version,
+                **({"dropped": True} if self.dropped[index] else {}),
             }
-            for row, completion, reward, by_function, advantage, reason in zip(
-                self.rows,
-                self.completions,
-                self.rewards.tolist(),
-                self.per_function.tolist(),
-                advantages.tolist(),
-                self.rollouts.finish_reasons,
-                strict=True,
-            )
+            for index, completion in enumerate(self.completions)
         ]
 
 
-def score(
-    rollouts: Rollouts, rows: Sequence[Row], functions: Sequence[RewardFunction], weights: Tensor, tokenizer: Any
+def score_rollouts(
+    rollouts: Rollouts, rows: Sequence[Row], rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None
 ) -> ScoredRollouts:
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
+    Reward functions get what the engine said about a completion (`Rollouts.extra`) as further columns, and completions
+    of conversations as messages.
+
     Raises:
-        RewardError: a function raised, or returned something unusable.
+        RewardError: a function failed, and its groups are not to be dropped; or no group was left.
+        InputError: a function asks for a column that is not there.
     """
     rows = [row for row in rows for _ in range(rollouts.num_generations)]
     completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
-    per_function = call_reward_functions(functions, rows, completions, rollouts.completion_ids)
+    output = rewards(
+        [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)],
+        [as_completion(row, text) for row, text in zip(rows, completions, strict=True)],
+        rollouts.completion_ids,
+        num_generations=rollouts.num_generations,
+        trainer_state=trainer_state,
+    )
     return ScoredRollouts(
         rollouts=rollouts,
         rows=rows,
         completions=completions,
-        rewards=total_rewards(per_function, weights),
-        per_function=per_function,
-        reward_names=[reward_name(function) for function in functions],
+        rewards=total_rewards(output.per_function, rewards.weights),
+        per_function=output.per_function,
+        reward_names=rewards.names,
+        dropped=output.dropped,
+        seconds=output.seconds,
+        metrics=output.metrics,
+        extra=output.extra,
     )
+
+
+def _as_json(value: Any) -> Any:
+    """A logged value as JSON has it."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -6,12 +6,17 @@ micro-batch (prompts and completions), N its completion tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
+
+# Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
+_PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +30,16 @@ class SamplingParams:
     top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    structured_outputs_regex: str | None = None  # completions match this expression; vLLM engines only
     seed: int | None = None  # the same seed, prompts and weights give the same completions
+    extra: dict[str, Any] = field(default_factory=dict)  # further options, under the engine's own names
 
     @property
     def is_plain(self) -> bool:
         """True where tokens come from softmax(logits / temperature) itself, as the trainer's log-probs assume."""
         untruncated = self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
-        return self.temperature > 0 and untruncated and self.repetition_penalty == 1.0
+        unforced = self.structured_outputs_regex is None and self.extra.keys() <= _PLAIN_EXTRAS
+        return self.temperature > 0 and untruncated and unforced and self.repetition_penalty == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +48,40 @@ class Rollouts:
 
     prompt_ids: list[list[int]]  # P lists of token ids
     completion_ids: list[list[int]]  # B lists of token ids, each with its end-of-sequence token where it stopped
-    sampling_logprobs: list[list[float]]  # B lists, log-prob of each token under the distribution it was drawn from
+    sampling_logprobs: list[list[float]] | None  # B lists, log-prob of each token as drawn; None: the engine cannot say
     finish_reasons: list[FinishReason]  # B
     num_generations: int  # G
     weight_version: int  # the optimizer step whose weights the engine was serving
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values for the reward functions
 
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """Everything one optimizer step learns from, on this process: B sequences in order, each with its advantage."""
+    """Everything one optimizer step learns from, on this process: B sequences in order, whole groups."""
 
     prompt_ids: list[list[int]]  # B
     completion_ids: list[list[int]]  # B
-    sampling_logprobs: list[list[float]]  # B
+    sampling_logprobs: list[list[float]] | None  # B; None: the engine does not say
     advantages: Tensor  # [B] fp32
+    learns: Tensor | None = None  # [B] bool, False: counted among the step's sequences, and that is all; None: all True
+    old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
+    ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
+
+    def take(self, indices: Sequence[int]) -> EffectiveBatch:
+        """These sequences, in this order."""
+
+        def some(values: list[T] | None) -> list[T] | None:
+            return None if values is None else [values[index] for index in indices]
+
+        return EffectiveBatch(
+            prompt_ids=[self.prompt_ids[index] for index in indices],
+            completion_ids=[self.completion_ids[index] for index in indices],
+            sampling_logprobs=some(self.sampling_logprobs),
+            advantages=self.advantages[list(indices)],
+            learns=None if self.learns is None else self.learns[list(indices)],
+            old_logprobs=some(self.old_logprobs),
+            ref_logprobs=some(self.ref_logprobs),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +93,8 @@ class MicroBatch:
     predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts a completion token
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
+    sequence_index: Tensor  # [b] int64, which sequence of the effective batch each of these is; on the CPU
     advantages: Tensor  # [b] fp32
-    sampling_logprobs: Tensor  # [N] fp32
+    sampling_logprobs: Tensor | None = None  # [N] fp32; None: the engine does not say
     old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term

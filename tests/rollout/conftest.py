@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import string
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +23,51 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from fused_grpo.trainer.rollout.vllm_serve import server_command, server_folder
 from fused_grpo.trainer.types import Rollouts
 
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*= "
 MAX_MODEL_LEN = 192
 SECOND_STOP_ID = 7
+
+
+class ServerProcess:
+    """A real vLLM server of one folder. An engine waits until it is ready."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as any_port:
+            any_port.bind(("127.0.0.1", 0))
+            self.port = any_port.getsockname()[1]
+        self.folder, self.log = folder, log
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        options = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager")
+        command, variables = server_command(self.folder, port=self.port, options=options)
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=inherited | small | variables, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """kill -9, of the server and the processes it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def server(build_model, tokenizer, tmp_path_factory) -> Iterator[ServerProcess]:
+    folder = server_folder(build_model("qwen2", tied=True), tokenizer, tmp_path_factory.mktemp("served") / "model")
+    process = ServerProcess(folder, folder.parent / "log")
+    process.start()
+    yield process
+    process.kill()
 
 
 @pytest.fixture(scope="session")

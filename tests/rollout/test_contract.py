@@ -14,6 +14,7 @@ from fused_grpo.trainer.types import SamplingParams
 
 PLAIN = SamplingParams(n=4, max_tokens=8, seed=11)
 GREEDY = replace(PLAIN, temperature=0.0)
+VLLM = ["vllm", "server"]
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,11 @@ def model(build_model):
     return build_model("qwen2", tied=True)
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.engine)])
+@pytest.fixture(scope="module", params=["transformers", *(pytest.param(n, marks=pytest.mark.engine) for n in VLLM)])
 def engine(request, model, tokenizer) -> Iterator[RolloutEngine]:
-    engine = make_engine(request.param, model, tokenizer, max_model_len=192, dtype="float32")
+    urls = [request.getfixturevalue("server").url] if request.param == "server" else []
+    engine = make_engine(request.param, model, tokenizer, max_model_len=192, dtype="float32", base_urls=urls)
+    engine.load_weights(checkpoint_weights(model), version=0)
     yield engine
     engine.close()
 
@@ -124,6 +127,37 @@ def test_sampling_leaves_the_trainers_random_numbers_and_modes_alone(engine, mod
     assert model.training
     assert not model.model.norm.training
     model.eval()
+
+
+def test_no_stop_token_before_min_tokens(engine, model, prompts, plain_logits, sampled_logprobs) -> None:
+    least = "min_new_tokens" if engine.name == "transformers" else "min_tokens"
+    rollouts = engine.generate(prompts, replace(PLAIN, n=16, extra={least: 6}))
+    assert min(map(len, rollouts.completion_ids)) >= 6
+    assert {completion[-1] for completion in rollouts.completion_ids} & {1, 7}
+    first = plain_logits(model, rollouts, 0)[0]
+    first[[1, 7]] = -torch.inf
+    expected = first.log_softmax(-1)[rollouts.completion_ids[0][0]].item()
+    assert rollouts.sampling_logprobs[0][0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_further_stop_tokens_end_completions_too(engine, prompts) -> None:
+    stops = list(range(10, 30))
+    rollouts = engine.generate(prompts, replace(PLAIN, extra={"stop_token_ids": stops}))
+    assert not any(set(completion[:-1]) & {1, 7, *stops} for completion in rollouts.completion_ids)
+    assert {completion[-1] for completion in rollouts.completion_ids} & set(stops)
+
+
+def test_an_option_that_the_engine_decides_or_does_not_know_is_refused(engine, prompts) -> None:
+    for extra in ({"temperature": 0.5}, {"num_beams": 4}):
+        with pytest.raises(InputError, match=rf"got generation_kwargs with {next(iter(extra))}, .*fix:"):
+            engine.generate(prompts, replace(PLAIN, extra=extra))
+
+
+def test_sleeping_and_waking_change_nothing_without_sleep_mode(engine, prompts) -> None:
+    before = engine.generate(prompts, PLAIN)
+    engine.sleep()
+    engine.wake()
+    assert engine.generate(prompts, PLAIN) == before
 
 
 def test_an_empty_prompt_is_refused_by_its_index(engine, prompts) -> None:

@@ -35,5 +35,7 @@ def test_asking_for_vllm_where_it_is_missing_names_the_command(build_model, toke
 
 
 def test_an_unknown_engine_is_refused_with_the_choices(build_model, tokenizer) -> None:
-    with pytest.raises(InputError, match=r"got rollout engine 'sglang', want 'auto', 'vllm' or 'transformers'"):
+    with pytest.raises(
+        InputError, match=r"got rollout engine 'sglang', want one of \('auto', 'vllm', 'server', .*fix:"
+    ):
         make_engine("sglang", build_model(), tokenizer, **OPTIONS)

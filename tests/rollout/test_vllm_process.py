@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 
@@ -107,6 +108,37 @@ def test_a_call_that_vllm_fails_closes_the_engine_instead_of_leaving_requests(en
         engine.generate([[3, 4]], SAMPLING)
     with pytest.raises(UnavailableError, match="on a closed vllm engine"):
         engine.generate([[3, 4]], SAMPLING)
+
+
+def test_a_slept_engine_has_no_weights_until_the_next_sync(engine, model, monkeypatch) -> None:
+    # vLLM's CPU build cannot sleep: this is our side of it, the order of calls.
+    calls: list[object] = []
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    monkeypatch.setattr(engine._llm, "sleep", lambda level: calls.append(level))
+    monkeypatch.setattr(engine._llm, "wake_up", lambda: calls.append("wake"))
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(WeightSyncError, match=r"fix: wake\(\) before"):
+        engine.load_weights(model.named_parameters(), version=1)
+    engine.wake()
+    with pytest.raises(WeightSyncError, match=r"fix: wake\(\), then load_weights"):
+        engine.generate([[3, 4]], SAMPLING)
+    engine.load_weights(model.named_parameters(), version=1)
+    assert engine.generate([[3, 4]], SAMPLING).weight_version == 1
+    assert calls == [2, "wake"]
+
+
+def test_completions_stop_at_a_string(engine, tokenizer) -> None:
+    rollouts = engine.generate([[3, 4], [5]], replace(SAMPLING, n=16, max_tokens=40, extra={"stop": ["5"]}))
+    five = tokenizer.convert_tokens_to_ids("5")
+    assert five in {completion[-1] for completion in rollouts.completion_ids}
+    assert not any(five in completion[:-1] for completion in rollouts.completion_ids)
+
+
+def test_an_option_with_a_value_that_vllm_refuses_is_an_error_of_the_option(engine) -> None:
+    with pytest.raises(InputError, match=r"that vLLM refuses: .*min_p.*fix:"):
+        engine.generate([[3, 4]], replace(SAMPLING, min_p=2.0))
+    assert len(engine.generate([[3, 4]], SAMPLING).completion_ids) == 2
 
 
 def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:

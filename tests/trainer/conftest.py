@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.rollout import RolloutEngine
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 
@@ -51,7 +52,7 @@ def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
     return make
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """Satisfies RolloutEngine. Completions depend on the seed alone; their log-probs on the model as it is now."""
 
     name = "scripted"

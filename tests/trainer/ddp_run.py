@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.rollout import RolloutEngine
 from fused_grpo.trainer.types import Rollouts
 
 LETTERS = "0123456789+="
@@ -23,7 +24,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
-class EngineByPrompt:
+class EngineByPrompt(RolloutEngine):
     """Completions that depend on the prompt alone, so that it does not matter which process asks for them."""
 
     name, weight_version = "by prompt", 0

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
-from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli import load_function, main, parse_train_options, read_yaml
+from fused_grpo.errors import DataError, InputError, UnsupportedError
+from fused_grpo.trainer.cli import load_prompts, main
+from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import load_rows
+from fused_grpo.trainer.metrics import RunLog
+from fused_grpo.trainer.options import (
+    SECTIONS,
+    TrainOptions,
+    field_docstrings,
+    find_config,
+    parse_train_options,
+    read_yaml,
+)
 
 
 def test_without_a_model_the_demo_recipe_is_the_default_and_options_win():
@@ -32,7 +45,7 @@ def test_a_yaml_file_is_below_the_command_line(tmp_path):
     assert (options.shuffle_dataset, options.bf16, options.epsilon_high) == (False, False, None)
 
 
-@pytest.mark.parametrize("content", ["learning_rate: fast", "max_steps: 2.5", "bf16: perhaps", "epsilon: -1"])
+@pytest.mark.parametrize("content", ["learning_rate: fast", "max_steps: 2.5", "bf16: perhaps"])
 def test_yaml_values_are_checked_like_arguments(tmp_path, content, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(content)
@@ -66,21 +79,6 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
         read_yaml(file)
 
 
-@pytest.mark.parametrize("form", ["{}.py:length", "module"])
-def test_reward_functions_are_found_by_path_and_by_module(tmp_path, form):
-    if form == "module":
-        assert load_function("builtins:len") is len
-        return
-    (tmp_path / "mine.py").write_text("def length(completions, **_):\n    return [len(c) for c in completions]\n")
-    assert load_function(f"{tmp_path / 'mine.py'}:length")(["ab"]) == [2]
-
-
-@pytest.mark.parametrize("name", ["len", "builtins:nothing", "no.such:thing", "missing.py:f", "builtins:__name__"])
-def test_a_reward_function_that_is_not_there_is_refused(name):
-    with pytest.raises(InputError, match=f"got reward function '{name}'"):
-        load_function(name)
-
-
 def test_rows_come_from_a_local_file(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(3)))
@@ -105,18 +103,135 @@ def test_errors_end_the_command_with_their_message(arguments, message, capsys, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_option_out_of_range_is_refused_where_it_is_parsed(capsys):
+@pytest.mark.parametrize("source", ["command line", "file"])
+def test_an_option_out_of_range_is_refused_in_one_line(source, tmp_path):
+    (tmp_path / "run.yaml").write_text("epsilon: -1\n")
+    where = ["--epsilon", "-1"] if source == "command line" else ["--config", str(tmp_path / "run.yaml")]
+    with pytest.raises(SystemExit) as exit:
+        main(["train", *where])
+    assert str(exit.value).startswith("fused-grpo: InputError: got epsilon=-1.0, want 0 <= epsilon <= 1")
+
+
+@pytest.mark.parametrize("name", ["model_init_kwargs", "vllm_engine_kwargs"])
+def test_a_mapping_is_json_on_the_command_line_and_either_in_yaml(tmp_path, name):
+    value, file = {"a": [1, None], "b": {"c": True}}, tmp_path / "run.yaml"
+    option = f"--{name.replace('_', '-')}"
+    assert getattr(parse_train_options(["--model", "m", option, json.dumps(value)]), name) == value
+    for text in (f"{name}:\n  a: [1, null]\n  b: {{c: true}}\n", f"{name}: '{json.dumps(value)}'\n"):
+        file.write_text(text)
+        assert getattr(parse_train_options(["--model", "m", "--config", str(file)]), name) == value
+    assert getattr(parse_train_options(["--model", "m", "--config", str(file), option, "None"]), name) is None
+
+
+def test_every_mapping_is_one_option():
+    mappings = [name for name, kind in get_type_hints(GRPOConfig).items() if kind == dict[str, Any] | None]
+    assert len(mappings) >= 6
+    arguments = [text for name in mappings for text in (f"--{name.replace('_', '-')}", '{"a": 1}')]
+    options = parse_train_options(["--model", "m", *arguments])
+    assert all(getattr(options, name) == {"a": 1} for name in mappings)
+
+
+def test_a_mapping_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["train", "--epsilon", "-1"])
-    assert "got epsilon=-1.0, want 0 <= epsilon <= 1" in " ".join(capsys.readouterr().err.split())
+        parse_train_options(["--model", "m", "--generation-kwargs", "[1]"])
+    assert "want a JSON object" in capsys.readouterr().err
 
 
-def test_help_shows_every_option_with_its_docstring(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], None),
+        (["--resume"], True),
+        (["--resume-from-checkpoint", "True"], True),
+        (["--resume-from-checkpoint", "runs/a/checkpoint-5"], "runs/a/checkpoint-5"),
+        (["--resume", "--resume-from-checkpoint", "there"], "there"),
+    ],
+)
+def test_a_run_is_resumed_by_a_flag_or_from_a_path(arguments, expected):
+    assert parse_train_options(["--model", "m", *arguments]).trainer_args().resume_from_checkpoint == expected
+
+
+def test_an_option_of_trl_that_is_missing_is_refused_with_its_reason(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nfp16: false\ntop_k: 5\n")
+    assert parse_train_options(["--config", str(file)]).top_k == 5
+    file.write_text("model: m\nfp16: true\n")
+    with pytest.raises(UnsupportedError, match=r"got fp16=True, .*bf16 or fp32"):
+        parse_train_options(["--config", str(file)])
+    with pytest.raises(UnsupportedError, match=r"got --vllm-group-port, .*shared memory"):
+        parse_train_options(["--model", "m", "--vllm-group-port=5"])
+
+
+def test_a_misspelt_option_is_answered_with_the_right_one(tmp_path):
+    (tmp_path / "run.yaml").write_text("lerning_rate: 1\n")
+    with pytest.raises(InputError, match="did you mean 'learning_rate'"):
+        read_yaml(tmp_path / "run.yaml")
+
+
+def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatch):
+    assert find_config("demo").name == "demo.yaml"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").write_text("seed: 5\n")
+    assert parse_train_options(["--model", "m", "--config", "demo"]).seed == 5
+    with pytest.raises(InputError, match="or one of these recipes: demo, gsm8k-1gpu"):
+        parse_train_options(["--config", "no-such-thing"])
+
+
+def test_help_shows_every_option_with_its_docstring_in_sections(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for expected in ("--num-generations", "Completions per prompt, the size of a group", "--reward-funcs"):
-        assert expected in shown
+    for name, text in field_docstrings(TrainOptions).items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert text in shown
+    for title in SECTIONS.values():
+        assert f"{title} options" in shown
+
+
+def test_every_field_has_a_docstring_and_every_section_a_first_field():
+    names = {field.name for field in dataclasses.fields(TrainOptions)}
+    assert names == field_docstrings(TrainOptions).keys()
+    assert SECTIONS.keys() <= names
+    assert field_docstrings(TrainOptions)["epsilon"] == field_docstrings(GRPOConfig)["epsilon"]
+
+
+def test_model_dataset_and_rewards_go_together():
+    for arguments in (["--dataset", "d.jsonl"], ["--model", "m", "--reward-funcs", "a:b"]):
+        with pytest.raises(SystemExit, match="want all three, or none for the built-in task"):
+            main(["train", *arguments])
+
+
+def test_a_dataset_may_be_a_function_and_its_failure_is_a_data_error(tmp_path):
+    (tmp_path / "mine.py").write_text("def rows(split):\n    return [{'prompt': split}] if split == 'a' else 1 / 0\n")
+    options = TrainOptions(model="m", dataset=f"{tmp_path / 'mine.py'}:rows", dataset_split="a")
+    assert load_prompts(options, held_out=False) == [{"prompt": "a"}]
+    options.dataset_split = "b"
+    with pytest.raises(DataError, match="raised ZeroDivisionError"):
+        load_prompts(options, held_out=False)
+
+
+def test_a_report_is_written_again_from_the_logs(tmp_path, capsys):
+    RunLog(tmp_path).log_metrics({"step": 1, "reward": 0.5})
+    main(["report", str(tmp_path)])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert "training reward 0.500" in (tmp_path / "report.html").read_text()
+    with pytest.raises(SystemExit, match="CheckpointError"):
+        main(["report", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match="got no directory of a run"):
+        main(["report"])
+
+
+def test_lora_options_become_a_peft_config():
+    assert TrainOptions().peft_config() is None
+    config = parse_train_options(["--model", "m", "--use-peft", "--lora-r", "4"]).peft_config()
+    assert (config.r, config.lora_alpha, config.target_modules) == (4, 32, "all-linear")
+
+
+def test_recipes_are_listed_with_what_they_are(capsys):
+    main(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[0] == "gsm8k-1gpu" and "one GPU" in line for line in lines)
+    assert all(Path(line).is_file() for line in lines if line.endswith(".yaml"))
 
 
 def test_env_reports_versions_and_implementations(capsys):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fused_grpo.trainer.console import Console
+from fused_grpo.trainer.console import Console, best_and_worst
 from fused_grpo.trainer.formatting import duration, elide_middle, short_number, sparkline, visible
 
 PHASES = {"generate": 6.0, "reward": 1.0, "train": 2.5, "sync": 0.5}
@@ -127,9 +127,43 @@ def test_completions_show_no_more_than_the_limit_and_keep_both_ends_of_long_ones
     Console(5, file=out).completions(3, rows * 9, limit=2)
     shown = out.getvalue()
     assert "step 3: 2 of 9 completions" in shown
+    assert "adv." in shown
     assert shown.count("START") == shown.count("END") == 2
     assert shown.count("cut at the length limit") == 2
     assert len(shown) < 4000
+
+
+def test_the_table_has_the_best_and_the_worst_of_different_prompts() -> None:
+    rows = [
+        {"prompt": str(prompt), "completion": "", "reward": reward}
+        for prompt, rewards in enumerate([(1.0, 1.0, 0.0), (0.9, 0.2, 0.1), (0.8, 0.3, None)])
+        for reward in rewards
+    ]
+    chosen = [(row["prompt"], row["reward"]) for row in best_and_worst(rows, 4)]
+    assert chosen == [("0", 1.0), ("1", 0.9), ("1", 0.1), ("0", 0.0)]
+    assert [row["reward"] for row in best_and_worst(rows[:3], 5)] == [1.0, 1.0, 0.0]
+    assert best_and_worst(rows, 0) == best_and_worst([{"reward": None}], 4) == []
+
+
+def test_a_narrow_terminal_gets_no_table(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    row = {"prompt": "what?", "completion": "one\ntwo", "reward": 1.0, "advantage": 0.7, "finish_reason": "length"}
+    Console(5, file=terminal).completions(1, [row])
+    shown = terminal.getvalue()
+    assert "reward 1.00, advantage +0.700" in shown
+    assert "┃" not in shown
+    assert "cut at the length limit" in shown
+
+
+def test_a_completion_of_a_thousand_lines_takes_a_dozen() -> None:
+    out = io.StringIO()
+    messages = [{"role": "assistant", "content": "FIRST" + "\n" * 300 + "LAST"}]
+    prompt = [{"role": "user", "content": "hello"}]
+    Console(5, file=out).completions(1, [{"prompt": prompt, "completion": messages, "reward": 1.0}])
+    assert "user: hello" in out.getvalue()
+    assert "assistant" not in out.getvalue()
+    assert "lines…]" in out.getvalue()
+    assert out.getvalue().count("\n") < 25
 
 
 def test_an_output_without_unicode_does_not_end_the_run() -> None:

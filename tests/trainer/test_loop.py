@@ -51,8 +51,8 @@ def test_the_update_is_that_of_a_plain_padded_loop(make_trainer, make_model):
     trainer.engine.generate = lambda *arguments: recorded.append(generate(*arguments)) or recorded[-1]
     result = trainer.train()
     model, rollouts = make_model(), recorded[0]
-    texts = trainer.tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
-    rewards = torch.tensor(trainer.reward_funcs[0](texts))
+    texts = trainer.processing_class.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
+    rewards = torch.tensor(trainer.rewards.functions[0](texts))
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     loss, tokens = 0.0, sum(map(len, rollouts.completion_ids))
     for ids, advantage in zip(rollouts.completion_ids, advantages, strict=True):
@@ -82,7 +82,7 @@ def test_a_step_that_fails_updates_nothing(make_trainer, where):
     if where == "gradient":
         weight.register_hook(lambda gradient: gradient * float("inf"))
     else:
-        forward = trainer.policy.forward
+        forward = trainer.learner.policy.forward
 
         def failing(*args, **counts):
             calls.append(1)
@@ -91,7 +91,7 @@ def test_a_step_that_fails_updates_nothing(make_trainer, where):
                 raise NonFiniteError("from inside")
             return output._replace(loss=output.loss * (float("nan") if where == "loss" else 1.0))
 
-        trainer.policy.forward = failing
+        trainer.learner.policy.forward = failing
     start = parameters(trainer)
     with pytest.raises(NonFiniteError):
         trainer.train()

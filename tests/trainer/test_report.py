@@ -16,12 +16,15 @@ import pytest
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.charts import (
     LIGHT,
+    function_chart,
+    function_series,
     moving_mean,
+    panel_series,
     phase_chart,
+    phase_series,
     reward_chart,
     series,
     small_multiples,
-    small_series,
 )
 from fused_grpo.trainer.formatting import duration
 from fused_grpo.trainer.markup import element
@@ -97,6 +100,8 @@ def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path: Path) -> None:
     assert not {name for name, _ in page.attributes if name.startswith("on")}
     harmless = {"html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "p", "dl", "dt", "dd"}
     harmless |= {
+        "details",
+        "summary",
         "section",
         "picture",
         "source",
@@ -192,7 +197,42 @@ def test_charts_show_the_data_and_not_only_axes() -> None:
     for draw in (reward_chart, phase_chart, small_multiples):
         assert draw(base, LIGHT) == draw(base, LIGHT)
         assert draw(base, LIGHT) != draw(other, LIGHT)
-    assert small_series([{"step": 1, "reward": 0.1, "kl": None}]) == []
+    assert panel_series([{"step": 1, "reward": 0.1, "kl": None, "grad_norm": 0.0}]) == []
+
+
+def test_several_reward_functions_get_a_chart_of_their_own(tmp_path: Path) -> None:
+    records = [{"step": i, "rewards/a/mean": 0.1 * i, "rewards/b/mean": 1.0, "rewards/b/std": 9.0} for i in (1, 2, 3)]
+    assert function_series(records)["a"] == ([1.0, 2.0, 3.0], pytest.approx([0.1, 0.2, 0.3]))
+    assert list(function_series(records)) == ["a", "b"]
+    assert function_chart(records, LIGHT) != function_chart(records[:2], LIGHT)
+    log = RunLog(tmp_path)
+    for record in records:
+        log.log_metrics(record | {"reward": 0.5})
+    assert "Mean of each reward function" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(("values", "scale"), [((1e-5, 1e-2), "log"), ((0.1, 0.2), "linear"), ((0.0, 1.0), "linear")])
+def test_a_metric_of_many_magnitudes_gets_a_logarithmic_axis(values: tuple[float, ...], scale: str) -> None:
+    from matplotlib.axes import Axes
+
+    with pytest.MonkeyPatch.context() as patch:
+        scales: list[str] = []
+        patch.setattr(Axes, "set_yscale", lambda self, value: scales.append(value))
+        small_multiples([{"step": i, "kl": value} for i, value in enumerate(values)], LIGHT)
+    assert scales == (["log"] if scale == "log" else [])
+
+
+def test_a_part_of_a_phase_is_not_counted_twice() -> None:
+    assert list(phase_series([{"step": 1, "time/reward": 2.0, "time/reward/accuracy": 1.9}])) == ["reward"]
+
+
+def test_a_conversation_is_shown_message_by_message(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.log_metrics({"step": 1, "reward": 0.5})
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    answer = [{"role": "assistant", "content": "because"}]
+    log.log_rollouts(1, [{"prompt": prompt, "completion": answer, "reward": 1.0}])
+    assert "systembe briefuserwhy?assistantbecause" in Page(write_report(tmp_path).read_text()).shown
 
 
 def test_a_moving_mean_keeps_its_length_and_narrows_at_the_ends() -> None:

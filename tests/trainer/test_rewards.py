@@ -35,8 +35,9 @@ def test_every_completion_comes_with_the_columns_of_its_own_prompt(make_trainer)
     trainer.engine.generate = lambda *arguments: recorded.append(generate(*arguments)) or recorded[-1]
     trainer.train()
     (columns,), (rollouts,) = seen, recorded
-    assert columns.keys() == {"prompts", "completions", "completion_ids", "answer"}
-    decode = trainer.tokenizer.decode
+    ours = {"trainer_state", "log_extra", "log_metric"}
+    assert columns.keys() == {"prompts", "completions", "completion_ids", "answer"} | ours
+    decode = trainer.processing_class.decode
     assert columns["prompts"] == [decode(rollouts.prompt_ids[index // 4]) for index in range(8)]
     assert len(set(columns["prompts"])) == 2
     sums = [sum(map(int, prompt.rstrip("=").split("+"))) for prompt in columns["prompts"]]
@@ -48,10 +49,10 @@ def test_every_completion_comes_with_the_columns_of_its_own_prompt(make_trainer)
 
 def test_an_advantage_belongs_to_the_completion_that_earned_it(make_trainer):
     trainer = make_trainer(by_length, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1)
-    packed, pack = [], trainer._pack
-    trainer._pack = lambda batch: packed.append(batch) or pack(batch)
+    learned, learn = [], trainer.learner.learn
+    trainer.learner.learn = lambda batch, **options: learned.append(batch) or learn(batch, **options)
     trainer.train()
-    (batch,), records = packed, lines(trainer, "rollouts.jsonl")
+    (batch,), records = learned, lines(trainer, "rollouts.jsonl")
     assert [record["reward"] for record in records] == [len(ids) - 1 for ids in batch.completion_ids]
     groups = torch.tensor([float(len(ids)) for ids in batch.completion_ids]).view(2, 4)
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
@@ -91,3 +92,25 @@ def test_groups_without_a_difference_are_counted(make_trainer, num_generations):
     assert metrics["frac_reward_zero_std"] == 0.75
     spread = torch.arange(float(num_generations)).std().item()
     assert metrics["reward_std"] == pytest.approx(spread / 4)
+
+
+@pytest.mark.parametrize("num_generations", [2, 4])
+def test_what_a_failing_reward_drops_is_not_learned_from(make_trainer, num_generations):
+    def fails_on_first(completions, prompts, log_metric):
+        log_metric("asked", len(completions))
+        if len(completions) > num_generations or prompts[0] == first:
+            raise ConnectionError("gone")
+        return by_length(completions)
+
+    options = {"per_device_train_batch_size": 8, "num_generations": num_generations, "max_steps": 1}
+    trainer = make_trainer(fails_on_first, reward_failure="drop", shuffle_dataset=False, **options)
+    first, decode = "0+0=", trainer.processing_class.decode
+    learned, learn = [], trainer.learner.learn
+    trainer.learner.learn = lambda batch, **options: learned.append(batch) or learn(batch, **options)
+    metrics = trainer.train().metrics
+    (batch,) = learned
+    assert len(batch.completion_ids) == len(batch.advantages) == 8 - num_generations
+    assert first not in {decode(ids) for ids in batch.prompt_ids}
+    assert metrics["rewards/dropped"] == num_generations / 8
+    dropped = [record for record in lines(trainer, "rollouts.jsonl") if record.get("dropped")]
+    assert [record["prompt"] for record in dropped] == [first] * num_generations

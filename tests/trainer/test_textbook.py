@@ -57,8 +57,8 @@ def textbook_logprobs(model, rollouts) -> list[torch.Tensor]:
 
 
 def textbook_advantages(trainer, rollouts) -> torch.Tensor:
-    texts = trainer.tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
-    groups = torch.tensor(trainer.reward_funcs[0](texts)).view(-1, 4)
+    texts = trainer.processing_class.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
+    groups = torch.tensor(trainer.rewards.functions[0](texts)).view(-1, 4)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
@@ -76,7 +76,10 @@ def textbook_loss(logprobs, old, reference, advantages, *, loss_type) -> torch.T
 def replay(model, trainer, recorded, *, loss_type, max_grad_norm) -> list[tuple[float, float, float]]:
     """Train `model` on the recorded rollouts; (loss, gradient norm, learning rate) of every step."""
     initial, parameters = copy.deepcopy(model), list(model.parameters())
-    optimizer, done = torch.optim.AdamW(parameters, **ADAM), []
+    # As transformers has it: matrices decay, biases and norms do not.
+    groups = [{"params": [p for p in parameters if p.ndim > 1]}]
+    groups += [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer, done = torch.optim.AdamW(groups, **ADAM), []
     for step in range(STEPS):
         rollouts = recorded[step // 3]
         logprobs = textbook_logprobs(model, rollouts)
@@ -90,7 +93,8 @@ def replay(model, trainer, recorded, *, loss_type, max_grad_norm) -> list[tuple[
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient * min(1.0, max_grad_norm / (norm + 1e-6))
         rate = LEARNING_RATE * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
         done.append((loss.item(), norm, rate))
     return done
@@ -144,7 +148,7 @@ def test_every_generate_call_draws_anew_and_the_seed_decides(make_trainer):
 
 def test_evaluation_is_one_greedy_completion_of_each_prompt(make_trainer):
     trainer = make_trainer(max_steps=2, eval_steps=1, max_completion_length=5)
-    trainer.eval_rows = trainer.rows[:3]
+    trainer.eval_dataset = trainer.dataset[:3]
     trainer.train()
     calls = [(count, s.n, s.temperature, s.max_tokens) for count, s in trainer.engine.calls]
     greedy, training = (3, 1, 0.0, 5), (1, 4, 1.0, 5)
@@ -156,7 +160,7 @@ def test_without_shuffling_prompts_come_in_the_order_of_the_dataset(make_trainer
     trainer = make_trainer(dataset=rows, shuffle_dataset=False, per_device_train_batch_size=8, max_steps=4)
     recorded = record(trainer)
     trainer.train()
-    prompts = [trainer.tokenizer.decode(ids) for rollouts in recorded for ids in rollouts.prompt_ids]
+    prompts = [trainer.processing_class.decode(ids) for rollouts in recorded for ids in rollouts.prompt_ids]
     assert prompts == [row["prompt"] for row in rows] + ["0+1=", "1+1="]
 
 

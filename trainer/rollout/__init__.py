@@ -2,7 +2,11 @@
 
 engine.py                 the contract
 vllm_inprocess.py         vLLM in the trainer's process, started by vllm_start.py, contained by isolation.py
+vllm_adapter.py           the same, with a LoRA adapter beside the base: a sync is the adapter alone
+vllm_server.py            vLLM servers over HTTP: replicas.py asks them, weight_files.py hands weights over
+vllm_serve.py             how to start such a server
 transformers_generate.py  `model.generate` on the trainer's own model
+function.py               a function of the user's
 sampling.py weights.py    what engines share: prompts, seeds, stop tokens; names of weights, tied heads
 agreement.py              whether engine and trainer still have the same weights
 """
@@ -11,11 +15,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.adapters import base_model, is_adapted
 from fused_grpo.trainer.rollout.agreement import check_agreement
 from fused_grpo.trainer.rollout.engine import RolloutEngine
 from fused_grpo.trainer.rollout.weights import checkpoint_weights
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineName", "RolloutEngine", "check_agreement", "checkpoint_weights", "make_engine"]
 
-EngineName = Literal["auto", "vllm", "transformers"]
+EngineName = Literal["auto", "vllm", "server", "transformers"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,35 +46,64 @@ def make_engine(
     gpu_memory_utilization: float = 0.3,
     seed: int = 0,
     trust_remote_code: bool = False,
+    enable_sleep_mode: bool = False,
     engine_options: dict[str, Any] | None = None,
+    adapter_sync: bool = False,
+    base_urls: Sequence[str] = (),
+    server_timeout: float = 240.0,
+    allow_remote: bool = False,
 ) -> RolloutEngine:
-    """The engine called `name`; "auto" is vLLM where it is installed and transformers otherwise.
+    """The engine called `name`; "auto" is vLLM in process where it is installed and transformers otherwise.
 
-    Arguments after `tokenizer` are those of VLLMEngine; TransformersEngine uses `seed` alone, since it samples from
-    `model` as it is.
+    Arguments after `tokenizer` are those of VLLMEngine, the last three of VLLMServerEngine. TransformersEngine uses
+    `seed` alone, since it samples from `model` as it is. With `adapter_sync`, vLLM in process is given the adapter of
+    a PeftModel and not merged weights (VLLMAdapterEngine).
 
     Errors:
-        InputError: an unknown name, or an engine option that the engine decides itself.
-        UnavailableError: the engine is not installed or cannot start here.
+        InputError: an unknown name, or options that the engine cannot take.
+        UnsupportedError: an option that the engine does not have on this machine.
+        UnavailableError: the engine is not installed, cannot start here, or does not answer.
     """
-    if name not in ("auto", "vllm", "transformers"):
-        raise InputError(f"got rollout engine {name!r}, want 'auto', 'vllm' or 'transformers'; fix: choose one of them")
+    if name not in get_args(EngineName):
+        raise InputError(f"got rollout engine {name!r}, want one of {get_args(EngineName)}; fix: choose one of them")
     if name == "auto":
         name = "vllm" if importlib.util.find_spec("vllm") is not None else "transformers"
         _log.info("rollout engine: %s, by what is installed", name)
+    if adapter_sync and not (name == "vllm" and is_adapted(model)):
+        raise InputError(
+            f"got vllm_adapter_sync with the engine {name!r} and a {type(model).__name__}, want vLLM in process and a "
+            "model with an adapter; fix: leave it out: other engines are given merged weights"
+        )
+    policy, model = model, base_model(model)
     if name == "transformers":
         from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
 
         return TransformersEngine(model, tokenizer, seed=seed)
+    if name == "server":
+        from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
+
+        return VLLMServerEngine(
+            model,
+            tokenizer,
+            base_urls=base_urls,
+            timeout=server_timeout,
+            max_model_len=max_model_len,
+            seed=seed,
+            allow_remote=allow_remote,
+        )
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "dtype": dtype,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "enable_sleep_mode": enable_sleep_mode,
+        "engine_options": engine_options,
+    }
+    if adapter_sync:
+        from fused_grpo.trainer.rollout.vllm_adapter import VLLMAdapterEngine
+
+        return VLLMAdapterEngine(policy, tokenizer, **options)
     from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 
-    return VLLMEngine(
-        model,
-        tokenizer,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        gpu_memory_utilization=gpu_memory_utilization,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        engine_options=engine_options,
-    )
+    return VLLMEngine(model, tokenizer, **options)

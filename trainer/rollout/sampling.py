@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fused_grpo.errors import InputError
@@ -11,9 +11,27 @@ from fused_grpo.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from fused_grpo.trainer.types import SamplingParams
+
 
 # A child seed is its prompt's seed plus its index in the group; the top of the signed 64-bit range is left for that.
 SEED_BITS = 62
+
+# What a user may pass on to vLLM. A list of what is allowed, because a server ignores a name that it does not know.
+VLLM_EXTRAS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_tokens",
+        "presence_penalty",
+        "stop",
+        "stop_token_ids",
+        "thinking_token_budget",
+    }
+)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -51,3 +69,17 @@ def prompt_seeds(seed: int, count: int) -> list[int]:
     """
     source = random.Random(seed)
     return [source.getrandbits(SEED_BITS) for _ in range(count)]
+
+
+def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: str) -> None:
+    """Refuse what an engine decides itself, does not know, or would quietly ignore.
+
+    Errors:
+        InputError: a key of `sampling.extra` that is not in `allowed`.
+    """
+    unknown = sorted(sampling.extra.keys() - set(allowed))
+    if unknown:
+        raise InputError(
+            f"got generation_kwargs with {', '.join(unknown)}, want only what the {engine} engine leaves open: "
+            f"{', '.join(sorted(allowed))}; fix: use the option of the trainer where there is one, or leave it out"
+        )

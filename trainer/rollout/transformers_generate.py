@@ -1,8 +1,8 @@
 """The engine that needs nothing beyond transformers: `model.generate` on the trainer's own model.
 
 It samples from the very tensors that the optimizer updates, so there is nothing to copy and nothing that can go stale:
-`load_weights` only takes note of the version. It is meant for small models and for machines without vLLM; all
-sequences of a call are in one batch, with one KV cache.
+`load_weights` only takes note of the version. It is meant for small models and for machines without vLLM. All
+sequences of a call are in one batch, with one KV cache, unless `max_sequences` bounds it.
 
 Sampling is done in a logits processor rather than by `generate`: it draws the token, keeps its log-prob, and leaves
 `generate` no other choice. So the draw has its own generator (the global one is never touched), and the log-probs take
@@ -19,14 +19,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_prompts, stop_token_ids
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.rollout.engine import RolloutEngine
+from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Fields of GenerationConfig that a user may set: processors that come before the draw, and the cache.
+_EXTRAS = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_implementation",
+        "disable_compile",
+        "min_new_tokens",
+        "sequence_bias",
+        "stop_token_ids",
+        "suppress_tokens",
+    }
+)
 
-class TransformersEngine:
+
+class TransformersEngine(RolloutEngine):
     """A RolloutEngine on the trainer's own model.
 
     Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
@@ -36,12 +52,26 @@ class TransformersEngine:
         model: the trainer's causal LM, not a copy.
         tokenizer: its tokenizer.
         seed: of the calls whose sampling brings no seed.
+        max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.
+
+    Errors:
+        InputError: `max_sequences` below 1.
     """
 
     name = "transformers"
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int = 0,
+        max_sequences: int | None = None,
+    ) -> None:
+        if max_sequences is not None and max_sequences < 1:
+            raise InputError(f"got max_sequences={max_sequences}, want at least 1, or None for all of a call")
         self.weight_version = 0
+        self._max_sequences = max_sequences
         self._model: Any = model
         self._stop_ids = stop_token_ids(model, tokenizer)
         self._seeds = random.Random(seed)
@@ -51,22 +81,27 @@ class TransformersEngine:
         """`sampling.n` completions for each prompt; see RolloutEngine.
 
         Errors:
-            InputError: an empty prompt.
+            InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
+            UnsupportedError: structured outputs.
         """
+        _check_supported(sampling)
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
         prompts = [list(prompt) for prompt in prompt_ids]
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        draw = _Draw(sampling, seed=seed)
-        if prompts:
-            self._run([prompt for prompt in prompts for _ in range(sampling.n)], draw, max_tokens=sampling.max_tokens)
-        lengths = [_completion_length(tokens, self._stop_ids) for tokens in draw.tokens()]
-        completions = [tokens[:length] for tokens, length in zip(draw.tokens(), lengths, strict=True)]
-        logprobs = [values[:length] for values, length in zip(draw.logprobs(), lengths, strict=True)]
+        rows = [prompt for prompt in prompts for _ in range(sampling.n)]
+        draw = _Draw(sampling, seed=self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed)
+        stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
+        at_once = self._max_sequences or max(1, len(rows))
+        drawn = []
+        for start in range(0, len(rows), at_once):
+            self._run(rows[start : start + at_once], draw, sampling=sampling, stop_ids=stop_ids)
+            drawn += draw.take()
+        lengths = [_completion_length(tokens, stop_ids) for tokens, _ in drawn]
+        completions = [tokens[:length] for (tokens, _), length in zip(drawn, lengths, strict=True)]
         return Rollouts(
             prompt_ids=prompts,
             completion_ids=completions,
-            sampling_logprobs=logprobs,
-            finish_reasons=[_finish_reason(completion, self._stop_ids) for completion in completions],
+            sampling_logprobs=[values[:length] for (_, values), length in zip(drawn, lengths, strict=True)],
+            finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
         )
@@ -78,12 +113,16 @@ class TransformersEngine:
     def close(self) -> None:
         """Nothing to give back: the model is the trainer's."""
 
-    def _run(self, prompts: list[list[int]], draw: _Draw, *, max_tokens: int) -> None:
+    def _run(self, prompts: list[list[int]], draw: _Draw, *, sampling: SamplingParams, stop_ids: list[int]) -> None:
         from transformers import GenerationConfig, LogitsProcessorList
 
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
         asked = GenerationConfig(
-            do_sample=False, max_new_tokens=max_tokens, eos_token_id=self._stop_ids or None, pad_token_id=0
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=stop_ids or None,
+            pad_token_id=0,
+            **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
         )
         with _in_eval_mode(self._model), _without_generation_defaults(self._model):
             self._model.generate(
@@ -114,13 +153,11 @@ class _Draw:
         self._logprobs.append(logprobs.gather(1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def tokens(self) -> list[list[int]]:
-        """B lists, still with what was drawn after the end of sequence."""
-        return torch.cat(self._tokens, dim=1).tolist() if self._tokens else []
-
-    def logprobs(self) -> list[list[float]]:
-        """B lists, beside `tokens`."""
-        return torch.cat(self._logprobs, dim=1).tolist() if self._logprobs else []
+    def take(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of each row since the last call, with what was drawn after the end of sequence."""
+        tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
+        self._tokens, self._logprobs = [], []
+        return list(zip(tokens, logprobs, strict=True))
 
     def _sample(self, logprobs: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -128,6 +165,15 @@ class _Draw:
         if self._generator is None:
             self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
         return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+
+
+def _check_supported(sampling: SamplingParams) -> None:
+    if sampling.structured_outputs_regex is not None:
+        raise UnsupportedError(
+            f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
+            "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
+    check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:

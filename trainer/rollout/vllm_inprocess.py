@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.rollout import isolation
-from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_prompts, prompt_seeds
+from fused_grpo.trainer.rollout.engine import RolloutEngine
+from fused_grpo.trainer.rollout.sampling import SEED_BITS, VLLM_EXTRAS, check_extra, check_prompts, prompt_seeds
 from fused_grpo.trainer.rollout.vllm_start import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.rollout.weights import Tie, checkpoint_weights
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -30,10 +31,19 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_DECIDED_HERE = ("model", "tokenizer", "dtype", "max_model_len", "seed", "load_format", "logprobs_mode")
+_DECIDED_HERE = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "max_model_len",
+    "seed",
+    "load_format",
+    "logprobs_mode",
+    "enable_sleep_mode",
+)
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """A RolloutEngine on an in-process `vllm.LLM`.
 
     Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
@@ -47,15 +57,17 @@ class VLLMEngine:
         gpu_memory_utilization: share of the GPU's memory for weights and cache together.
         seed: of the calls whose sampling brings no seed.
         trust_remote_code: let vLLM run code that comes with the model.
+        enable_sleep_mode: make `sleep` possible, on a GPU.
         engine_options: further arguments of `vllm.LLM`; they win over this class's own choices.
 
     Errors:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
-        UnsupportedError: an engine over several devices.
+        UnsupportedError: an engine over several devices, or sleep mode on a CPU.
         InputError: an engine option that this class decides.
     """
 
     name = "vllm"
+    _lora_request: Any = None  # of an adapter that the engine has beside its weights
     _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
 
     def __init__(
@@ -68,10 +80,16 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.3,
         seed: int = 0,
         trust_remote_code: bool = False,
+        enable_sleep_mode: bool = False,
         engine_options: dict[str, Any] | None = None,
     ) -> None:
         self._check_alone()
         self._on_cpu = next(model.parameters()).device.type == "cpu"
+        if enable_sleep_mode and self._on_cpu:
+            raise UnsupportedError(
+                "got sleep mode for a vllm engine on a CPU, want a GPU: there is no memory of another device to give "
+                "back; fix: leave vllm_enable_sleep_mode False"
+            )
         options = {
             "max_model_len": max_model_len,
             "dtype": str(dtype).removeprefix("torch."),
@@ -80,11 +98,13 @@ class VLLMEngine:
             "trust_remote_code": trust_remote_code,
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": enable_sleep_mode,
             **(cpu_options(model.config, max_model_len=max_model_len) if self._on_cpu else {}),
             **_checked(engine_options or {}),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
         self._max_model_len = max_model_len
+        self._can_sleep, self._asleep = enable_sleep_mode, False
         self._seeds = random.Random(seed)
         self.weight_version = -1
         with ExitStack() as resources:
@@ -99,10 +119,17 @@ class VLLMEngine:
         """`sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
 
         Errors:
-            InputError: an empty prompt, or one that leaves no room for `sampling.max_tokens`.
+            InputError: an empty prompt, one that leaves no room for `sampling.max_tokens`, or refused options.
+            WeightSyncError: the engine slept and has had no weights since.
             UnavailableError: the engine is closed, or vLLM failed, which closes it.
         """
+        if self.weight_version < 0:
+            raise WeightSyncError(
+                "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
+                "fix: wake(), then load_weights(...)"
+            )
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
+        check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids]
         outputs = self._sample(prompts, self._requests(len(prompts), sampling))
         # Greedy completions of one prompt are equal, and vLLM makes one of them only.
@@ -121,9 +148,12 @@ class VLLMEngine:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
 
         Errors:
-            WeightSyncError: vLLM refused them. It cannot load again after that: the engine is closed.
+            WeightSyncError: the engine sleeps; or vLLM refused them, and is closed: it cannot load again after that.
             UnavailableError: the engine is closed.
         """
+        if self._asleep:
+            # vLLM would write to memory that it has given back.
+            raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
         detached = ((name, weight.detach()) for name, weight in weights)
         llm = self._engine()
@@ -141,6 +171,22 @@ class VLLMEngine:
         llm.reset_prefix_cache()
         self.weight_version = version
 
+    def sleep(self) -> None:
+        """Drop weights and KV cache; see RolloutEngine. Does nothing without `enable_sleep_mode`.
+
+        At vLLM's level 2 weights are not kept in the CPU's memory: the trainer has them, and newer ones. What vLLM
+        has after waking is no model at all, so from here on the engine has no version.
+        """
+        if self._can_sleep and not self._asleep:
+            self._engine().sleep(level=2)
+            self._asleep, self.weight_version = True, -1
+
+    def wake(self) -> None:
+        """Take the memory again. Weights have to follow by `load_weights`; see RolloutEngine."""
+        if self._asleep:
+            self._engine().wake_up()
+            self._asleep = False
+
     def close(self) -> None:
         """Stop vLLM, give back its memory and remove its folder. Safe to call twice."""
         self._llm = None
@@ -155,7 +201,7 @@ class VLLMEngine:
         llm = self._engine()
         try:
             with isolation.kept_rng(), without_compiling() if self._on_cpu else nullcontext():
-                outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False)
+                outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
         except BaseException as error:
             # The unfinished requests would be served, and returned, by the next call.
             self.close()
@@ -163,29 +209,40 @@ class VLLMEngine:
                 raise
             raise UnavailableError(
                 f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model "
-                "that vLLM can run on this machine; fix: change engine_options, or take the transformers engine"
+                "and sampling options that vLLM can run here; fix: change engine_options or generation_kwargs, or take "
+                "the transformers engine"
             ) from error
         return outputs
 
     def _requests(self, count: int, sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
+        from vllm.sampling_params import StructuredOutputsParams
 
+        regex = sampling.structured_outputs_regex
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        return [
-            RequestParams(
-                n=sampling.n if sampling.temperature > 0 else 1,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
-                seed=prompt_seed,
-                logprobs=0,
-                detokenize=False,
-            )
-            for prompt_seed in prompt_seeds(seed, count)
-        ]
+        try:
+            return [
+                RequestParams(
+                    n=sampling.n if sampling.temperature > 0 else 1,
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
+                    repetition_penalty=sampling.repetition_penalty,
+                    seed=prompt_seed,
+                    logprobs=0,
+                    # Only stop strings need the text.
+                    detokenize="stop" in sampling.extra,
+                    structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+                    **sampling.extra,
+                )
+                for prompt_seed in prompt_seeds(seed, count)
+            ]
+        except Exception as error:  # of several types, all about these options
+            raise InputError(
+                f"got sampling options that vLLM refuses: {error}; want what it takes; fix: change that option"
+            ) from error
 
     @classmethod
     def _check_alone(cls) -> None:

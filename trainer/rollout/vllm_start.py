@@ -74,7 +74,7 @@ def start_vllm(
     """
     check_installed()
     folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="fused-grpo-engine-"))
-    _describe(model, tokenizer, folder=folder, untie=untie)
+    describe(model, tokenizer, folder=folder, untie=untie)
     # Before the start, so that one that fails half-way is cleaned up too.
     started: list[Any] = []
     keep_group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -113,8 +113,8 @@ def without_compiling() -> AbstractContextManager[Any]:
     return stance
 
 
-def _describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, folder: str, untie: bool) -> None:
-    """Write what `from_pretrained` needs, but for the weights."""
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, folder: str, untie: bool) -> None:
+    """Write what `from_pretrained` needs, but for the weights; `untie` gives the head weights of its own."""
     config = copy.deepcopy(model.config)
     config.architectures = config.architectures or [type(model).__name__]
     if untie:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from fused_grpo.trainer.adapters import is_adapted, merged_weights
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 def checkpoint_weights(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
     """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
 
-    Equals
+    An adapter is merged into them. Equals, without one,
         model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    if is_adapted(model):
+        return merged_weights(model)
     weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
     return weights.items()
 

@@ -1,0 +1,88 @@
+"""The packaged recipes: each is parsed, divides, and is dry-run with a small model in place of the hub's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from fused_grpo.trainer.cli import main
+from fused_grpo.trainer.options import RECIPES, parse_train_options
+from fused_grpo.trainer.recipes import arithmetic, gsm8k
+
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import Qwen2ForCausalLM
+
+    path, tokenizer = tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
+    Qwen2ForCausalLM(arithmetic.build_model_config(tokenizer)).save_pretrained(path)
+    rows = [gsm8k.as_row({"question": "3+4", "answer": f"#### {number}"}) for number in range(64)]
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_kinds_of_run_have_a_recipe():
+    assert NAMES == ["demo", "gsm8k-1gpu", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_dry_run(name, model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = str(model / "rows.jsonl")
+    small = [] if name == "demo" else ["--model", str(model), "--dataset", data]
+    main(["train", "--config", name, "--dry-run", *small])
+    shown = capsys.readouterr().out
+    assert "optimizer step" in shown
+    assert "weights, fp32" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_gpus_make_the_same_update_as_one():
+    one, several = (parse_train_options(["--config", name]) for name in ("gsm8k-1gpu", "gsm8k-multi-gpu"))
+    assert one.prompts_per_process(1) == several.prompts_per_process(8) * 8 == 32
+    assert one.loss_config() == several.loss_config()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed_zero3"])
+def test_accelerate_takes_its_configurations(name):
+    path = RECIPES / "accelerate" / f"{name}.yaml"
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 8
+    written = yaml.safe_load(path.read_text())
+    assert str(config.distributed_type.value) == written["distributed_type"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("6*12\n#### 72", 1.0),
+        ("#### 72.0", 1.0),
+        ("#### 7\n#### $72", 1.0),
+        ("72", 0.0),
+        ("#### 1,072", 0.0),
+        ("####", 0),
+    ],
+)
+def test_the_number_after_the_hashes_is_what_counts(completion, reward):
+    assert gsm8k.right_number([completion], ["72"]) == [reward]
+    assert gsm8k.right_number([[{"role": "assistant", "content": completion}]], ["72"]) == [reward]
+
+
+def test_the_prompts_are_conversations_with_the_number_beside_them(monkeypatch):
+    from datasets import Dataset
+
+    source = Dataset.from_list([{"question": "How many?", "answer": "10 + 20 = 30\n#### 1,030"}])
+    monkeypatch.setattr("datasets.load_dataset", lambda *name, split: source if split == "test" else None)
+    (row,) = gsm8k.prompts("test")
+    assert row.keys() == {"prompt", "answer"}
+    assert row["answer"] == "1030"
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert row["prompt"][1]["content"] == "How many?"

@@ -1,0 +1,160 @@
+"""What a function is called with, and what may come back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, RewardError
+
+
+def test_a_function_gets_what_it_names_and_one_with_keywords_gets_all(reward):
+    seen = {}
+
+    def few(completions, answer, trainer_state, absent="default"):
+        seen["few"] = (completions, answer, trainer_state, absent)
+        return [0.0] * 4
+
+    def everything(**columns):
+        seen["everything"] = columns
+        return [0.0] * 4
+
+    reward([few, everything], trainer_state="state")
+    assert seen["few"] == (list("abcd"), list("PPQQ"), "state", "default")
+    names = {"prompts", "completions", "completion_ids", "answer", "trainer_state", "log_extra", "log_metric"}
+    assert seen["everything"].keys() == names
+    assert seen["everything"]["prompts"] == list("ppqq")
+    assert seen["everything"]["completion_ids"] == [[0], [1, 1], [2, 2, 2], [3, 3, 3, 3]]
+
+
+def test_an_argument_that_no_column_fills_is_named_before_the_call(reward):
+    def by_solution(completions, solution):
+        raise AssertionError
+
+    with pytest.raises(InputError, match="'by_solution', which wants 'solution', and data with 'answer'"):
+        reward(by_solution, failure="drop")
+
+
+@pytest.mark.parametrize(
+    "values", [(1, 0.5, None, True), torch.tensor([1, 0.5, math.nan, 1])[[0, 1, 0, 3]], np.array([1, 0.5, 2, 1])]
+)
+def test_numbers_of_any_kind_are_rewards(reward, values):
+    given = reward(lambda **_: values).per_function[:, 0]
+    torch.testing.assert_close(given[[0, 1, 3]], torch.tensor([1.0, 0.5, 1.0]))
+    assert given.dtype == torch.float32
+    assert given[2].isnan() == (values[2] is None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e39, 10**400, "1.0", "good", [1.0], 1j])
+def test_what_is_no_finite_number_is_refused(reward, value):
+    with pytest.raises(RewardError, match=r"'<lambda>' returned .* at prompt 'q'; want a finite float, or None"):
+        reward(lambda **_: [0.0, 0.0, value, 0.0])
+
+
+@pytest.mark.parametrize(("returned", "message"), [([1.0], "1 values"), (None, "None"), (3.0, "3.0"), ([0] * 5, "5 v")])
+def test_another_number_of_values_is_refused(reward, returned, message):
+    with pytest.raises(RewardError, match=rf"'<lambda>' returned {message}.* for 4 completions \(first prompt 'p'\)"):
+        reward(lambda **_: returned)
+
+
+def test_what_a_generator_raises_names_the_prompt_that_it_raises_for(reward):
+    def lazy(completions):
+        for text in completions:
+            yield 1 / (text != "c")
+
+    with pytest.raises(RewardError, match="'lazy' raised ZeroDivisionError: division by zero; at prompt 'q'"):
+        reward(lazy)
+
+
+@pytest.mark.parametrize("with_async", [False, True])
+def test_a_call_that_hangs_is_given_up_and_named(reward, with_async):
+    async def sleeps(completions):
+        await asyncio.sleep(30)
+
+    def hangs(completions):
+        time.sleep(30)
+
+    start = time.perf_counter()
+    function = sleeps if with_async else hangs
+    with pytest.raises(
+        RewardError, match=rf"'{function.__name__}' took longer than 0.2 s .*first prompt 'p'.*isolated"
+    ):
+        reward(function, timeout=0.2)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_coroutine_that_is_given_up_is_cancelled(reward):
+    cancelled = threading.Event()
+
+    async def sleeps(completions):
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cancelled.set()
+
+    with pytest.raises(RewardError, match="'sleeps' took longer"):
+        reward(sleeps, timeout=0.1)
+    assert cancelled.wait(10)
+
+
+def test_a_call_that_was_given_up_ends_without_a_sound(reward, monkeypatch):
+    errors, done = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    def slow(completions):
+        time.sleep(0.3)
+        done.set()
+        return [0.0] * 4
+
+    with pytest.raises(RewardError, match=r"'slow' took longer than 0.1 s"):
+        reward(slow, timeout=0.1)
+    assert done.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "reward" and thread.daemon:
+            thread.join(0.1)
+    assert not errors
+
+
+def test_a_timeout_of_the_function_itself_is_its_own_error(reward):
+    def asks(completions):
+        raise TimeoutError("no answer from the judge")
+
+    with pytest.raises(RewardError, match="'asks' raised TimeoutError: no answer from the judge"):
+        reward(asks, timeout=5.0)
+
+
+def test_async_functions_run_at_once_whatever_form_they_have(reward):
+    meeting = asyncio.Barrier(3)
+
+    async def first(completions, offset=0.0):
+        await meeting.wait()
+        return [offset] * 4
+
+    class Second:
+        async def __call__(self, completions):
+            await meeting.wait()
+            return [1.0] * 4
+
+    output = reward([first, Second(), functools.partial(first, offset=2.0), lambda **_: [3.0] * 4], timeout=20)
+    assert output.per_function.tolist() == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert list(output.seconds) == ["first", "Second", "first_2", "<lambda>"]
+
+
+def test_a_client_opened_in_one_call_still_works_in_the_next(reward):
+    loops = []
+
+    async def judge(completions):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * 4
+
+    reward(judge)
+    reward(judge)
+    assert loops[0] is loops[1]
+    assert loops[0].is_running()

@@ -1,0 +1,153 @@
+"""What a reward function does in a process of its own stays there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.rewards import isolated
+from fused_grpo.trainer.rewards.isolation import IsolatedReward
+
+SOURCE = """
+import os, subprocess, sys, time
+
+calls = 0
+
+def behaves(completions, answer, log_extra, log_metric):
+    global calls
+    calls += 1
+    print("on stdout", sys.stdin.read())
+    log_extra("pid", [os.getpid()])
+    log_metric("calls", calls)
+    (text,) = completions
+    if text == "hang":
+        subprocess.Popen(["sleep", "100"])
+        while True:
+            pass
+    if text == "die":
+        os._exit(3)
+    if text == "raise":
+        raise ValueError("no answer")
+    if text == "hoard":
+        bytearray(6 << 30)
+    return [None if text == "skip" else float(len(text)) + answer[0]]
+
+async def waits(completions):
+    return [0.0]
+"""
+
+
+def alive_in_group(group: int) -> list[str]:
+    """The processes of a group, but for those that are dead and only not yet forgotten."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            alive += [stat.parent.name] if int(its_group) == group and state not in "ZX" else []
+    return alive
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    (tmp_path / "judge.py").write_text(SOURCE)
+    return f"{tmp_path / 'judge.py'}:"
+
+
+def test_it_is_the_function_in_another_process(reward, source):
+    output = reward(isolated(f"{source}behaves", timeout=30), rows=[{"prompt": "p", "answer": n} for n in (1, 2, 3, 4)])
+    assert output.per_function[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert len(set(output.extra["pid"])) == 1
+    assert os.getpid() not in output.extra["pid"]
+    assert output.metrics == {"calls": 2.5}
+    assert list(output.seconds) == ["behaves"]
+
+
+@pytest.mark.parametrize("bad", ["hang", "die", "raise", "hoard"])
+def test_one_bad_completion_costs_its_own_reward_and_no_other(source, bad):
+    function = isolated(f"{source}behaves", timeout=1.0, memory=1 << 32, on_failure=-1.0)
+    texts, pids = ["a", "skip", bad, "abc"], []
+    columns = {"completions": texts, "answer": [0] * 4, "log_extra": lambda name, values: pids.extend(values)}
+    assert function(**columns) == [1.0, None, -1.0, 3.0]
+    assert (pids[0] == pids[1], pids[0] == pids[3]) == (True, bad in ("raise", "hoard"))
+    if bad == "hang":
+        assert not alive_in_group(pids[0])  # nor is a process left that it started
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("hang", "took longer than 0.5 s and was killed; at 'p2'"),
+        ("die", "died; at 'p2'"),
+        ("raise", "reward function 'behaves' raised ValueError: no answer; at prompt 'p2'"),
+    ],
+)
+def test_by_default_it_is_an_error_that_names_the_prompt(source, bad, message):
+    function = isolated(f"{source}behaves", timeout=0.5)
+    with pytest.raises(RewardError, match=message):
+        function(prompts=["p1", "p2"], completions=["a", bad], answer=[0, 0])
+    assert function(prompts=["p1"], completions=["ab"], answer=[0]) == [2.0]
+
+
+def test_none_stands_for_what_could_not_be_scored(reward, source):
+    function = isolated(f"{source}behaves", timeout=30, on_failure=None)
+    output = reward(function, rows=[{"prompt": "p", "answer": answer} for answer in (1, "one", 2, 3)])
+    assert output.per_function[:, 0].isnan().tolist() == [False, True, False, False]
+
+
+def test_the_worker_ends_with_its_function(source):
+    function, pids = isolated(f"{source}behaves", timeout=30), []
+    function(completions=["a"], answer=[0], log_extra=lambda name, values: pids.extend(values))
+    assert os.path.exists(f"/proc/{pids[0]}")
+    del function
+    gc.collect()
+    assert not os.path.exists(f"/proc/{pids[0]}")
+
+
+def test_a_call_that_nobody_waits_for_any_more_ends_by_itself(source):
+    function = isolated(f"{source}behaves", timeout=0.2)
+    function(completions=["a"], answer=[0])
+    process = function._worker.process
+    process.stdin.write(b'{"completions": ["hang"], "answer": [0]}\n')
+    process.stdin.flush()
+    start = time.perf_counter()
+    assert process.wait(20) < 0
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (lambda completions: [0.0], {}, "which a new process cannot import"),
+        ("{}waits", {}, "got the async function"),
+        ("{}missing", {}, "cannot be loaded"),
+        ("{}behaves", {"timeout": 0}, "got timeout=0"),
+        ("{}behaves", {"memory": -1}, "got memory=-1"),
+        ("{}behaves", {"on_failure": "ignore"}, "got on_failure='ignore', want 'raise', a number or None"),
+    ],
+)
+def test_what_cannot_be_isolated_is_refused(source, function, options, message):
+    function = function.format(source) if isinstance(function, str) else function
+    with pytest.raises(InputError, match=message):
+        isolated(function, **{"timeout": 1.0, **options})
+
+
+def test_a_function_of_an_importable_module_is_sent_by_its_name():
+    from fused_grpo.trainer.rewards.library import format_reward
+
+    function = isolated(format_reward, timeout=30)
+    assert function(completions=["<think>1</think>2", "2"]) == [1.0, 0.0]
+    assert function.__name__ == "format_reward"
+
+
+def test_arguments_that_are_not_json_and_functions_that_are_not_there_are_named(source):
+    with pytest.raises(RewardError, match=r"arguments .* not JSON: Object of type set .*name the arguments"):
+        isolated(f"{source}behaves", timeout=30)(completions=["a"], answer=[{1}])
+    gone = IsolatedReward("no.such:module", timeout=1.0, memory=None, on_failure=0.0)
+    with pytest.raises(InputError, match=r"got no.such:module, which a new process cannot load: .* named 'no'"):
+        gone(completions=["a"])

@@ -1,0 +1,64 @@
+"""Reward models score what a hand-made forward pass scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.rewards import RewardModel, Rewards
+from fused_grpo.trainer.rewards import models as models_module
+
+
+def expected(model, tokenizer, texts) -> torch.Tensor:
+    """Each text alone, without padding."""
+    ids = [torch.tensor([tokenizer.convert_tokens_to_ids(list(text))]) for text in texts]
+    with torch.no_grad():
+        return torch.stack([model(x).logits[0, 0] for x in ids])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_a_module_scores_prompt_and_completion(reward, reward_model, tokenizer, monkeypatch, batch_size):
+    monkeypatch.setattr(models_module, "BATCH_SIZE", batch_size)
+    rows = [{"prompt": prompt} for prompt in ("p", "p", "pqpq", "pqpq")]
+    given = reward(reward_model, rows=rows, processing_classes=tokenizer).per_function[:, 0]
+    torch.testing.assert_close(given, expected(reward_model, tokenizer, ["pa", "pb", "pqpqc", "pqpqd"]))
+    assert given.unique().numel() == 4
+
+
+def test_a_conversation_is_scored_in_the_chat_template(reward_model, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "p"}]}] * 2
+    completions = [[{"role": "assistant", "content": text}] for text in ("ab", "h")]
+    given = Rewards(reward_model, processing_classes=[tokenizer])(rows, completions, [[1], [2]], num_generations=2)
+    torch.testing.assert_close(given.per_function[:, 0], expected(reward_model, tokenizer, ["u:p|a:ab|", "u:p|a:h|"]))
+
+
+def test_a_model_is_found_by_its_path_and_named_after_it(reward, reward_model, tokenizer, tmp_path):
+    path = tmp_path / "my-judge"
+    reward_model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    rewards = Rewards([str(path), "builtins:len"])
+    assert rewards.names == ["my-judge", "len"]
+    assert not rewards.functions[0].model.training
+    given = reward(str(path)).per_function[:, 0]
+    torch.testing.assert_close(given, expected(reward_model, tokenizer, ["pa", "pb", "qc", "qd"]))
+
+
+def test_a_model_without_a_trained_score_is_refused(reward_model, tokenizer, tmp_path):
+    Qwen2ForCausalLM(reward_model.config).save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    with pytest.raises(InputError, match=r"policy' without trained weights for score\.weight"):
+        Rewards(str(tmp_path / "policy"))
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"names no function .* and no model with one score"):
+        Rewards(str(tmp_path / "nothing"))
+
+
+def test_a_module_needs_a_tokenizer_that_pads(reward_model, tokenizer):
+    with pytest.raises(InputError, match="without a path and no tokenizer; fix: pass reward_processing_classes"):
+        Rewards(reward_model)
+    tokenizer.pad_token = None
+    assert RewardModel(reward_model, tokenizer).model.config.pad_token_id == tokenizer.eos_token_id

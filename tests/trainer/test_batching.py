@@ -1,0 +1,171 @@
+"""Cutting a batch into micro-batches, and laying sequences into rows."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.strategies import booleans, integers, lists
+
+from fused_grpo import GRPOLossConfig
+from fused_grpo.trainer.batching import cut_by_length, cut_by_tokens, micro_batches, pack, place
+from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.types import EffectiveBatch
+
+CPU = torch.device("cpu")
+LENGTHS = lists(integers(1, 30), min_size=1, max_size=30)
+
+
+@pytest.fixture
+def batch() -> EffectiveBatch:
+    return EffectiveBatch(
+        prompt_ids=[[2, 3], [4, 5, 6], [7]],
+        completion_ids=[[8, 9, 1], [1], [10, 11, 12, 1]],
+        sampling_logprobs=[[-1.0, -2.0, -3.0], [-4.0], [-5.0, -6.0, -7.0, -8.0]],
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+    )
+
+
+def test_packing_keeps_every_token_and_what_predicts_it(batch):
+    packed = pack(batch, [0, 1, 2], one_row=True, device=CPU)
+    assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1, 4, 5, 6, 1, 7, 10, 11, 12, 1]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]]
+    assert packed.predictors.tolist() == [1, 2, 3, 7, 9, 10, 11, 12]
+    assert packed.targets.tolist() == packed.input_ids[0, packed.predictors + 1].tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4, 8]
+    assert packed.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6, -7, -8]
+
+
+def test_rows_are_as_long_as_the_longest_sequence(batch):
+    packed = pack(batch, [0, 1, 2], one_row=False, device=CPU)
+    assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1], [7, 10, 11, 12, 1], [4, 5, 6, 1, 0]]
+    # Padding continues its row: without a second sequence in any of them, transformers needs no mask.
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert packed.targets.tolist() == packed.input_ids.flatten()[packed.predictors + 1].tolist()
+    assert packed.targets.tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
+
+
+def test_a_row_is_shared_by_sequences_that_fit_and_only_where_they_may_share():
+    short = EffectiveBatch(
+        prompt_ids=[[2], [3], [4]],
+        completion_ids=[[5], [6, 7, 8, 9], [10]],
+        sampling_logprobs=None,
+        advantages=torch.zeros(3),
+    )
+    shared = pack(short, [0, 1, 2], one_row=False, device=CPU)
+    assert shared.input_ids.tolist() == [[3, 6, 7, 8, 9], [2, 5, 4, 10, 0]]
+    assert shared.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
+    alone = pack(short, [0, 1, 2], one_row=False, share_rows=False, device=CPU)
+    assert sorted(alone.input_ids.tolist()) == [[2, 5, 0, 0, 0], [3, 6, 7, 8, 9], [4, 10, 0, 0, 0]]
+    assert shared.targets.tolist() == alone.targets.tolist() == [5, 6, 7, 8, 9, 10]
+    assert alone.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+@given(LENGTHS)
+def test_sequences_share_rows_without_overlapping(lengths):
+    starts, num_rows = place(lengths, max(lengths))
+    taken = [slot for start, length in zip(starts, lengths, strict=True) for slot in range(start, start + length)]
+    assert len(set(taken)) == len(taken)
+    assert all(start % max(lengths) + length <= max(lengths) for start, length in zip(starts, lengths, strict=True))
+    assert num_rows <= 2 * sum(lengths) / max(lengths) + 1
+
+
+def test_without_a_budget_micro_batches_cover_the_batch_in_order(batch):
+    cut = micro_batches(batch, 2, one_row=False, device=CPU)
+    assert [part.advantages.tolist() for part in cut] == [[1.0, -1.0], [0.5]]
+    assert [part.sequence_index.tolist() for part in cut] == [[0, 1], [2]]
+    assert torch.cat([part.targets for part in cut]).tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, attention, one_row):
+    model = make_model(attn_implementation=attention).double()
+    policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
+    packed = policy.logprobs(pack(batch, [0, 1, 2], one_row=one_row, device=CPU))
+    alone = []
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
+        alone.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-12)
+
+
+@given(LENGTHS, integers(1, 100), booleans())
+def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(lengths, budget, share):
+    rows = cut_by_length(lengths, budget, share_rows=share)
+    row = cut_by_tokens(lengths, budget)
+    for cuts in (rows, row):
+        assert sorted(index for cut in cuts for index in cut) == list(range(len(lengths)))
+    for cut in (cut for cut in rows if len(cut) > 1):
+        longest = max(lengths[index] for index in cut)
+        assert place([lengths[index] for index in cut], longest, share=share)[1] * longest <= budget
+    assert all(len(cut) == 1 or sum(lengths[index] for index in cut) <= budget for cut in row)
+
+
+@given(lists(integers(1, 30), min_size=2, max_size=8), integers(20, 90))
+def test_squares_are_cut_where_the_costliest_micro_batch_costs_least(lengths, budget):
+    def cost(cut: list[int]) -> float:
+        longest = max(lengths[index] for index in cut)
+        places = place([lengths[index] for index in cut], longest)[1] * longest
+        return places * (1 + 0.1 * longest) if len(cut) == 1 or places <= budget else float("inf")
+
+    cuts = cut_by_length(lengths, budget, attention=0.1)
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    ends = combinations(range(1, len(order)), len(cuts) - 1)
+    every_way = ([order[a:b] for a, b in pairwise((0, *inner, len(order)))] for inner in ends)
+    best = min(max(map(cost, way)) for way in every_way)
+    assert max(map(cost, cuts)) <= best * 1.02
+
+
+def test_micro_batches_of_one_row_are_nearly_equal():
+    lengths = torch.randint(50, 1000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    loads = [sum(lengths[index] for index in cut) for cut in cut_by_tokens(lengths, 4500)]
+    assert len(loads) == -(-sum(lengths) // 4500)
+    assert max(loads) <= 1.02 * sum(loads) / len(loads)
+
+
+def test_similar_lengths_stay_together_where_a_row_costs_its_square():
+    lengths = torch.randint(50, 1000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    cuts = cut_by_length(lengths, 8000, attention=1e-3)
+    longest = [max(lengths[index] for index in cut) for cut in cuts]
+    places = [place([lengths[i] for i in cut], length)[1] * length for cut, length in zip(cuts, longest, strict=True)]
+    in_order = 4 * sum(max(lengths[start : start + 4]) ** 2 for start in range(0, 64, 4))
+    assert sum(place * length for place, length in zip(places, longest, strict=True)) < 0.8 * in_order
+    assert max(places) <= 8000
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 100}, {"max_tokens": 100, "one_row": True}])
+def test_processes_run_as_many_micro_batches_as_the_one_that_needs_most(batch, options):
+    parts = micro_batches(batch, 8, **{"one_row": False, **options}, device=CPU, agree=lambda mine: mine + 4)
+    assert len(parts) == 5
+    assert sorted(index for part in parts for index in part.sequence_index.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch, make_model, loss_type):
+    policy = PolicyLoss(make_model(), GRPOLossConfig(loss_type=loss_type), temperature=1.0)
+    output = policy(pack(batch, [], one_row=False, device=CPU), num_tokens=8.0, num_sequences=3.0)
+    output.loss.backward()
+    assert output.loss == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_sequences_that_are_not_learned_from_are_left_out(batch):
+    for learns, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
+        some = EffectiveBatch(**{**vars(batch), "learns": torch.tensor(learns)})
+        parts = micro_batches(some, 1, one_row=False, device=CPU)
+        assert [part.sequence_index.tolist() for part in parts] == expected
+        assert [len(part.targets) for part in parts] == [len(part.sampling_logprobs) for part in parts]
+
+
+def test_numbers_of_each_token_stay_with_it(batch):
+    known = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6, 0.7, 0.8]]
+    old = EffectiveBatch(**{**vars(batch), "old_logprobs": [torch.tensor(v) for v in known], "sampling_logprobs": None})
+    for part in micro_batches(old, 8, one_row=False, max_tokens=5, device=CPU):
+        index = part.sequence_index.tolist()
+        assert part.sampling_logprobs is part.ref_logprobs is None
+        assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in known[i]])
+        assert part.targets.tolist() == [token for i in index for token in batch.completion_ids[i]]
+        assert part.advantages.tolist() == [batch.advantages[i] for i in index]

@@ -1,0 +1,345 @@
+"""Datasets, the two kinds of prompt, and the order in which prompts are used."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, integers, lists, tuples
+
+from fused_grpo.errors import CheckpointError, DataError, InputError
+from fused_grpo.trainer.data import check_dataset, load_rows
+from fused_grpo.trainer.prompt_sampler import PromptSampler
+from fused_grpo.trainer.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ {'system': 'a', 'user': 'b', 'assistant': 'c'}[message.role] }}{{ message.content }}{{ tail or '=' }}"
+    "{% endfor %}{% if add_generation_prompt %}c{% endif %}"
+)
+SUM = [{"role": "system", "content": "0"}, {"role": "user", "content": "1+1"}]
+BEGUN = [*SUM, {"role": "assistant", "content": "2-"}]
+
+
+def some_rows(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{number}="} for number in range(count)]
+
+
+def some_stream(count: int) -> IterableDataset:
+    """Three shards of unequal length."""
+
+    def rows(shards: list[int]):
+        for shard in shards:
+            yield from some_rows(count)[shard::3]
+
+    return IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2]})
+
+
+class Unsized:
+    """An iterable of somebody else's."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(some_rows(self.count))
+
+
+MAKERS = {
+    "list": some_rows,
+    "Dataset": lambda count: Dataset.from_list(some_rows(count)),
+    "stream": some_stream,
+    "mapped stream": lambda count: Dataset.from_list(some_rows(count)).to_iterable_dataset().map(lambda row: row),
+    "iterable": Unsized,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(deadline=None, max_examples=40)
+@given(
+    count=integers(3, 20),
+    runs=lists(tuples(integers(1, 4), integers(1, 5), integers(0, 4)), min_size=1, max_size=4),
+    seed=integers(0, 3),
+    shuffle=booleans(),
+)
+def test_every_prompt_once_per_pass_whatever_the_ranks_batches_and_kills(kind, count, runs, seed, shuffle):
+    """A run: (ranks, prompts per rank and batch = micro-batch * accumulation / group, batches until it is killed)."""
+    shuffle, make = shuffle and kind != "iterable", MAKERS[kind]
+    saved, drawn = None, []
+    for world_size, size, batches in runs:
+        ranks = [
+            PromptSampler(
+                make(count), prompts_per_batch=size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size
+            )
+            for rank in range(world_size)
+        ]
+        for sampler in ranks if saved else []:
+            sampler.load_state_dict(json.loads(saved))
+        drawn += [row["prompt"] for _ in range(batches) for sampler in ranks for row in sampler.next_batch()]
+        states = {json.dumps(sampler.state_dict()) for sampler in ranks}
+        assert len(states) == 1
+        saved = states.pop()
+        assert json.loads(saved)["prompts"] == len(drawn)
+    passes = [Counter(drawn[start : start + count]) for start in range(0, len(drawn), count)]
+    assert all(whole == Counter(row["prompt"] for row in some_rows(count)) for whole in passes[:-1])
+    assert all(times == 1 for part in passes for times in part.values())
+    undisturbed = PromptSampler(make(count), prompts_per_batch=1, seed=seed, shuffle=shuffle)
+    assert drawn == [undisturbed.next_batch()[0]["prompt"] for _ in drawn]
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset"])
+def test_the_order_of_a_pass_is_that_of_the_seed_and_its_number(kind):
+    sampler, expected = PromptSampler(MAKERS[kind](10), prompts_per_batch=4, seed=7, shuffle=True), []
+    for number in range(2):
+        order = list(range(10))
+        random.Random(f"7/{number}").shuffle(order)
+        expected += [f"{index}=" for index in order]
+    assert [row["prompt"] for _ in range(5) for row in sampler.next_batch()] == expected
+    assert sampler.num_prompts == 10
+
+
+def test_a_shuffled_stream_has_another_order_in_every_pass():
+    sampler = PromptSampler(some_stream(12), prompts_per_batch=12, seed=0, shuffle=True)
+    first, second = sampler.next_batch(), sampler.next_batch()
+    assert first != second
+    assert first != list(some_stream(12))
+    assert first != PromptSampler(some_stream(12), prompts_per_batch=12, seed=1, shuffle=True).next_batch()
+    assert sampler.num_prompts is None
+
+
+def test_a_batch_reads_the_rows_of_its_rank_alone():
+    class Counting(list):
+        read = 0
+
+        def __getitem__(self, index):
+            self.read += 1
+            return super().__getitem__(index)
+
+    rows = Counting(some_rows(100))
+    sampler = PromptSampler(rows, prompts_per_batch=2, seed=0, shuffle=True, rank=1, world_size=8)
+    sampler.load_state_dict({"prompts": 1_000_000, "num_prompts": 100, "seed": 0, "shuffle": True})
+    sampler.next_batch()
+    assert rows.read == 2
+
+
+@pytest.mark.parametrize("other", [{"count": 9}, {"seed": 2}, {"shuffle": False}])
+def test_the_state_of_another_order_is_refused(other):
+    def make(count=8, seed=1, shuffle=True):
+        return PromptSampler(some_rows(count), prompts_per_batch=2, seed=seed, shuffle=shuffle)
+
+    state = make().state_dict()
+    make().load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"got a train_dataset with .* as in the checkpoint; fix"):
+        make(**other).load_state_dict(state)
+
+
+def test_a_stream_in_its_own_order_does_not_read_finished_shards_again_on_resume():
+    opened = []
+
+    class Shards:
+        def __call__(self, shards: list[int]):
+            for shard in shards:
+                opened.append(shard)
+                yield from some_rows(4)
+
+    def make():
+        stream = IterableDataset.from_generator(Shards(), gen_kwargs={"shards": [0, 1, 2]})
+        return PromptSampler(stream, prompts_per_batch=5, seed=0, shuffle=False)
+
+    sampler, resumed = make(), make()
+    sampler.next_batch()
+    opened.clear()
+    resumed.load_state_dict(sampler.state_dict())
+    assert [row["prompt"] for row in resumed.next_batch()] == ["1=", "2=", "3=", "0=", "1="]
+    assert opened == [1, 2]
+    assert len(resumed.next_batch()) == 5
+    assert opened == [1, 2, 0]
+
+
+def test_a_stream_that_became_shorter_than_what_was_used_is_refused():
+    sampler = PromptSampler(Unsized(9), prompts_per_batch=8, seed=0, shuffle=False)
+    sampler.next_batch()
+    shorter = PromptSampler(Unsized(5), prompts_per_batch=8, seed=0, shuffle=False)
+    with pytest.raises(CheckpointError, match=r"got a train_dataset of 5 rows.*at least 8"):
+        shorter.load_state_dict(sampler.state_dict())
+
+
+def test_rows_of_a_stream_are_checked_as_they_come():
+    rows = [*some_rows(3), {"prompt": ""}]
+    stream = check_dataset(IterableDataset.from_generator(lambda: iter(rows)), name="train_dataset")
+    sampler = PromptSampler(stream, prompts_per_batch=3, seed=0, shuffle=False)
+    assert sampler.next_batch() == rows[:3]
+    with pytest.raises(DataError, match="got '' as the prompt of row 3"):
+        sampler.next_batch()
+    with pytest.raises(DataError, match=r"no order to shuffle.*shuffle_dataset=False"):
+        PromptSampler(Unsized(3), prompts_per_batch=1, seed=0, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (None, "got no train_dataset"),
+        ([], "got an empty train_dataset"),
+        (
+            [{"question": "1+1=", "answer": "2"}],
+            r"without a 'prompt' column in row 0 \(columns: 'question', 'answer'\)",
+        ),
+        ([{"prompt": "1+1="}, {"prompt": ""}], "got '' as the prompt of row 1"),
+        (Dataset.from_list([{"prompt": "1+1="}, {"prompt": None}]), "got None as the prompt of row 1"),
+        (Dataset.from_list([{"prompt": ""}, {"prompt": "1"}]).with_transform(lambda batch: batch), "prompt of row 0"),
+        ([{"prompt": []}], "a non-empty list of {'role': ..., 'content': ...} messages"),
+        ([{"prompt": ["hi"]}], "want messages of the form"),
+        ([{"prompt": SUM}, {"prompt": [{"role": "user", "content": None}]}], "row 1 .*want a string as the content"),
+        ([{"prompt": SUM}, {"prompt": "1+1="}], "got a string as the prompt of row 1.*want a conversation"),
+        ([{"prompt": "1+1=", "completions": "2"}], "a column 'completions'"),
+        ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}], r"columns \['prompt'\] in row 1"),
+        ({"train": [{"prompt": "1+1="}]}, r"got a dict as train_dataset.*choose a split of it \('train'\)"),
+        (DatasetDict({"test": Dataset.from_list(some_rows(1))}), r"got a DatasetDict.*choose a split of it \('test'\)"),
+        (["1+1="], "got a list as train_dataset"),
+        ([{"prompt": "1+1="}, 2], "got a int as row 1"),
+        ("prompts.jsonl", "got a str as train_dataset.*load_dataset"),
+        (7, "got a int as train_dataset"),
+        ((row for row in some_rows(2)), "got a generator as train_dataset.*from_generator"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused(dataset, message):
+    with pytest.raises(DataError, match=message):
+        check_dataset(dataset, name="train_dataset")
+
+
+def test_a_prompt_may_be_what_a_transform_makes_of_other_columns():
+    dataset = Dataset.from_list([{"sum": "1+1"}]).with_transform(
+        lambda batch: {"prompt": [s + "=" for s in batch["sum"]]}
+    )
+    sampler = PromptSampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=1, seed=0, shuffle=True)
+    assert sampler.next_batch() == [{"prompt": "1+1="}]
+
+
+def test_a_stream_is_refused_where_all_of_it_is_used():
+    dataset = Dataset.from_list(some_rows(2))
+    assert check_dataset(dataset, name="eval_dataset", indexed=True) is dataset
+    with pytest.raises(DataError, match=r"got a IterableDataset as eval_dataset, want a dataset with a length .*; fix"):
+        check_dataset(some_stream(3), name="eval_dataset", indexed=True)
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_prompts_are_encoded_by_kind(chat_tokenizer):
+    def ids(*texts):
+        return [[chat_tokenizer.convert_tokens_to_ids(character) for character in text] for text in texts]
+
+    assert encode_prompts([{"prompt": "1+1="}, {"prompt": "2"}], chat_tokenizer) == ids("1+1=", "2")
+    chats = [{"prompt": SUM}, {"prompt": SUM[1:]}]
+    assert encode_prompts(chats, chat_tokenizer) == ids("a0=b1+1=c", "b1+1=c")
+    assert encode_prompts(chats, chat_tokenizer, chat_template_kwargs={"tail": "*"}) == ids("a0*b1+1*c", "b1+1*c")
+    begun = encode_prompts([{"prompt": BEGUN}], chat_tokenizer, chat_template_kwargs={"continue_final_message": True})
+    assert begun == ids("a0=b1+1=c2-")
+    assert encode_prompts([], chat_tokenizer) == []
+    assert longest_prompt(chats, chat_tokenizer, batch_size=1) == 9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prompts_have_the_tokens_that_trl_gives_them(chat_tokenizer):
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    theirs = SimpleNamespace(
+        processing_class=chat_tokenizer,
+        _is_vlm=False,
+        environment_factories=None,
+        tools=None,
+        chat_template=None,
+        chat_template_kwargs={"tail": "*"},
+    )
+    for prompts in (["1+1=", "2"], [SUM, SUM[1:]]):
+        ours = encode_prompts([{"prompt": p} for p in prompts], chat_tokenizer, chat_template_kwargs={"tail": "*"})
+        assert ours == trainer.GRPOTrainer._tokenize_prompts(theirs, prompts)[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (BEGUN, {}, "ends with a message of 'assistant' as the prompt of row 1 .*continue_final_message"),
+        (SUM, {"continue_final_message": True}, "ends with a message of 'user' as the prompt of row 1"),
+        ([{"role": "tool", "content": "3"}], {}, "got TemplateError: no tools .* at the prompt of row 1 .'tool: 3'"),
+    ],
+)
+def test_a_conversation_that_cannot_be_rendered_is_named(chat_tokenizer, prompt, options, message):
+    rows = [{"prompt": BEGUN if options else SUM}, {"prompt": prompt}]
+    with pytest.raises(DataError, match=message):
+        longest_prompt(rows, chat_tokenizer, chat_template_kwargs=options, batch_size=2)
+
+
+def test_what_cannot_be_encoded_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"tokenizer without a chat template.*fix"):
+        encode_prompts([{"prompt": SUM}], tokenizer)
+    given_one = encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": TEMPLATE})
+    assert tokenizer.decode(given_one[0]) == "a0=b1+1=c"
+    with pytest.raises(DataError, match="got no token for the prompt of row 5"):
+        encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": "{{ '' }}"}, first_row=5)
+    with pytest.raises(InputError, match="got 'tokenize' in chat_template_kwargs"):
+        encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"tokenize": False})
+
+
+def test_records_and_rewards_get_the_kind_of_the_prompt():
+    assert prompt_text({"prompt": "1+1="}) == "1+1="
+    assert prompt_text({"prompt": SUM}) == "system: 0\nuser: 1+1"
+    assert as_completion({"prompt": "1+1="}, "2") == "2"
+    assert as_completion({"prompt": SUM}, "2") == [{"role": "assistant", "content": "2"}]
+
+
+@pytest.fixture
+def prompt_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, first in {"train": 0, "test": 2}.items():
+        rows = Dataset.from_list([{"prompt": f"{number}="} for number in (first, first + 1)])
+        rows.to_json(tmp_path / "files" / f"{name}.jsonl")
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+        rows.to_csv(tmp_path / f"{name}.csv")
+        rows.save_to_disk(tmp_path / "saved" / name)
+    DatasetDict({name: Dataset.load_from_disk(tmp_path / "saved" / name) for name in ("train", "test")}).save_to_disk(
+        tmp_path / "splits"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("source", "split", "numbers"),
+    [
+        ("files/test.jsonl", "train", "23"),
+        ("files/*.jsonl", "train", "0123"),
+        ("files", "test", "23"),
+        ("train.parquet", "train", "01"),
+        ("train.csv", "train", "01"),
+        ("saved/train", "train", "01"),
+        ("splits", "test", "23"),
+    ],
+)
+def test_rows_are_loaded_from(prompt_files, source, split, numbers, streaming):
+    rows = load_rows(str(prompt_files / source), split=split, streaming=streaming)
+    assert isinstance(rows, IterableDataset if streaming else Dataset)
+    assert sorted(row["prompt"] for row in rows) == [f"{number}=" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("none.jsonl", "none.jsonl.*cannot be loaded: no such file"),
+        ("none*.jsonl", "no such file"),
+        ("files", "Unknown split"),
+        ("splits", r"it has the splits \['test', 'train'\]"),
+        ("bad.jsonl", "JSON parse error"),
+    ],
+)
+def test_a_source_that_cannot_be_loaded_is_named(prompt_files, source, message):
+    (prompt_files / "bad.jsonl").write_text('{"prompt": "1"}\n{2}')
+    with pytest.raises(DataError, match=message):
+        load_rows(str(prompt_files / source), split="dev")

@@ -1,0 +1,161 @@
+"""The dry run: arithmetic that is that of the trainer, options that can be fed back, memory that is there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import yaml
+
+from fused_grpo.errors import DataError, InputError
+from fused_grpo.trainer.cli import main
+from fused_grpo.trainer.dry_run import batch_arithmetic, dry_run, engine_name, resolved
+from fused_grpo.trainer.memory_estimate import memory_terms, micro_batch_tokens, model_shape
+from fused_grpo.trainer.options import TrainOptions, parse_train_options
+
+
+def sizes(shape, args, **options):
+    known = {"prompt_tokens": 10, "sequences": 8, "bf16": False, "engine": "server"}
+    return {term.name: term.size for term in memory_terms(shape, args, **known | options)}
+
+
+def test_the_resolved_options_are_a_file_that_gives_the_same_options(tmp_path):
+    arguments = ["--model", "m", "--learning-rate", "3e-6", "--reward-funcs", "a:b", "--generation-kwargs", '{"a": 1}']
+    options = parse_train_options([*arguments, "--no-gradient-checkpointing", "--epsilon-high", "0.3", "--resume"])
+    file = tmp_path / "again.yaml"
+    file.write_text(resolved(options))
+    assert set(yaml.safe_load(file.read_text())) == {
+        "model", "learning_rate", "reward_funcs", "generation_kwargs", "gradient_checkpointing", "epsilon_high",
+        "resume_from_checkpoint",
+    }  # fmt: skip
+    assert parse_train_options(["--config", str(file)]).trainer_args() == options.trainer_args()
+
+
+def test_the_arithmetic_says_what_the_trainer_will_do():
+    options = TrainOptions(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, steps_per_generation=4,
+        num_iterations=3, num_train_epochs=2,
+    )  # fmt: skip
+    shown = batch_arithmetic(options, processes=2, prompts=100)
+    assert "16 sequences = 4 prompt(s) x 4" in shown
+    assert "32 sequences = 8 prompt(s) x 4" in shown
+    assert "2 optimizer step(s) x 3 pass(es)" in shown
+    assert "100 prompts = 75 optimizer steps" in shown
+    assert "150 optimizer steps (num_train_epochs)" in shown
+    with pytest.raises(InputError, match="effective batch"):
+        batch_arithmetic(TrainOptions(per_device_train_batch_size=3), processes=1, prompts=None)
+
+
+def test_planned_steps_are_those_of_the_trainer(make_trainer):
+    options = {"max_steps": -1, "num_train_epochs": 1.5, "num_iterations": 2, "num_generations": 2}
+    trainer = make_trainer(**options)
+    shown = batch_arithmetic(TrainOptions(per_device_train_batch_size=4, **options), processes=1, prompts=16)
+    assert f"{trainer.max_steps} optimizer steps (num_train_epochs)" in shown
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_gradients_and_optimizer_state_are_exact(make_model, tied):
+    model = make_model(tie_word_embeddings=tied)
+    estimate = sizes(model_shape(model.config), TrainOptions(beta=0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2]])).logits.sum().backward()
+    optimizer.step()
+    held = sum(p.nbytes for p in model.parameters())
+    assert estimate["weights, fp32"] == held == estimate["reference model, fp32"]
+    assert estimate["gradients, fp32"] == sum(p.grad.nbytes for p in model.parameters())
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert estimate["AdamW state, fp32"] == sum(value.nbytes for value in moments)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):
+    model = make_model(hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_key_value_heads=2).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kept, weights = {}, {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=bf16):
+        model.get_decoder()(torch.ones(4, 64, dtype=torch.int64), use_cache=False)
+    shape, args = model_shape(model.config), TrainOptions(gradient_checkpointing=checkpointing)
+    args.per_device_train_batch_size, args.max_completion_length = 4, 54
+    estimate = sizes(shape, args, bf16=bf16)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    if bf16 and not checkpointing:
+        measured -= estimate["bf16 copies of matrices"]  # autograd keeps these too
+    if checkpointing:  # and the one layer that is being recomputed
+        one_layer = sizes(shape, args, bf16=bf16)["activations, roughly"] - 256 * 4 * 64 * (4 + 2)
+        measured += one_layer
+    assert measured == pytest.approx(estimate["activations, roughly"], rel=0.25)
+
+
+def test_an_adapter_has_its_own_count_and_no_reference(make_model):
+    from peft import get_peft_model
+
+    options = TrainOptions(use_peft=True, lora_r=4, beta=0.1)
+    model = make_model()
+    shape = model_shape(model.config, lora_r=4)
+    wrapped = get_peft_model(copy.deepcopy(model), options.peft_config())
+    assert shape.trained == wrapped.get_nb_trainable_parameters()[0]
+    estimate = sizes(shape, options)
+    assert "reference model, fp32" not in estimate
+    assert "the head's new gradient" not in estimate
+    only_queries = model_shape(model.config, lora_r=4, lora_targets=["q_proj"])
+    assert only_queries.trained == 2 * 4 * (32 + 32)
+
+
+def test_the_chunk_is_never_larger_than_the_logits():
+    shape = model_shape(parse_config(vocab_size=1000))
+    few = TrainOptions(per_device_train_batch_size=1, num_generations=8, max_completion_length=10)
+    assert sizes(shape, few)["one chunk of logits"] == 4 * 10 * 1000
+    assert sizes(shape, TrainOptions(chunk_bytes=12345))["one chunk of logits"] == 12345
+    assert micro_batch_tokens(TrainOptions(max_tokens_per_micro_batch=2048), 512) == (2048, 1024)
+    assert micro_batch_tokens(TrainOptions(max_tokens_per_micro_batch=1), 512) == (1024, 512)
+
+
+def parse_config(**options):
+    from transformers import Qwen2Config
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Qwen2Config(**small | options)
+
+
+def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
+    def missing():
+        raise DataError("no such file")
+
+    shown = []
+    with pytest.raises(DataError, match="no such file"):
+        shown.extend(dry_run(TrainOptions(), missing))
+    assert len(shown) == 2
+    shown.clear()
+    with pytest.raises(DataError, match="whose config or tokenizer cannot be had"):
+        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: [{"prompt": "1"}]))
+    assert "one epoch" in shown[1]
+
+
+def test_the_demo_is_shown_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main(["train", "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "1024 sequences = 128 prompt(s) x 8" in shown
+    assert "P = 133,568" in shown
+    assert "an estimate" in shown
+    assert "Left out:" in shown
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("RANK", "1")
+    main(["train", "--dry-run"])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_engine_is_the_one_that_the_options_ask_for():
+    assert engine_name(TrainOptions(vllm_mode="server")) == "server"
+    assert engine_name(TrainOptions(use_vllm=False)) == "transformers"
+    assert engine_name(TrainOptions(use_vllm=True)) == "vllm"

@@ -1,0 +1,107 @@
+"""The model card: what the hub reads, what a person reads, and nothing private; and the upload."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
+
+FACTS = {
+    "name": "me/sums",
+    "rewards": ["accuracy", "format"],
+    "steps": 120,
+    "metrics": {"reward": 0.75, "kl": 0.01},
+    "base_model": "Qwen/Qwen2.5-1.5B",
+    "dataset": "openai/gsm8k",
+    "eval_before": {"reward": 0.31},
+    "eval_after": {"reward": 0.6789},
+}
+
+
+def front_matter(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_card_says_what_was_done_with_which_numbers():
+    card = model_card(CardFacts(**FACTS), GRPOConfig(output_dir="/home/me/x", learning_rate=3e-6))
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "fused-grpo", "reinforcement-learning"],
+        "base_model": "Qwen/Qwen2.5-1.5B",
+        "datasets": ["openai/gsm8k"],
+    }
+    assert "for 120 optimizer steps on `accuracy`, `format`" in card
+    assert "| held-out reward | 0.310 | 0.679 |" in card
+    assert "learning_rate: 3.0e-06" in card
+    assert "torch 2." in card
+    assert "/home" not in card
+
+
+def test_a_local_model_and_dataset_are_not_called_repositories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    for name in ("models/base", "./base", "/a/b", "~/base", "a/b/c", "module:rows", "rows.jsonl", None):
+        assert not is_hub_id(name)
+    assert is_hub_id("gpt2")
+    card = model_card(CardFacts(**FACTS | {"base_model": "models/base", "dataset": "rows.jsonl"}), GRPOConfig())
+    assert not {"base_model", "datasets"} & front_matter(card).keys()
+    assert "models/base" not in card
+
+
+def test_secrets_among_the_options_do_not_get_into_a_card():
+    card = model_card(CardFacts(**FACTS), GRPOConfig(model_init_kwargs={"token": "hf_" + "a" * 30}))
+    assert "hf_aaa" not in card
+
+
+def test_an_adapter_is_loaded_with_peft_and_a_card_without_numbers_has_no_table():
+    facts = FACTS | {"adapter": True, "metrics": {}, "eval_before": None, "eval_after": None}
+    card = model_card(CardFacts(**facts), GRPOConfig())
+    assert front_matter(card)["library_name"] == "peft"
+    assert "AutoPeftModelForCausalLM" in card
+    assert "## Results" not in card
+
+
+def test_the_code_of_a_card_loads_the_model(tmp_path, make_model, tokenizer):
+    make_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    card = write_model_card(tmp_path, CardFacts(**FACTS | {"name": str(tmp_path)}), GRPOConfig()).read_text()
+    scope = {}
+    exec(card.split("```python\n")[1].split("```")[0], scope)
+    assert scope["model"].num_parameters() == make_model().num_parameters()
+    assert scope["tokenizer"].eos_token == tokenizer.eos_token
+
+
+class Hub:
+    """What push_to_hub asks of huggingface_hub.HfApi."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    def create_repo(self, name, **options):
+        self.calls.append(("create", name, options))
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, **options):
+        if self.error is not None:
+            raise self.error
+        self.calls.append(("upload", options["repo_id"], options["folder_path"]))
+        return "https://huggingface.co/me/sums"
+
+
+def test_the_directory_is_uploaded_under_the_name_of_the_run(tmp_path):
+    hub, final = Hub(), tmp_path / "sums" / "final"
+    final.mkdir(parents=True)
+    assert push_to_hub(final, private=True, api=hub) == "https://huggingface.co/me/sums"
+    assert hub.calls == [("create", "sums", {"private": True, "exist_ok": True}), ("upload", "me/sums", final)]
+
+
+def test_an_upload_that_fails_says_how_to_repeat_it(tmp_path):
+    with pytest.raises(UnavailableError, match=r"got OSError .*no route; fix: hf auth login, then hf upload mine"):
+        push_to_hub(tmp_path, "mine", api=Hub(OSError("no route")))

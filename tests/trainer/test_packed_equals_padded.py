@@ -1,0 +1,154 @@
+"""Packed rows give the loss and the gradients of padded ones, for models of transformers, and where not, that is seen.
+
+The padded side is what a textbook does: right-padded rows with an attention mask, full logits, log_softmax.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fused_grpo import GRPOLossConfig
+from fused_grpo.trainer.batching import micro_batches
+from fused_grpo.trainer.models import packs_exactly, row_layout
+from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.types import EffectiveBatch
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+GEMMA2 = {"sliding_window": 4, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 8.0}
+PACKED = {
+    "Qwen2": {},
+    "Qwen3": {},
+    "Llama": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 4},
+    "Gemma2": GEMMA2,
+    "GPT2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+# Position ids do not reach the mask of these, or there is a layer without a mask.
+NOT_PACKED = {
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 2},
+    "Mamba": {"state_size": 8},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+LAYOUTS = [
+    {"one_row": True},
+    {"one_row": False},
+    {"one_row": False, "share_rows": False},
+    {"one_row": False, "max_tokens": 20},
+    {"one_row": True, "max_tokens": 20},
+]
+
+
+def make(name: str, options: dict, attention: str = "eager") -> PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **options, attn_implementation=attention)
+    causal_lm = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = causal_lm(config)
+        for parameter in model.parameters():  # far enough from zero that a neighbour's token would show
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+@pytest.fixture
+def batch() -> EffectiveBatch:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [(3, 9), (1, 1), (5, 4), (2, 2), (4, 6), (1, 3)]
+    ids = [[torch.randint(2, 64, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+    return EffectiveBatch(
+        prompt_ids=[prompt for prompt, _ in ids],
+        completion_ids=[completion for _, completion in ids],
+        sampling_logprobs=None,
+        advantages=torch.randn(6, generator=generator),
+        old_logprobs=[-4 - 0.3 * torch.rand(n, generator=generator) for _, n in lengths],
+    )
+
+
+def padded_loss(model: PreTrainedModel, batch: EffectiveBatch) -> Tensor:
+    """The mean over completion tokens of the clipped loss."""
+    sequences = [torch.tensor(p + c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
+    input_ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True)
+    log_p = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+    losses = []
+    for row, ids in enumerate(sequences):
+        predicts = slice(len(batch.prompt_ids[row]) - 1, len(ids) - 1)
+        logprobs = log_p[row, predicts].gather(1, ids[len(batch.prompt_ids[row]) :, None])[:, 0]
+        ratio, advantage = (logprobs - batch.old_logprobs[row]).exp(), batch.advantages[row]
+        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    return torch.cat(losses).mean()
+
+
+def packed_loss(model: PreTrainedModel, batch: EffectiveBatch, layout: dict) -> Tensor:
+    policy = PolicyLoss(model, GRPOLossConfig(), temperature=1.0)
+    tokens, total = float(sum(map(len, batch.completion_ids))), torch.zeros(())
+    for part in micro_batches(batch, 6, **layout, device=CPU):
+        loss = policy(part, num_tokens=tokens, num_sequences=6.0).loss
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def assert_equal(model: PreTrainedModel, batch: EffectiveBatch, layouts: list[dict], *, checkpointing=False) -> None:
+    plain = copy.deepcopy(model)
+    expected = padded_loss(plain, batch)
+    expected.backward()
+    whole = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layout in layouts:
+        model.zero_grad()
+        torch.testing.assert_close(packed_loss(model, batch, layout), expected.detach(), rtol=1e-5, atol=1e-5)
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            # A key's bias has a gradient of zero but for rounding.
+            apart = (mine.grad - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-2 * whole)
+            assert apart <= 1e-5, (name, layout, apart)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", PACKED)
+def test_loss_and_gradients_of_packed_rows_are_those_of_padded_ones(name, attention, batch):
+    model = make(name, PACKED[name], attention)
+    assert row_layout(model) == {"one_row": False, "share_rows": True}
+    assert_equal(model, batch, LAYOUTS)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2"])
+def test_gradient_checkpointing_changes_nothing(name, attention, batch):
+    assert_equal(make(name, PACKED[name], attention), batch, LAYOUTS[:2], checkpointing=True)
+
+
+@pytest.mark.parametrize("name", NOT_PACKED)
+def test_where_sequences_of_a_row_see_each_other_it_is_noticed_and_rows_of_one_are_exact(name, batch, caplog):
+    model = make(name, NOT_PACKED[name])
+    alone = row_layout(model)
+    assert alone == {"one_row": False, "share_rows": False}
+    assert f"{name}ForCausalLM does not keep the sequences of a packed row apart" in caplog.text
+    assert model.training
+    assert_equal(model, batch, [alone, {**alone, "max_tokens": 20}])
+    assert abs(packed_loss(model, batch, {"one_row": True}) - padded_loss(model, batch).detach()) > 1e-4
+
+
+def test_a_model_for_another_machines_attention_is_tried_with_eager_and_gets_it_back():
+    model = make("Qwen2", {})
+    model.config._attn_implementation = "flash_attention_2"
+    assert packs_exactly(model)
+    assert row_layout(model) == {"one_row": True, "share_rows": True}
+    assert model.config._attn_implementation == "flash_attention_2"

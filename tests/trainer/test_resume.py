@@ -1,0 +1,158 @@
+"""A run that was killed, and went on, ends where the run that was not killed ends: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.training_state import random_state, set_random_state
+
+RUN = Path(__file__).with_name("resume_run.py")
+OPTIONS = {
+    "plain": {},
+    "iterations": {"num_iterations": 2},
+    "one generation for three steps": {"steps_per_generation": 3},
+    "reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 5.0},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+    "dynamic sampling": {"dynamic_sampling": 2},
+    "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
+}
+
+
+class Killed(BaseException):
+    pass
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    """The records of a log without what a clock said."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in record.items() if "time" not in k and k != "tokens_per_second"} for record in records]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), max_steps=6, lr_scheduler_type="linear", **options)
+    whole.train()
+    more = {"output_dir": str(tmp_path / "cut"), "overwrite_output_dir": False, "max_steps": 6, "save_steps": 3}
+    cut = make_trainer(lr_scheduler_type="linear", **more, **options)
+    learn = cut._learn
+
+    def killed_in_step_6(buffer):
+        if cut.step == 5:
+            raise Killed
+        return learn(buffer)
+
+    cut._learn = killed_in_step_6
+    with pytest.raises(Killed):
+        cut.train()
+    resumed = make_trainer(lr_scheduler_type="linear", **more, **options)
+    resumed.train(resume_from_checkpoint=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    for log in ("metrics.jsonl", "rollouts.jsonl"):
+        assert lines(tmp_path / "whole" / log) == lines(tmp_path / "cut" / log)
+
+
+def run(output_dir: Path, engine: str, how: str, *, where: str = "nowhere", step: int = 0) -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(RUN), str(output_dir), engine, how, where, str(step)]
+    return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run(output_dir, "transformers", "fresh") == 0
+    return output_dir
+
+
+def assert_same_end(first: Path, second: Path) -> None:
+    """Weights, optimizer, random generators, and everything that was logged."""
+    for name in ("model.safetensors", "optimizer.safetensors", "process-0.safetensors"):
+        mine, theirs = (load_file(path / "checkpoint-10" / name) for path in (first, second))
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert torch.equal(value, theirs[key]), (name, key)
+    for log in ("metrics.jsonl", "rollouts.jsonl"):
+        assert lines(first / log) == lines(second / log)
+
+
+@pytest.mark.parametrize(("where", "step"), [("accumulation", 5), ("accumulation", 8), ("saving", 6), ("renaming", 9)])
+def test_killed_anywhere_and_resumed_is_the_same_run(undisturbed, tmp_path, where, step):
+    output_dir = tmp_path / "run"
+    assert run(output_dir, "transformers", "fresh", where=where, step=step) == -9
+    verify_checkpoint(checkpoints(output_dir)[-1])
+    assert run(output_dir, "transformers", "resume") == 0
+    assert_same_end(undisturbed, output_dir)
+
+
+@pytest.mark.engine
+def test_killed_with_vllm_and_resumed_is_the_same_run(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(whole, "vllm", "fresh") == 0
+    assert run(cut, "vllm", "fresh", where="accumulation", step=7) == -9
+    assert run(cut, "vllm", "resume") == 0
+    assert_same_end(whole, cut)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, caplog):
+    make_trainer(max_steps=5, save_steps=2).train()
+    newest = tmp_path / "run" / "checkpoint-4" / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    assert "checkpoint-4" in caplog.text
+
+
+def test_nothing_to_resume_from(make_trainer, tmp_path):
+    trainer = make_trainer(overwrite_output_dir=False)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_options_are_refused(make_trainer):
+    make_trainer(max_steps=3, save_steps=2).train()
+    other = make_trainer(max_steps=3, overwrite_output_dir=False, num_iterations=2)
+    with pytest.raises(CheckpointError, match="got num_iterations=2 .* want num_iterations=1"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_model_alone_is_refused(make_trainer):
+    make_trainer(max_steps=3, save_steps=2, save_only_model=True).train()
+    resumed = make_trainer(max_steps=3, overwrite_output_dir=False)
+    with pytest.raises(CheckpointError, match="a checkpoint of a model alone"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_only_the_newest_are_kept(make_trainer, tmp_path):
+    make_trainer(max_steps=6, save_steps=1, save_total_limit=2).train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_random_generators_come_back():
+    import random
+
+    import numpy as np
+
+    def draw():
+        return [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.randn(()))]
+
+    random.gauss(0, 1)  # leaves one of its pair
+    np.random.randn()
+    state = random_state()
+    first = draw()
+    draw()
+    set_random_state(state)
+    assert draw() == first

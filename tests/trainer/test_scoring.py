@@ -1,0 +1,100 @@
+"""From rollouts to what the loss sees: columns, conversations, and whole groups or none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.strategies import lists, sampled_from
+
+from fused_grpo.errors import RewardError
+from fused_grpo.trainer.advantages import multi_objective_advantages
+from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.scoring import ScoredRollouts, score_rollouts
+from fused_grpo.trainer.types import Rollouts
+
+
+class Digits:
+    """A tokenizer whose token ids are the digits of the text."""
+
+    def batch_decode(self, ids, *, skip_special_tokens):
+        assert skip_special_tokens
+        return ["".join(map(str, completion)) for completion in ids]
+
+
+def scored(functions, completion_ids, *, rows=None, **options) -> ScoredRollouts:
+    """Completions in groups of three, with their place as what the engine said about them."""
+    groups, size = len(completion_ids) // 3, len(completion_ids)
+    rollouts = Rollouts(
+        prompt_ids=[[group] for group in range(groups)],
+        completion_ids=completion_ids,
+        sampling_logprobs=[[-1.0] * len(ids) for ids in completion_ids],
+        finish_reasons=["stop"] * size,
+        num_generations=3,
+        weight_version=0,
+        extra={"place": list(range(size))},
+    )
+    rows = [{"prompt": f"p{group}"} for group in range(groups)] if rows is None else rows
+    return score_rollouts(rollouts, rows, Rewards(functions, **options), Digits())
+
+
+def last_digit(completions):
+    return [float(text[-1]) for text in completions]
+
+
+def no_nine(completions):
+    return [1 / (text[-1] != "9") for text in completions]
+
+
+async def no_eight(completions):
+    return [None if text[-1] == "8" else 1.0 / (text[-1] != "7") for text in completions]
+
+
+@given(digits=lists(sampled_from([1, 2, 3, 3, 4, 5, 6, 7, 8, 9]), min_size=12, max_size=12))
+def test_a_partial_group_never_reaches_the_loss(digits):
+    failing = {place // 3 for place, digit in enumerate(digits) if digit in (7, 9)}
+    functions = [last_digit, no_nine, no_eight]
+    if len(failing) == 4:
+        with pytest.raises(RewardError, match="every group"):
+            scored(functions, [[digit] for digit in digits], failure="drop")
+        return
+    result = scored(functions, [[digit] for digit in digits], failure="drop")
+    advantages = multi_objective_advantages(result.per_function, torch.ones(3), 3, scale="batch")
+    batch = result.effective_batch(advantages)
+    kept = [place for place in range(12) if place // 3 not in failing]
+    assert batch.prompt_ids == [[place // 3] for place in kept]
+    assert batch.completion_ids == [[digits[place]] for place in kept]
+    assert batch.sampling_logprobs == [[-1.0]] * len(kept)
+    assert batch.advantages.tolist() == advantages[kept].tolist()
+
+
+def test_reward_functions_get_the_engine_s_columns_and_messages_in_conversations():
+    seen = {}
+
+    def reward(prompts, completions, place, completion_ids):
+        seen.update(prompts=prompts, completions=completions, place=place, ids=completion_ids)
+        return [0.0] * 3
+
+    prompt = [{"role": "user", "content": "hi"}]
+    result = scored(reward, [[1, 2], [3], [4]], rows=[{"prompt": prompt}])
+    assert seen["prompts"] == [prompt] * 3
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in ("12", "3", "4")]
+    assert (seen["place"], seen["ids"]) == ([0, 1, 2], [[1, 2], [3], [4]])
+    assert result.completions == ["12", "3", "4"]
+
+
+def test_a_record_has_what_was_logged_and_is_json():
+    def logs(completions, log_extra):
+        log_extra("parsed", [object(), torch.tensor(2.5), None])
+        return [1.0, 2.0, None]
+
+    result = scored([logs, last_digit], [[1], [2], [3]], weights=[1.0, 10.0])
+    records = json.loads(json.dumps(result.records(torch.tensor([0.5, 0.0, -0.5]))))
+    assert [record["parsed"] for record in records[1:]] == [2.5, None]
+    assert records[0]["parsed"].startswith("<object object")
+    assert [record["reward"] for record in records] == [11.0, 22.0, 30.0]
+    assert records[1]["rewards"] == {"logs": 2.0, "last_digit": 2.0}
+    assert [record["advantage"] for record in records] == [0.5, 0.0, -0.5]
+    assert result.seconds.keys() == {"logs", "last_digit"}

@@ -1,0 +1,100 @@
+"""Trackers: every step reaches them, nothing private does, and one that is missing is known at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.run_output import Phases, RunOutput
+from fused_grpo.trainer.trackers import Trackers, tracker_arguments
+
+
+class Memory(GeneralTracker):
+    """Keeps what it is told."""
+
+    name, requires_logging_directory = "memory", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.records, self.finished = {}, [], 0
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step=None, **kwargs):
+        self.records.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+def accelerator_for(args):
+    return Accelerator(cpu=True, **tracker_arguments(args))
+
+
+def test_a_tracker_gets_the_configuration_without_secrets_and_each_number_of_a_step(tmp_path):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], generation_kwargs={"api_key": "secret-value"})
+    trackers = Trackers(accelerator_for(args), args, {"task": "sums"})
+    assert memory.config["task"] == "sums"
+    assert memory.config["learning_rate"] == 1e-6
+    assert "secret-value" not in str(memory.config)
+    assert {type(value) for value in memory.config.values()} <= {bool, int, float, str}
+    trackers.log({"step": 3, "reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
+    assert memory.records == [(3, {"reward": 0.5})]
+    trackers.finish()
+    assert memory.finished == 1
+
+
+def test_the_output_of_a_run_reaches_its_trackers_whatever_the_console_leaves_out(tmp_path):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], logging_steps=100)
+    output = RunOutput(args, 9, is_main=True, facts={}, accelerator=accelerator_for(args))
+    output.evaluation(0, {"reward": 0.25}, 4)
+    for step in (1, 2):
+        output.step({"step": step, "reward": 0.5}, Phases())
+    assert memory.records == [(0, {"eval/reward": 0.25}), (1, {"reward": 0.5}), (2, {"reward": 0.5})]
+    output.close()
+    output.close()
+    assert memory.finished == 1
+
+
+def test_no_tracker_is_no_argument_and_no_work(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path))
+    assert tracker_arguments(args) == {}
+    output = RunOutput(args, 1, is_main=True, facts={}, accelerator=Accelerator(cpu=True))
+    output.step({"step": 1, "reward": 0.5}, Phases())
+    output.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("clearml", r"not installed; fix: pip install clearml"), ("comet_ml", "pip install comet-ml"),
+     ("tensorbord", r"got report_to='tensorbord', want one or several of .*tensorboard, .*wandb")],
+)  # fmt: skip
+def test_a_tracker_that_is_missing_or_unknown_is_named_before_the_run(name, message, monkeypatch):
+    monkeypatch.setattr("fused_grpo.trainer.trackers.get_available_trackers", list)
+    with pytest.raises(UnavailableError, match=message):
+        tracker_arguments(GRPOConfig(report_to=name))
+
+
+def test_tensorboard_has_the_points_of_the_run(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), report_to="tensorboard", reward_weights=[1.0])
+    output = RunOutput(args, 2, is_main=True, facts={"task": "sums"}, accelerator=accelerator_for(args))
+    for step in (1, 2):
+        output.step({"step": step, "reward": step / 2}, Phases())
+    output.close()
+    written = EventAccumulator(str(tmp_path / "run" / "trackers" / args.project)).Reload()
+    assert [(event.step, event.value) for event in written.Scalars("reward")] == [(1, 0.5), (2, 1.0)]

@@ -1,0 +1,145 @@
+"""`Collector`: from prompts to a scored batch that the optimizer can go through. One `generate` call each time.
+
+Advantages are taken over whole groups, before anything is cut. Groups that a failed reward function dropped, and with
+`dynamic_sampling` those whose rewards are all equal, are no part of the batch. Truncated completions, with
+`mask_truncated_completions`, stay in it and are counted, but have no token to learn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from fused_grpo.trainer.advantages import multi_objective_advantages, nanstd
+from fused_grpo.trainer.buffer import RolloutBuffer, split_groups
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.data import Row
+from fused_grpo.trainer.groups import choose_groups, join, num_groups
+from fused_grpo.trainer.prompt_sampler import PromptSampler
+from fused_grpo.trainer.prompts import encode_prompts
+from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rollout import RolloutEngine
+from fused_grpo.trainer.rollout.function import FunctionEngine
+from fused_grpo.trainer.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
+from fused_grpo.trainer.run_output import Phases
+from fused_grpo.trainer.scoring import ScoredRollouts, score_rollouts
+from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
+
+
+class Collector:
+    """Draws prompts, has them completed, and scores the completions."""
+
+    def __init__(
+        self, args: GRPOConfig, accelerator: Accelerator, sampler: PromptSampler, rewards: Rewards, tokenizer: Any
+    ) -> None:
+        self.args, self.accelerator, self.sampler = args, accelerator, sampler
+        self.rewards, self.tokenizer = rewards, tokenizer
+        self.generate_calls = 0
+
+    def collect(
+        self, engine: RolloutEngine, phases: Phases, *, trainer_state: Any = None
+    ) -> tuple[RolloutBuffer, ScoredRollouts, Tensor]:
+        """The next batch of this process, what it was made from, and the advantages [B] of that.
+
+        Raises:
+            RewardError: a reward function failed, and `reward_failure` does not say to drop its groups.
+        """
+        scored, rounds = self._round(engine, phases, trainer_state), 1
+        if self.args.dynamic_sampling:
+            wanted, scored = num_groups(scored), self._with_something_to_learn(scored)
+            # All processes go on together: they draw from one sequence of prompts.
+            while rounds <= self.args.dynamic_sampling and self._anywhere(num_groups(scored) < wanted):
+                more = self._with_something_to_learn(self._round(engine, phases, trainer_state))
+                scored, rounds = join([scored, more]), rounds + 1
+            scored = choose_groups(scored, range(min(wanted, num_groups(scored))))
+        with phases("reward"):
+            advantages = self._advantages(scored)
+        metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names)
+        metrics |= {"dynamic_sampling/rounds": float(rounds)} if self.args.dynamic_sampling else {}
+        kept = self._effective_batch(scored, advantages)
+        steps = self.args.steps_per_rollout(self.accelerator.num_processes)
+        buffer = RolloutBuffer(
+            batches=split_groups(kept, steps, self.args.num_generations),
+            iterations=self.args.num_iterations,
+            weight_version=scored.rollouts.weight_version,
+            metrics=metrics,
+        )
+        return buffer, scored, advantages
+
+    def evaluate(self, engine: RolloutEngine, dataset: Any) -> dict[str, float]:
+        """Mean rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones."""
+        rows = [dict(row) for row in dataset]
+        count, seed = self.args.num_generations_eval, self.args.seed
+        greedy = self.sampling(seed=seed, n=1, temperature=0.0)
+        sampling = greedy if count is None else self.sampling(seed=seed, n=count)
+        rollouts = self._complete(engine, rows, sampling)
+        scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer)
+        means = {
+            f"rewards/{name}/mean": column
+            for name, column in zip(scored.reward_names, scored.per_function.T, strict=True)
+        }
+        return {name: values.nanmean().item() for name, values in ({"reward": scored.rewards} | means).items()}
+
+    def encode(self, rows: list[Row]) -> list[list[int]]:
+        """Token ids of the rows' prompts."""
+        return encode_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs)
+
+    def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
+        """How completions are drawn."""
+        return self.args.sampling(seed=seed, **changes)
+
+    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any) -> ScoredRollouts:
+        """One generation, scored."""
+        with phases("generate"):
+            rows = self.sampler.next_batch()
+            rollouts = self._generate(engine, rows)
+        with phases("reward"):
+            return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+
+    def _with_something_to_learn(self, scored: ScoredRollouts) -> ScoredRollouts:
+        """Those groups whose rewards differ, and on which no reward function failed."""
+        spread = nanstd(scored.rewards.view(-1, scored.rollouts.num_generations))[:, 0]
+        failed = scored.dropped.view(-1, scored.rollouts.num_generations).any(1)
+        return choose_groups(scored, ((spread >= EQUAL_REWARDS) & ~failed).nonzero()[:, 0].tolist())
+
+    def _generate(self, engine: RolloutEngine, rows: list[Row]) -> Rollouts:
+        """The one `generate` call of a batch."""
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        seed = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
+        self.generate_calls += 1
+        return self._complete(engine, rows, self.sampling(seed=seed))
+
+    def _complete(self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams) -> Rollouts:
+        if isinstance(engine, FunctionEngine):  # which may want to see what the prompts were made from
+            return engine.generate(self.encode(rows), sampling, prompts=[row["prompt"] for row in rows])
+        return engine.generate(self.encode(rows), sampling)
+
+    def _advantages(self, scored: ScoredRollouts) -> Tensor:
+        """This process' advantages [B]: groups never span processes, the scale of "batch" spans them all."""
+        parts = gather_object([scored.per_function])
+        first = sum(len(part) for part in parts[: self.accelerator.process_index])
+        advantages = multi_objective_advantages(
+            torch.cat(parts),
+            self.rewards.weights,
+            self.args.num_generations,
+            scale=self.args.scale_rewards,  # type: ignore[arg-type]
+            aggregation=self.args.multi_objective_aggregation,
+        )
+        return advantages[first : first + len(scored.per_function)]
+
+    def _effective_batch(self, scored: ScoredRollouts, advantages: Tensor) -> EffectiveBatch:
+        batch = scored.effective_batch(advantages)
+        if not self.args.mask_truncated_completions:
+            return batch
+        kept = (~scored.dropped).nonzero()[:, 0].tolist()
+        ended = [scored.rollouts.finish_reasons[index] == "stop" for index in kept]
+        return replace(batch, learns=torch.tensor(ended, dtype=torch.bool))
+
+    def _anywhere(self, here: bool) -> bool:
+        flag = torch.tensor([float(here)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, reduction="sum").item())

@@ -1,0 +1,297 @@
+"""`Learner`: the policy and what moves it, one optimizer step at a time.
+
+A step is a sum over micro-batches whose normalisers are those of the whole step over all processes, so the way it is
+cut changes memory and nothing else. Either every process makes a step or none does: what decides about it (metrics,
+gradient norm) is known to all of them before the optimizer moves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedModel, get_scheduler
+
+from fused_grpo.errors import NonFiniteError
+from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.adapters import as_reference, is_adapted, merged_weights
+from fused_grpo.trainer.batching import micro_batches
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.metrics import merge_floats, merge_metrics
+from fused_grpo.trainer.models import disable_dropout, model_weights, takes_any_lengths
+from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
+
+Optimizers = tuple[torch.optim.Optimizer | None, Any]
+Check = Callable[[dict[str, float]], None]
+
+
+class Learner:
+    """The policy, its reference, its optimizer and schedule.
+
+    Args:
+        model: the causal LM that is trained, in place; or a PeftModel.
+        args: the options of the run.
+        accelerator: wraps the policy, and talks to the other processes.
+        max_steps: of the schedule.
+        optimizers: an optimizer over the model's parameters and a schedule, instead of those that `args` asks for.
+        corrected: whether rollouts come with log-probs of another engine.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        *,
+        max_steps: int,
+        optimizers: Optimizers = (None, None),
+        corrected: bool = True,
+    ) -> None:
+        self.args, self.accelerator, self.step = args, accelerator, 0
+        self.loss_config = args.loss_config(corrected=corrected)
+        self.entropy = EntropyController(args)
+        _prepare_model(model, args)
+        self.adapted = is_adapted(model)
+        policy = PolicyLoss(model, self.loss_config, temperature=args.temperature, chunk_bytes=args.chunk_bytes)
+        # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
+        needs_copy = args.beta > 0 and not self.adapted
+        frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
+        self.reference = None if frozen is None else frozen.to(accelerator.device)
+        optimizer = optimizers[0] or make_optimizer(policy, args)
+        self.one_row = takes_any_lengths(model)
+        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
+
+    def learn(self, batch: EffectiveBatch, *, check: Check | None = None) -> tuple[EffectiveBatch, dict[str, float]]:
+        """One update. Returns the batch with the log-probs that were computed on the way, and the step's metrics.
+
+        `check` is asked before the optimizer moves, with the metrics of all processes; it raises where it must not.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite; nothing has been updated.
+        """
+        batch = self.with_reference(batch)
+        packed = self._pack(batch)
+        options = self._counts(packed, len(batch.completion_ids)) | self._entropy_options(packed)
+        self.policy.train()
+        try:
+            outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
+            mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+            # Of all processes, so that either every one of them goes on from here or none does.
+            metrics = merge_floats(gather_object([mine]))
+            metrics["grad_norm"] = float(
+                self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
+            )
+            if check is not None:
+                check(metrics)
+            self._check_finite(metrics)
+            metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.step += 1
+        metrics |= self.entropy.update(metrics.get("entropy"))
+        self._follow_with_reference()
+        if batch.old_logprobs is None:
+            old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
+            batch = dataclasses.replace(batch, old_logprobs=old)
+        return batch, metrics
+
+    def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
+        """The batch with the log-probs of the policy as it is, for a step that comes after it has moved."""
+        packed = self._pack(batch)
+        values = [self._logprobs(self.accelerator.unwrap_model(self.policy), part) for part in packed]
+        return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
+
+    def with_reference(self, batch: EffectiveBatch) -> EffectiveBatch:
+        """The batch with the reference's log-probs, where there is a KL term and they are not there yet."""
+        if self.args.beta == 0 or batch.ref_logprobs is not None:
+            return batch
+        packed = self._pack(batch)
+        with self._reference_policy() as reference:
+            values = [self._logprobs(reference, part) for part in packed]
+        return dataclasses.replace(batch, ref_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The causal LM's full state dict; every process has to ask."""
+        return model_weights(self.accelerator.get_state_dict(self.policy))
+
+    def served_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """What an engine is given: the full state dict, with an adapter merged into it."""
+        if self.adapted:
+            return merged_weights(self.accelerator.unwrap_model(self.policy).model)
+        return self.weights().items()
+
+    @contextmanager
+    def _reference_policy(self) -> Iterator[PolicyLoss]:
+        """The frozen copy; where only an adapter is trained, the policy itself without it."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        policy = self.accelerator.unwrap_model(self.policy)
+        with as_reference(policy.model):
+            yield policy
+
+    def _pack(self, batch: EffectiveBatch) -> list[MicroBatch]:
+        return micro_batches(
+            batch,
+            self.args.per_device_train_batch_size,
+            one_row=self.one_row,
+            device=self.accelerator.device,
+        )
+
+    def _logprobs(self, policy: PolicyLoss, part: MicroBatch) -> Tensor:
+        was_training = policy.training
+        policy.eval()
+        try:
+            with self.accelerator.autocast():
+                return policy.logprobs(part)
+        finally:
+            policy.train(was_training)
+
+    def _counts(self, packed: Sequence[MicroBatch], sequences: int) -> dict[str, Any]:
+        """The normalisers of the whole step, over all micro-batches and processes."""
+        mine = [sum(len(part.targets) for part in packed), sequences]
+        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").unbind()
+        return {"num_tokens": num_tokens, "num_sequences": num_sequences}
+
+    def _entropy_options(self, packed: Sequence[MicroBatch]) -> dict[str, Any]:
+        """The coefficient of this step, and a quantile's threshold over all of its tokens where there is one.
+
+        The threshold takes a forward pass of its own: which tokens count is not known before all were seen.
+        """
+        config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
+        options: dict[str, Any] = {"config": config}
+        if config.top_entropy_quantile < 1.0:
+            policy = self.accelerator.unwrap_model(self.policy)
+            with self.accelerator.autocast():
+                mine = torch.cat([policy.entropies(part) for part in packed]).cpu()
+            entropies = torch.cat(gather_object([mine]))
+            threshold = torch.quantile(entropies.double(), 1.0 - config.top_entropy_quantile)
+            options["entropy_threshold"] = threshold.float().to(self.accelerator.device)
+            options["num_entropy_tokens"] = float((entropies >= threshold.float()).sum())
+        return options
+
+    def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
+        # DDP averages over processes what has to be a sum, and needs to reduce only once.
+        with nullcontext() if last else self.accelerator.no_sync(self.policy):
+            output: GRPOLossOutput = self.policy(part, **options)
+            self.accelerator.backward(output.loss * self.accelerator.num_processes)
+        return output
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            raise NonFiniteError(
+                f"got loss {metrics['loss']} and gradient norm {metrics['grad_norm']} in step {self.step + 1}; "
+                "nothing was updated; fix: a lower learning_rate, or look at this step's rewards and log-probs"
+            )
+
+    def _follow_with_reference(self) -> None:
+        """Move the reference towards the policy (TR-DPO), every so many steps."""
+        if self.reference is None or not self.args.sync_ref_model or self.step % self.args.ref_model_sync_steps:
+            return
+        share = self.args.ref_model_mixup_alpha
+        with torch.no_grad():
+            ours, theirs = self.reference.model.state_dict(), self.weights()
+            for name, value in ours.items():
+                if value.is_floating_point():
+                    value.lerp_(theirs[name].to(value), share)
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus: fixed, or moved towards a target (Skywork-OR1, arXiv:2505.22312).
+
+    As TRL does it: after each step the coefficient rises where the step's mean entropy was at the target or below, and
+    falls elsewhere; the bonus is applied in steps that follow one at the target or below.
+    """
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args, self.coefficient, self.last_entropy = args, args.entropy_coef, math.inf
+
+    @property
+    def applied(self) -> float:
+        if not self.args.use_adaptive_entropy:
+            return self.coefficient
+        return self.coefficient if self.last_entropy <= self.args.entropy_target else 0.0
+
+    def update(self, entropy: float | None) -> dict[str, float]:
+        """Take in the mean entropy of a step, in nats; what to log of it."""
+        if not self.args.use_adaptive_entropy or entropy is None:
+            return {}
+        args, applied = self.args, self.applied
+        move = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+        self.coefficient = min(max(self.coefficient + move, args.entropy_coef_min), args.entropy_coef_max)
+        self.last_entropy = entropy
+        return {"entropy_coef": applied}
+
+    def state(self) -> dict[str, float | None]:
+        """As JSON, which has no infinity."""
+        return {
+            "coefficient": self.coefficient,
+            "last_entropy": None if math.isinf(self.last_entropy) else self.last_entropy,
+        }
+
+    def load_state(self, state: dict[str, float | None]) -> None:
+        """The inverse of `state`."""
+        last = state["last_entropy"]
+        self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), math.inf if last is None else last
+
+
+def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
+    """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in none."""
+    found = [torch.zeros(0)] * total
+    for part, flat in zip(packed, values, strict=True):
+        pieces = flat.detach().float().cpu().split(part.cu_seqlens.diff().tolist())
+        for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
+            found[index] = piece.clone()
+    return found
+
+
+def make_optimizer(policy: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, biases and norms do not."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=args.optim == "adamw_torch_fused",
+    )
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:
+    """The schedule called `args.lr_scheduler_type`."""
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=math.ceil(warmup),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def _prepare_model(model: PreTrainedModel, args: GRPOConfig) -> None:
+    if args.gradient_checkpointing:
+        options = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if options["use_reentrant"] and is_adapted(model):
+            # It sees gradients only where an input asks for them, and the frozen embedding's output does not.
+            model.enable_input_require_grads()
+    if args.disable_dropout:
+        disable_dropout(model)

@@ -1,0 +1,94 @@
+"""Ready-made rewards. Completions may be strings or lists of messages."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.rewards.isolation import IsolatedReward
+
+# What math-verify may take for one answer, in seconds and bytes.
+MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30
+
+
+def accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[str], log_extra: Callable[..., None] | None = None, **columns: Any
+) -> list[float | None]:
+    """1.0 where the answer equals the "solution" column mathematically, else 0.0; None where that column has no answer.
+
+    Equals TRL's reward of that name, but runs math-verify in a process of its own: an answer that takes more than
+    10 s, or too much memory, is wrong.
+
+    Raises:
+        UnavailableError: math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise UnavailableError(
+            "accuracy_reward needs math-verify, which is not installed; fix: pip install 'fused-grpo[math]'"
+        )
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+    return _grader()(completions=list(map(text_of, completions)), solution=solution, log_extra=log_extra)
+
+
+def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1.0 for a completion of one <think>...</think> block and an answer after it, else 0.0.
+
+    Equals TRL's `think_format_reward`.
+    """
+    return [float(_thinks_first(text_of(completion))) for completion in completions]
+
+
+def length_reward(target_length: int) -> Callable[..., list[float]]:
+    """A reward for completions of `target_length` tokens: 0.0 there, falling by 1 per target length in both directions.
+
+    Raises:
+        InputError: a target that is not positive.
+    """
+    if target_length <= 0:
+        raise InputError(f"got target_length={target_length}, want tokens > 0")
+
+    def length_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [-abs(len(ids) - target_length) / target_length for ids in completion_ids]
+
+    return length_reward
+
+
+def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """DAPO's punishment of length: 0 up to `max - cache` tokens, then falling to -1 at `max`, and -1 beyond.
+
+    Source: DAPO (arXiv 2503.14476), equation 13. Equals TRL's `get_soft_overlong_punishment`.
+
+    Raises:
+        InputError: not 0 <= soft_punish_cache <= max_completion_length.
+    """
+    if not 0 <= soft_punish_cache <= max_completion_length:
+        raise InputError(
+            f"got soft_punish_cache={soft_punish_cache} and max_completion_length={max_completion_length}, "
+            "want 0 <= soft_punish_cache <= max_completion_length"
+        )
+
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        over = (len(ids) - (max_completion_length - soft_punish_cache) for ids in completion_ids)
+        # With an empty cache, the fall is a step.
+        return [0.0 if n <= 0 else -min(1.0, n / soft_punish_cache) if soft_punish_cache else -1.0 for n in over]
+
+    return soft_overlong_punishment_reward
+
+
+def text_of(completion: Any) -> str:
+    """What the model wrote: the completion, or the content of its last message."""
+    return str(completion if isinstance(completion, str) else completion[-1]["content"])
+
+
+def _thinks_first(text: str) -> bool:
+    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
+
+
+@functools.cache
+def _grader() -> IsolatedReward:
+    grade = f"{__package__}.math_answers:grade"
+    return IsolatedReward(grade, timeout=MATH_TIMEOUT, memory=MATH_MEMORY, on_failure=0.0)

@@ -1,0 +1,115 @@
+"""Reward models: a sequence-classification model with one output, as a reward function.
+
+The text that is scored is prompt + completion, or the whole conversation in the model's own chat template; no special
+tokens are added to it. The model reads its score off the last token that is no padding, so its config is told which
+token that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_grpo.errors import InputError
+
+# Sequences in one forward pass. More would need more memory, and rewards are a small part of a step.
+BATCH_SIZE = 16
+
+
+class RewardModel:
+    """A reward function that asks a model.
+
+    Args:
+        model: a sequence-classification model of transformers, with one label.
+        processing_class: its tokenizer. None: the one at the place the model was loaded from.
+        device: where the model is moved. None: it stays where it is.
+        chat_template_kwargs: of the chat template, in conversations.
+        trust_remote_code: run tokenizer code that comes with the model.
+
+    Raises:
+        InputError: a model from which no tokenizer can be found, or a tokenizer that cannot pad.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        config: Any = getattr(model, "config", None)
+        source = str(getattr(config, "_name_or_path", ""))
+        self.__name__ = source.rstrip("/").split("/")[-1] or type(model).__name__
+        if processing_class is None:
+            if not source:
+                raise InputError(
+                    f"got the reward model {self.__name__} without a path and no tokenizer; "
+                    "fix: pass reward_processing_classes=<tokenizer>"
+                )
+            processing_class = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if processing_class.pad_token_id is None:
+            if processing_class.eos_token is None:
+                raise InputError(f"got a tokenizer of the reward model {self.__name__} that has no padding token")
+            processing_class.pad_token = processing_class.eos_token
+        if config is not None:
+            config.get_text_config().pad_token_id = processing_class.pad_token_id
+        self.model = model.eval() if device is None else model.eval().to(device)
+        self.tokenizer, self.template_options = processing_class, dict(chat_template_kwargs or {})
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """The model's score of each completion."""
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return [
+            score
+            for start in range(0, len(texts), BATCH_SIZE)
+            for score in self._scores(texts[start : start + BATCH_SIZE])
+        ]
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + str(completion)
+        messages = [*prompt, *completion]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options))
+
+    @torch.inference_mode()
+    def _scores(self, texts: list[str]) -> list[float]:
+        device = next(self.model.parameters()).device
+        encoded = self.tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        ).to(device)
+        scores: list[float] = self.model(**encoded).logits[:, 0].float().tolist()
+        return scores
+
+
+def load_reward_model(
+    name: str, processing_class: Any = None, *, trust_remote_code: bool = False, **options: Any
+) -> RewardModel:
+    """A reward model from a path or hub id; `options` are those of `RewardModel`.
+
+    Raises:
+        InputError: no model there, or one without a trained score: its rewards would be random.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"got reward {name!r}, which names no function (module:name, module.name or path.py:name) "
+            f"and no model with one score that can be loaded: {error}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise InputError(
+            f"got the reward model {name!r} without trained weights for {', '.join(missing)}, "
+            "want a sequence-classification model with one label"
+        )
+    return RewardModel(model, processing_class, trust_remote_code=trust_remote_code, **options)

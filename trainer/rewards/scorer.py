@@ -1,0 +1,242 @@
+"""All reward functions of a run, called on a batch.
+
+Functions are called one after another, those that are `async` all at once and meanwhile. Each has its own time, its own
+call and its own failures; a group that any of them drops is dropped for all, because the sum of what is left would
+compare its members by other measures than those of the groups beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.data import Row
+from fused_grpo.trainer.rewards.calling import (
+    RewardCaller,
+    RewardFunction,
+    RewardInputs,
+    Scores,
+    event_loop,
+    in_thread,
+    reward_name,
+)
+from fused_grpo.trainer.rewards.failures import FailurePolicy, call_dropping_groups, call_with_retries
+from fused_grpo.trainer.rewards.loading import load_reward, names_a_function
+from fused_grpo.trainer.rewards.models import RewardModel, load_reward_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOutput:
+    """What F functions gave for B completions."""
+
+    per_function: Tensor  # [B, F] fp32; NaN: not scored by that function
+    dropped: Tensor  # [B] bool, whole groups: a function failed there, and they must not reach the loss
+    seconds: dict[str, float]  # by function
+    metrics: dict[str, float]  # from log_metric, the mean where there were several
+    extra: dict[str, list[Any]]  # B each, from log_extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    scores: Scores
+    failures: dict[int, RewardError]  # by group
+    seconds: float
+
+
+class Rewards:
+    """The reward functions of a run.
+
+    Args:
+        functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
+            "path.py:name"; a sequence-classification model, or its path or hub id.
+        weights: one per function, of their sum. None: all 1.
+        processing_classes: tokenizers of reward models, one per function (None: the one beside the model).
+        failure: what becomes of a call that failed: "fail", "retry" or "drop" (the groups that it touches).
+        retries: calls after the first one, with "retry".
+        timeout: seconds that a call may take. None: no limit.
+        device: where reward models run. None: where they are, which is the CPU for those given by name.
+        chat_template_kwargs: of the chat templates of reward models.
+        trust_remote_code: run code that comes with a reward model.
+
+    Raises:
+        InputError: nothing that can be called, or options that do not go together.
+    """
+
+    def __init__(
+        self,
+        functions: Any,
+        *,
+        weights: Sequence[float] | None = None,
+        processing_classes: Any = None,
+        failure: FailurePolicy = "fail",
+        retries: int = 2,
+        timeout: float | None = None,
+        device: torch.device | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        given = list(functions) if isinstance(functions, list | tuple) else [functions]
+        _check_options(given, weights, failure=failure, retries=retries, timeout=timeout)
+        classes = _one_each(processing_classes, len(given))
+        options = {
+            "device": device,
+            "chat_template_kwargs": chat_template_kwargs,
+            "trust_remote_code": trust_remote_code,
+        }
+        self.functions: list[RewardFunction] = [
+            _resolve(function, cls, options) for function, cls in zip(given, classes, strict=True)
+        ]
+        self.names = _unique(map(reward_name, self.functions))
+        self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
+        self.failure, self.retries = failure, retries
+        self._callers = [
+            RewardCaller(function, name, timeout=timeout)
+            for function, name in zip(self.functions, self.names, strict=True)
+        ]
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Whether a dataset with these columns has what the functions ask for.
+
+        Raises:
+            InputError: a function has a parameter without a default that no column fills.
+        """
+        names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}
+        for caller in self._callers:
+            caller.check_columns(names)
+
+    def __call__(
+        self,
+        rows: Sequence[Row],
+        completions: Sequence[Any],
+        completion_ids: Sequence[list[int]],
+        *,
+        num_generations: int,
+        trainer_state: Any = None,
+    ) -> RewardOutput:
+        """Rewards of B completions, in groups of `num_generations`.
+
+        Args:
+            rows: B, the dataset row of each completion.
+            completions: B strings; in a conversation, B lists of messages.
+            completion_ids: B lists of token ids.
+            num_generations: completions per group.
+            trainer_state: handed to functions that name it.
+
+        Raises:
+            RewardError: a call failed, and `failure` does not say to drop its groups; or no group was left.
+            InputError: a function asks for a column that is not there.
+        """
+        if not rows or len(rows) % num_generations or not len(rows) == len(completions) == len(completion_ids):
+            raise InputError(
+                f"got {len(rows)} rows, {len(completions)} completions and {len(completion_ids)} lists of ids, "
+                f"want equally many, in groups of num_generations={num_generations}"
+            )
+        columns: Mapping[str, list[Any]] = {
+            **{name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
+            "prompts": [row["prompt"] for row in rows],
+            "completions": list(completions),
+            "completion_ids": list(completion_ids),
+        }
+        inputs = RewardInputs(columns=columns, trainer_state=trainer_state)
+        return self._output(self._call_all(inputs, num_generations), num_generations)
+
+    def _call_all(self, inputs: RewardInputs, num_generations: int) -> list[_Outcome]:
+        works = [functools.partial(self._call, caller, inputs, num_generations) for caller in self._callers]
+        if any(caller.is_async for caller in self._callers):
+            event_loop()  # before threads ask for it at once
+        pending = {index: in_thread(work) for index, work in enumerate(works) if self._callers[index].is_async}
+        done = {index: work() for index, work in enumerate(works) if index not in pending}
+        return [pending[index].result() if index in pending else done[index] for index in range(len(works))]
+
+    def _call(self, caller: RewardCaller, inputs: RewardInputs, num_generations: int) -> _Outcome:
+        start, failures = time.perf_counter(), dict[int, RewardError]()
+        match self.failure:
+            case "fail":
+                scores = caller(inputs)
+            case "retry":
+                scores = call_with_retries(caller, inputs, retries=self.retries)
+            case "drop":
+                scores, failures = call_dropping_groups(caller, inputs, num_generations)
+        return _Outcome(scores=scores, failures=failures, seconds=time.perf_counter() - start)
+
+    def _output(self, outcomes: list[_Outcome], num_generations: int) -> RewardOutput:
+        per_function = torch.tensor([outcome.scores.values for outcome in outcomes], dtype=torch.float32).T.contiguous()
+        failed = {number: error for outcome in outcomes for number, error in outcome.failures.items()}
+        dropped = torch.zeros(len(per_function) // num_generations, dtype=torch.bool)
+        dropped[list(failed)] = True
+        if dropped.all():
+            raise RewardError(f"every group of the batch was dropped; the first failure: {failed[0]}") from failed[0]
+        dropped = dropped.repeat_interleave(num_generations)
+        per_function[dropped] = math.nan
+        extra: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            for column, values in outcome.scores.extra.items():
+                extra[column if column not in extra else f"{name}/{column}"] = values
+            for metric, logged in outcome.scores.metrics.items():
+                metrics.setdefault(metric, []).extend(logged)
+        return RewardOutput(
+            per_function=per_function,
+            dropped=dropped,
+            seconds={name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)},
+            metrics={metric: math.fsum(logged) / len(logged) for metric, logged in metrics.items()},
+            extra=extra,
+        )
+
+
+def _check_options(
+    functions: list[Any], weights: Sequence[float] | None, *, failure: str, retries: int, timeout: float | None
+) -> None:
+    if not functions or not all(callable(function) or isinstance(function, str) for function in functions):
+        what = functions[0] if len(functions) == 1 else functions
+        raise InputError(
+            f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
+        )
+    if weights is not None and len(weights) != len(functions):
+        raise InputError(f"got {len(weights)} reward_weights for {len(functions)} reward functions, want one each")
+    if weights is not None and not all(map(math.isfinite, weights)):
+        raise InputError(f"got reward_weights={list(weights)}, want finite numbers")
+    if failure not in get_args(FailurePolicy):
+        raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")
+    if retries < 0:
+        raise InputError(f"got retries={retries}, want at least 0")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InputError(f"got timeout={timeout}, want seconds > 0, or None for no limit")
+
+
+def _one_each(classes: Any, count: int) -> list[Any]:
+    if classes is None:
+        return [None] * count
+    listed = list(classes) if isinstance(classes, list | tuple) else [classes]
+    if len(listed) != count:
+        raise InputError(f"got {len(listed)} reward_processing_classes for {count} reward functions, want one each")
+    return listed
+
+
+def _resolve(function: Any, processing_class: Any, model_options: Mapping[str, Any]) -> RewardFunction:
+    if isinstance(function, str) and not names_a_function(function):
+        return load_reward_model(function, processing_class, **model_options)
+    if isinstance(function, nn.Module):
+        return RewardModel(function, processing_class, **model_options)
+    resolved: RewardFunction = load_reward(function) if isinstance(function, str) else function
+    return resolved
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """The names, a second "f" as "f_2"."""
+    taken: list[str] = []
+    for name in names:
+        number, unique = 1, name
+        while unique in taken:
+            number += 1
+            unique = f"{name}_{number}"
+        taken.append(unique)
+    return taken

@@ -1,0 +1,57 @@
+"""The other end of `isolated`: a process that calls one reward function, as it is told on stdin.
+
+    python -m fused_grpo.trainer.rewards.worker <function> <seconds> <bytes>
+
+A request is a line of JSON, the columns of one completion; the reply is one with its value, or with an error. Both
+pipes are kept out of the function's reach: what it prints goes to stderr, and it reads an empty stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, reward_name
+from fused_grpo.trainer.rewards.loading import load_reward
+
+
+def main(reference: str, seconds: float, memory: int) -> None:
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    try:
+        function = load_reward(reference)
+    except Exception as error:
+        print(json.dumps({"error": str(error)}), file=replies)
+        return
+    call = RewardCaller(function, reward_name(function))
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    print(json.dumps({"ready": True}), file=replies)
+    for request in requests:
+        # Should the trainer be gone by then, nobody else ends a call that never returns.
+        signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
+        reply = answer(call, json.loads(request))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(reply, file=replies)
+
+
+def answer(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
+    """The reply to one request."""
+    # The caller tells B by the prompts, which the function may not have asked for.
+    columns = columns if "prompts" in columns else {**columns, "prompts": next(iter(columns.values()))}
+    try:
+        scores = call(RewardInputs(columns=columns), pinpoint=False)
+        value = None if math.isnan(scores.values[0]) else scores.values[0]
+        return json.dumps({"value": value, "extra": scores.extra, "metrics": scores.metrics})
+    except Exception as error:
+        return json.dumps({"error": str(error)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

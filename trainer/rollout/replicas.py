@@ -1,0 +1,261 @@
+"""One or several vLLM servers over HTTP: who is up, who gets the next request, what happens when one goes away.
+
+Every method is a coroutine that the engine runs under one deadline, so that nothing here needs a timeout of its own and
+nothing can hang: at the deadline all that is in flight is cancelled, and vLLM drops requests whose client went away.
+
+What a server says about itself is believed only if it carries the engine's tag. `load_weights` leaves a tag on each
+server (vLLM's "weight version", a string that a restart forgets and another trainer's sync replaces), and `generate`
+asks for it before and after. So a server that was killed and restarted, with the weights it was born with, is never
+sampled from as if it were in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from fused_grpo.errors import InputError, UnavailableError
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+_ATTEMPTS = 5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+# uvicorn closes idle connections after 5 s; one that we reuse in that moment would look like a server that died.
+_KEEP_ALIVE = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class RequestError(Exception):
+    """One request to one server failed. `status` is None where no answer came."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.retry = status, retry
+
+
+class Replica:
+    """One server: where it is, how many requests of ours it is working on, what the last one that failed met."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.in_flight = 0
+        self.trouble = "no answer"
+
+    async def ask(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> Json:
+        """The JSON object of the answer; an empty one where the answer is empty.
+
+        Errors:
+            RequestError: no answer, or one that says no. `retry` where another try may succeed.
+        """
+        self.in_flight += 1
+        try:
+            response = await client.request(method, self.url + path, json=body)
+        except httpx.HTTPError as error:
+            self.trouble = f"{type(error).__name__} ({str(error) or 'connection lost'})"
+            raise RequestError(self.trouble, retry=True) from error
+        finally:
+            self.in_flight -= 1
+        if response.is_error:
+            said, status = response.text[:500], response.status_code
+            self.trouble = f"status {status} from {path}: {said}"
+            retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
+            raise RequestError(self.trouble, status=status, retry=retry)
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError as error:
+            raise RequestError(f"an answer from {path} that is not JSON: {response.text[:200]!r}") from error
+        return answer if isinstance(answer, dict) else {"answer": answer}
+
+    async def tag(self, client: httpx.AsyncClient) -> str | None:
+        """The tag of its weights, None where it is too old to have one.
+
+        Errors:
+            RequestError: the server is down.
+        """
+        try:
+            return str((await self.ask(client, "GET", "/weight_info")).get("weight_version"))
+        except RequestError as error:
+            if error.status == httpx.codes.NOT_FOUND:
+                return None
+            raise
+
+    async def carries(self, client: httpx.AsyncClient, tag: str) -> bool:
+        """Whether the server is up, with the weights that were tagged so as far as it can tell."""
+        try:
+            return await self.tag(client) in (tag, None)
+        except RequestError:
+            return False
+
+
+class Replicas:
+    """All servers of an engine.
+
+    Args:
+        urls: "http://127.0.0.1:8000" and the like.
+        allow_remote: take hosts that are not this machine.
+        api_key: sent as a bearer token.
+        max_concurrency: requests under way at a time.
+
+    Errors:
+        InputError: no URL, one that is none, or a remote one without `allow_remote`.
+    """
+
+    def __init__(self, urls: Sequence[str], *, allow_remote: bool, api_key: str | None, max_concurrency: int) -> None:
+        self.all = [Replica(_checked_url(url, allow_remote=allow_remote)) for url in urls]
+        if len({replica.url for replica in self.all}) != len(urls) or not urls:
+            raise InputError(f"got base_urls={list(urls)}, want one URL or several different ones; fix: list each once")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._max_concurrency = max_concurrency
+        self._certificates = ssl.create_default_context()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[httpx.AsyncClient]:
+        """Connections for one call of the engine. Proxies of the environment are for the internet, not for these."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE)
+        async with httpx.AsyncClient(
+            headers=self._headers, limits=limits, timeout=None, trust_env=False, verify=self._certificates
+        ) as client:
+            yield client
+
+    async def wait_until_ready(self, client: httpx.AsyncClient, replica: Replica) -> None:
+        """Return once the server says that it is healthy."""
+        while True:
+            try:
+                await replica.ask(client, "GET", "/health")
+            except RequestError as error:
+                if not error.retry:
+                    raise
+                await asyncio.sleep(5 * _FIRST_PAUSE)
+            else:
+                return
+
+    async def on_each(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """`ask` of every server, at the same time.
+
+        Errors:
+            UnavailableError: the first failure, naming the server.
+        """
+
+        async def asked(replica: Replica) -> T:
+            try:
+                return await ask(replica)
+            except RequestError as error:
+                raise UnavailableError(
+                    f"got {error} at {replica.url}, want vLLM to answer there; fix: look at that server's log"
+                ) from error
+
+        return await gathered([asked(replica) for replica in self.all])
+
+    async def complete(
+        self, client: httpx.AsyncClient, bodies: Sequence[Json], *, tag: str, read: Callable[[Json, Json], T]
+    ) -> list[T]:
+        """The answer to each body, from whichever server carries `tag`, in the order of `bodies`.
+
+        A body is asked again, elsewhere if possible, when its server gives no answer or reports a failure of its own.
+        Exactly one answer to it is kept, since each is the return value of one coroutine.
+
+        Args:
+            read: makes something useful of body and answer; it raises RequestError where it cannot.
+
+        Errors:
+            UnavailableError: no server is left, one refused a request, or a request failed too often.
+        """
+        carrying = await gathered([replica.carries(client, tag) for replica in self.all])
+        live = [replica for replica, carries in zip(self.all, carrying, strict=True) if carries]
+        for replica in self.all:
+            if replica not in live:
+                _log.warning("%s is down or has other weights; sampling without it until the next sync", replica.url)
+        turns = asyncio.Semaphore(self._max_concurrency)
+
+        async def answered(body: Json) -> T:
+            async with turns:
+                return await self._complete_one(client, body, live, tag=tag, read=read)
+
+        results = await gathered([answered(body) for body in bodies])
+        await gathered([self._check_unchanged(client, replica, tag) for replica in live])
+        return results
+
+    async def _complete_one(
+        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, tag: str, read: Callable[[Json, Json], T]
+    ) -> T:
+        pause, last = _FIRST_PAUSE, "none of them up with the weights of the last sync"
+        for _ in range(_ATTEMPTS):
+            if not live:
+                break
+            replica = min(live, key=lambda replica: replica.in_flight)
+            try:
+                return read(body, await replica.ask(client, "POST", "/v1/completions", body))
+            except RequestError as error:
+                last = f"{error} at {replica.url}"
+                if not error.retry:
+                    break
+                if not await replica.carries(client, tag) and replica in live:
+                    live.remove(replica)
+                    _log.warning("%s: sampling without it until the next sync", last)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise UnavailableError(
+            f"got {last}, want completions from {self}; fix: look at the server's log; if it stopped, start it "
+            "again and start the trainer from its last checkpoint"
+        )
+
+    async def _check_unchanged(self, client: httpx.AsyncClient, replica: Replica, tag: str) -> None:
+        """Raise where a server was restarted or given other weights while it sampled."""
+        try:
+            found = await replica.tag(client)
+        except RequestError:
+            return  # It went away after its last answer, which was a good one.
+        if found not in (tag, None):
+            raise UnavailableError(
+                f"got completions from {replica.url}, whose weights were changed meanwhile, want those of the last "
+                "sync; fix: one trainer per server, and a server that stays up"
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(replica.url for replica in self.all)
+
+
+async def gathered(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """Their results, in order; at the first failure the others are cancelled and the failure is raised."""
+
+    async def awaited(awaitable: Awaitable[T]) -> T:
+        return await awaitable
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(awaited(awaitable)) for awaitable in awaitables]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [task.result() for task in tasks]
+
+
+def _checked_url(url: str, *, allow_remote: bool) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(
+            f"got server URL {url!r}, want one such as 'http://127.0.0.1:8000'; fix: scheme, host and port"
+        )
+    if not (allow_remote or _is_this_machine(parts.hostname)):
+        raise InputError(
+            f"got server URL {url!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs the "
+            "server's development mode, and whoever reaches that controls it; fix: a loopback address, an SSH tunnel, "
+            "or vllm_server_allow_remote=True (allow_remote) on a network that you trust"
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,355 @@
+"""vLLM behind plain OpenAI servers that the user started: one or several replicas, on this machine by default.
+
+Nothing of ours runs in the server. It is asked for completions of token ids, with token ids and log-probs back, one
+request per prompt so that each has a seed of its own; with the same seeds it draws what the in-process engine draws.
+New weights are written to shared memory, and each server reads them through the routes that VLLM_SERVER_DEV_MODE=1
+opens. `replicas` has what can go wrong in between, `vllm_serve` how to start a server, docs/engines.md the whole story.
+
+In a run over several processes each of them samples its own prompts; the first one alone moves the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import httpx
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import FusedGRPOError, InputError, UnavailableError, WeightSyncError
+from fused_grpo.trainer.rollout.engine import RolloutEngine
+from fused_grpo.trainer.rollout.replicas import Json, Replica, Replicas, RequestError
+from fused_grpo.trainer.rollout.sampling import (
+    SEED_BITS,
+    VLLM_EXTRAS,
+    check_extra,
+    check_prompts,
+    prompt_seeds,
+    stop_token_ids,
+)
+from fused_grpo.trainer.rollout.weight_files import published
+from fused_grpo.trainer.rollout.weights import Tie
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+_RESET_ATTEMPTS = 20
+
+_log = logging.getLogger(__name__)
+
+
+class VLLMServerEngine(RolloutEngine):
+    """A RolloutEngine over vLLM servers.
+
+    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
+    untempered one. The servers have their own initial weights: `load_weights` comes before the first `generate`.
+
+    Args:
+        model: the trainer's causal LM, which the servers serve an architecture of.
+        tokenizer: its tokenizer.
+        base_urls: of the servers, as "http://127.0.0.1:8000".
+        timeout: seconds in which each call (start, generate, load_weights) ends, with a result or an error.
+        max_model_len: longest prompt plus completion that the servers must take. None: as much as they take.
+        seed: of the calls whose sampling brings no seed.
+        allow_remote: take URLs that are not on this machine.
+        api_key: what the servers' --api-key says. vLLM guards completions with it, but not weight sync.
+        weights_directory: a folder that the servers can read too, for weights. None: shared memory.
+        max_concurrency: prompts that the servers work on at a time.
+
+    Errors:
+        InputError: URLs that cannot be used, or a server that was started with options that do not fit.
+        UnavailableError: a server that does not answer in time.
+    """
+
+    name = "vllm-server"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        base_urls: Sequence[str],
+        timeout: float = 240.0,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        allow_remote: bool = False,
+        api_key: str | None = None,
+        weights_directory: str | None = None,
+        max_concurrency: int = 256,
+    ) -> None:
+        self._replicas = Replicas(
+            base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency
+        )
+        self._timeout = timeout
+        self._tie = Tie.of(model)
+        self._stop_ids = stop_token_ids(model, tokenizer)
+        self._weights_directory = weights_directory
+        self._seeds = random.Random(seed)
+        self._closed = False
+        self.weight_version, self._tag = -1, ""
+        facts = self._run(self._meet(max_model_len), doing="getting ready")
+        self._max_model_len = min(server.max_model_len for server in facts)
+        self._model_name = facts[0].model_name
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+        """`sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
+
+        Errors:
+            InputError: an empty prompt, one that leaves no room for `sampling.max_tokens`, or refused options.
+            WeightSyncError: no weights were loaded since the engine was made, or since a sync that failed.
+            UnavailableError: the engine is closed, or the servers did not answer, or not with what was asked.
+        """
+        if self.weight_version < 0:
+            raise WeightSyncError(
+                f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
+                "fix: load_weights(...), and after one that failed restart the server"
+            )
+        check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
+        check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
+        prompts = [list(prompt) for prompt in prompt_ids]
+        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        bodies = [
+            self._request(prompt, sampling, seed=prompt_seed)
+            for prompt, prompt_seed in zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)
+        ]
+        groups = self._run(self._complete(bodies), doing=f"completing {len(prompts)} prompts")
+        # Greedy completions of one prompt are equal, and vLLM makes one of them only.
+        repeats = sampling.n if sampling.temperature == 0 else 1
+        completions = [completion for group in groups for completion in group * repeats]
+        return Rollouts(
+            prompt_ids=prompts,
+            completion_ids=[completion.token_ids for completion in completions],
+            sampling_logprobs=[completion.logprobs for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+        )
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Bring all servers to these weights (checkpoint names, full tensors, any float dtype); see RolloutEngine.
+
+        With a process group, every rank calls this; the first one's weights are taken.
+
+        Errors:
+            WeightSyncError: not every server has taken them. None is sampled from until a sync succeeds.
+            UnavailableError: the engine is closed.
+        """
+        self._check_open()
+        self.weight_version, self._tag = -1, f"{uuid.uuid4().hex}:{version}"
+        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
+        self._tag = _by_first_rank(lambda: self._publish(weights, self._tag), version=version)
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Nothing is left to close: connections live as long as a call, and the servers are the user's."""
+        self._closed = True
+
+    async def _meet(self, max_model_len: int | None) -> list[ServerFacts]:
+        async with self._replicas.session() as client:
+
+            async def meet(replica: Replica) -> ServerFacts:
+                await self._replicas.wait_until_ready(client, replica)
+                facts = await _facts_of(client, replica)
+                facts.check(replica.url, max_model_len=max_model_len)
+                if self._tie is not None and facts.on_cpu:
+                    await _check_untied(client, replica, self._tie)
+                return facts
+
+            return await self._replicas.on_each(meet)
+
+    async def _complete(self, bodies: list[Json]) -> list[list[Completion]]:
+        async with self._replicas.session() as client:
+            return await self._replicas.complete(client, bodies, tag=self._tag, read=_completions)
+
+    def _publish(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> str:
+        with published(weights, directory=self._weights_directory) as folder:
+            self._run(self._reload(str(folder), tag), doing="loading weights")
+        return tag
+
+    async def _reload(self, folder: str, tag: str) -> None:
+        async with self._replicas.session() as client:
+
+            async def reload(replica: Replica) -> None:
+                call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+                await replica.ask(client, "POST", "/collective_rpc", call)
+                await _forget_prefixes(client, replica)
+                if await replica.tag(client) is not None:
+                    await replica.ask(client, "POST", "/update_weight_version", {"new_version": tag})
+
+            await self._replicas.on_each(reload)
+
+    def _request(self, prompt: list[int], sampling: SamplingParams, *, seed: int) -> Json:
+        regex = sampling.structured_outputs_regex
+        body = {
+            "model": self._model_name,
+            "prompt": prompt,
+            "n": sampling.n if sampling.temperature > 0 else 1,
+            "max_tokens": sampling.max_tokens,
+            # All of them, since the server takes what is missing from the model's generation config.
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **sampling.extra,
+            "stop_token_ids": sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])}),
+        }
+        return body if regex is None else {**body, "structured_outputs": {"regex": regex}}
+
+    def _run(self, coroutine: Coroutine[Any, Any, T], *, doing: str) -> T:
+        """Its result, within `timeout` seconds."""
+        if self._closed:
+            coroutine.close()
+            self._check_open()
+
+        async def in_time() -> T:
+            async with asyncio.timeout(self._timeout):
+                return await coroutine
+
+        try:
+            return _run_to_the_end(in_time())
+        except TimeoutError as error:
+            troubles = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas.all)
+            raise UnavailableError(
+                f"got no end of {doing} within {self._timeout:g} s ({troubles}), want servers that answer; fix: start "
+                "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
+            ) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError(
+                "got a call on a closed vllm-server engine, want an open one; fix: make a new engine"
+            )
+
+
+class Completion(NamedTuple):
+    """One completion as the server reports it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+class ServerFacts(NamedTuple):
+    """What a server says about itself."""
+
+    version: str
+    model_name: str
+    max_model_len: int
+    logprobs_mode: str
+    on_cpu: bool
+
+    def check(self, url: str, *, max_model_len: int | None) -> None:
+        """Raise InputError where a trainer cannot use a server that was started like this."""
+        _log.info("%s: vLLM %s, %d tokens", url, self.version, self.max_model_len)
+        if self.logprobs_mode != "processed_logprobs":
+            raise InputError(
+                f"got a server at {url} with --logprobs-mode {self.logprobs_mode}, want processed_logprobs, of the "
+                "distribution that was sampled; fix: restart it with --logprobs-mode processed_logprobs"
+            )
+        if max_model_len is not None and self.max_model_len < max_model_len:
+            raise InputError(
+                f"got a server at {url} for {self.max_model_len} tokens, want {max_model_len} (prompt and completion); "
+                f"fix: restart it with --max-model-len {max_model_len}, or shorten either"
+            )
+
+
+async def _facts_of(client: httpx.AsyncClient, replica: Replica) -> ServerFacts:
+    models = await replica.ask(client, "GET", "/v1/models")
+    try:
+        info = await replica.ask(client, "GET", "/server_info?config_format=json")
+    except RequestError as error:
+        if error.status != httpx.codes.NOT_FOUND:
+            raise
+        raise InputError(
+            f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
+            "fix: restart it with the environment variable VLLM_SERVER_DEV_MODE=1"
+        ) from error
+    config = info["vllm_config"]
+    return ServerFacts(
+        version=str((await replica.ask(client, "GET", "/version"))["version"]),
+        model_name=models["data"][0]["id"],
+        max_model_len=models["data"][0]["max_model_len"],
+        logprobs_mode=config["model_config"]["logprobs_mode"],
+        on_cpu=config["device_config"]["device"] == "cpu",
+    )
+
+
+async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
+    """Raise where vLLM's CPU build serves a tied head: it would stay behind at every sync. See weights.py."""
+    sums = (await replica.ask(client, "POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+    if not any(name.endswith(f":{tie.head}") for name in sums):
+        raise InputError(
+            f"got a server at {replica.url} that ties {tie.head} to the embedding, want weights of its own: vLLM's CPU "
+            "build never updates a tied head; fix: serve the folder that server_folder(model, tokenizer, DIR) writes"
+        )
+
+
+async def _forget_prefixes(client: httpx.AsyncClient, replica: Replica) -> None:
+    """Keys and values of the old weights are wrong for the new ones. Blocks in use cannot go; requests end soon."""
+    for _ in range(_RESET_ATTEMPTS):
+        if (await replica.ask(client, "POST", "/reset_prefix_cache")).get("success", True):
+            return
+        await asyncio.sleep(0.1)
+    raise RequestError("success=false from /reset_prefix_cache: it is still sampling for somebody else")
+
+
+def _completions(body: Json, answer: Json) -> list[Completion]:
+    """The completions of one prompt: as many as were asked for, each checked to be whole."""
+    choices = sorted(answer.get("choices", []), key=lambda choice: choice["index"])
+    if [choice["index"] for choice in choices] != list(range(body["n"])):
+        raise RequestError(f"completions {[choice['index'] for choice in choices]} where {body['n']} were asked for")
+    return [_completion(choice) for choice in choices]
+
+
+def _completion(choice: Json) -> Completion:
+    token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
+    if not token_ids or logprobs is None or len(logprobs) != len(token_ids) or None in logprobs:
+        raise RequestError(f"{len(token_ids or [])} token ids with {len(logprobs or [])} log-probs")
+    return Completion(token_ids, logprobs, choice["finish_reason"])
+
+
+def _by_first_rank(action: Callable[[], str], *, version: int) -> str:
+    """What `action` returns on the first rank, everywhere; where it fails, the same error on all ranks."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    outcome: list[str | None] = [None, None]
+    cause: Exception | None = None
+    if not distributed or torch.distributed.get_rank() == 0:
+        try:
+            outcome = [action(), None]
+        except (FusedGRPOError, OSError) as error:
+            outcome, cause = [None, f"{error}"], error
+    if distributed:
+        torch.distributed.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if result is None:
+        raise WeightSyncError(
+            f"got weight version {version} not on every server: {failure}; want all of them to read what the trainer "
+            "writes; fix: the same machine, user and architecture for server and trainer, space for the weights in "
+            "shared memory, and a restart of a server that refused them"
+        ) from cause
+    return result
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    # In a notebook this thread has an event loop already, and it is busy calling us.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -1,0 +1,65 @@
+"""Weights as files that another process reads: in shared memory where they fit, and gone as soon as they are read.
+
+A server takes new weights by reading a folder of safetensors. On /dev/shm that is a copy from memory to memory, and no
+disk wears out at every step. Containers often have 64 MB there; then the folder is in the temporary directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+_SHARED_MEMORY = "/dev/shm"
+_SHARD_BYTES = 2 << 30
+
+
+@contextmanager
+def published(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = None) -> Iterator[Path]:
+    """`weights` as safetensors in a fresh folder, which is removed afterwards.
+
+    Args:
+        weights: names and full tensors, on any device.
+        directory: where the folder goes. None: shared memory, or the temporary directory where they do not fit.
+    """
+    named = [(name, weight.detach()) for name, weight in weights]
+    if directory is None and _fits_in_shared_memory(sum(weight.nbytes for _, weight in named)):
+        directory = _SHARED_MEMORY
+    with tempfile.TemporaryDirectory(prefix="fused-grpo-weights-", dir=directory) as folder:
+        write_weights(named, Path(folder))
+        yield Path(folder)
+
+
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Safetensors files of about 2 GiB, so that one of them at a time is on the CPU besides the model."""
+    shard: dict[str, Tensor] = {}
+    written = pending = 0
+    for name, weight in weights:
+        if pending + weight.nbytes > _SHARD_BYTES and shard:
+            save_file(shard, folder / f"model-{written:05}.safetensors")
+            shard, written, pending = {}, written + 1, 0
+        shard[name] = _alone(weight, shard.values())
+        pending += weight.nbytes
+    save_file(shard, folder / f"model-{written:05}.safetensors")
+
+
+def _alone(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """On the CPU, contiguous, in memory that none of `others` uses: what safetensors can write."""
+    weight = weight.detach().cpu().contiguous()
+    storage = weight.untyped_storage().data_ptr()
+    shared = any(storage == other.untyped_storage().data_ptr() for other in others)
+    return weight.clone(memory_format=torch.contiguous_format) if shared else weight
+
+
+def _fits_in_shared_memory(size: int) -> bool:
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        return False
+    # Not to the brim: vLLM's own processes talk through shared memory too.
+    return shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size

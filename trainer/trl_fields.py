@@ -1,0 +1,183 @@
+"""How the fields of TRL 1.16's `GRPOConfig` relate to ours: same, different, or not there, and why.
+
+`GRPOConfig` takes every field of TRL's by name. One that is not here may be passed at its default, where it asks for
+nothing; with any other value it is refused with the reason below, never ignored. The table in docs/from-trl.md is made
+from this file, and a test compares it with the fields of TRL's own class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fused_grpo.errors import UnsupportedError
+
+DIFFERENT: dict[str, str] = {
+    "output_dir": '"runs/grpo" by default; refused where it holds another run',
+    "project": '"fused-grpo" by default',
+    "resume_from_checkpoint": "True finds the newest whole checkpoint; exact, rollouts in progress included",
+    "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
+    "generation_batch_size": "as steps_per_generation",
+    "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
+    "bf16": "None: where there is a GPU; weights stay in fp32 under autocast",
+    "optim": '"adamw_torch" and "adamw_torch_fused"; others through GRPOTrainer(optimizers=...)',
+    "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
+    "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence falls to nothing',
+    "vllm_importance_sampling_correction": "as there; rollouts of transformers need none",
+    "use_vllm": "None (default): vLLM where it is installed",
+    "vllm_mode": '"server" talks to plain vLLM servers (python -m vllm.entrypoints...), one or several',
+    "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
+    "vllm_server_base_url": "one, or a list of replicas",
+    "vllm_max_model_length": "None: measured from the data, not the model's maximum",
+    "min_p": "as there; None is 0",
+    "eval_strategy": '"steps" by default where there is an eval set; also before the first step and after the last',
+    "eval_steps": "None: only before and after",
+    "num_generations_eval": "None: one greedy completion per prompt",
+    "report_to": "through Accelerate's trackers",
+    "logging_steps": "of the console; files and trackers get every step",
+    "save_strategy": '"steps" or "no"; the last step is always saved',
+    "hub_model_id": "the final model only, at the end",
+    "push_to_hub": "the final model only, at the end",
+    "log_completions": "on the console; rollouts.jsonl always has all of them",
+}
+
+
+class Missing(NamedTuple):
+    """A field that is not here: what it is there by default, and why it is missing."""
+
+    default: Any
+    why: str
+
+
+_MULTIMODAL = "text only"
+_TOOLS = "no tools or environments; rollout_func can run an agent"
+_TRANSFORMERS = "an option of transformers.Trainer's own loop, which this is not"
+_ENGINE = "vllm_engine_kwargs passes any option to vLLM"
+_ACCELERATE = "set by `accelerate launch` and its configuration file"
+_PRECISION = "bf16 or fp32; weights stay in fp32"
+_LOADER = "rows are read as they are needed, by one process"
+_HUB = "push_to_hub uploads the final model, once, with the account that is logged in"
+_FUSED = "the head is fused here already"
+_LATER = "not built yet"
+_TRACKIO = "configure trackio through its own environment variables"
+_COMPILE = "compile the model before you pass it"
+
+MISSING: dict[str, Missing] = {
+    "router_aux_loss_coef": Missing(None, "no auxiliary loss of mixture-of-experts routers: " + _LATER),
+    "cast_lm_head_to_fp32": Missing(False, "log-probs are computed in fp32 always, at no such cost"),
+    "ds3_gather_for_generation": Missing(True, "ZeRO-3 weights are gathered for each sync"),
+    "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded"),
+    "cache_implementation": Missing(None, "transformers' default cache"),
+    "vllm_model_impl": Missing("vllm", _ENGINE + " (model_impl)"),
+    "vllm_group_port": Missing(51216, "weights go to a server through shared memory, not a process group"),
+    "vllm_tensor_parallel_size": Missing(1, "one device per engine in process; a server may span several"),
+    "max_tool_calling_iterations": Missing(None, _TOOLS),
+    "log_multimodal": Missing(True, _MULTIMODAL),
+    "log_unique_prompts": Missing(False, "the table shows the best and the worst of different prompts"),
+    "log_completions_hub_repo": Missing(None, "rollouts.jsonl is a file to upload as you like"),
+    "use_transformers_continuous_batching": Missing(False, "vLLM does that"),
+    "transformers_continuous_batching_config": Missing(None, "vLLM does that"),
+    "use_transformers_paged": Missing(False, "vLLM does that"),
+    "vllm_importance_sampling_cap": Missing(None, "deprecated there; vllm_importance_sampling_clip_max"),
+    "optim_args": Missing(None, "GRPOTrainer(optimizers=(yours, None))"),
+    "optim_target_modules": Missing(None, "GRPOTrainer(optimizers=(yours, None))"),
+    "average_tokens_across_devices": Missing(True, "always so"),
+    "label_smoothing_factor": Missing(0.0, "has no meaning for a policy gradient"),
+    "fp16": Missing(False, _PRECISION),
+    "bf16_full_eval": Missing(False, _PRECISION),
+    "fp16_full_eval": Missing(False, _PRECISION),
+    "tf32": Missing(None, "torch.set_float32_matmul_precision, before you start"),
+    "torch_compile": Missing(False, _COMPILE),
+    "torch_compile_backend": Missing(None, _COMPILE),
+    "torch_compile_mode": Missing(None, _COMPILE),
+    "use_liger_kernel": Missing(False, _FUSED),
+    "liger_kernel_config": Missing(None, _FUSED),
+    "use_cache": Missing(False, "training never needs one"),
+    "neftune_noise_alpha": Missing(None, _TRANSFORMERS),
+    "torch_empty_cache_steps": Missing(None, _TRANSFORMERS),
+    "auto_find_batch_size": Missing(False, "a batch that changes by itself would change the update"),
+    "logging_strategy": Missing("steps", "every step is logged; logging_steps is of the console"),
+    "logging_first_step": Missing(False, "the first step is always shown"),
+    "log_on_each_node": Missing(True, "the first process alone logs"),
+    "logging_nan_inf_filter": Missing(True, "a step whose loss is not finite stops the run"),
+    "include_num_input_tokens_seen": Missing("no", "num_tokens is logged"),
+    "log_level": Missing("passive", "logging.getLogger('fused_grpo').setLevel(...)"),
+    "log_level_replica": Missing("warning", "logging.getLogger('fused_grpo').setLevel(...)"),
+    "disable_tqdm": Missing(None, "there is no bar to disable"),
+    "trackio_space_id": Missing(None, _TRACKIO),
+    "trackio_bucket_id": Missing(None, _TRACKIO),
+    "trackio_static_space_id": Missing(None, _TRACKIO),
+    "eval_delay": Missing(0, _TRANSFORMERS),
+    "per_device_eval_batch_size": Missing(8, "an evaluation is generated in one go; the engine batches it"),
+    "prediction_loss_only": Missing(False, _TRANSFORMERS),
+    "eval_on_start": Missing(False, "with an eval set, always"),
+    "eval_do_concat_batches": Missing(True, _TRANSFORMERS),
+    "eval_use_gather_object": Missing(False, _TRANSFORMERS),
+    "eval_accumulation_steps": Missing(None, _TRANSFORMERS),
+    "include_for_metrics": Missing([], _TRANSFORMERS),
+    "batch_eval_metrics": Missing(False, _TRANSFORMERS),
+    "save_on_each_node": Missing(False, "the first process alone writes"),
+    "enable_jit_checkpoint": Missing(False, _LATER),
+    "hub_token": Missing(None, _HUB),
+    "hub_strategy": Missing("every_save", _HUB),
+    "hub_always_push": Missing(False, _HUB),
+    "hub_revision": Missing(None, _HUB),
+    "load_best_model_at_end": Missing(False, _TRANSFORMERS),
+    "metric_for_best_model": Missing(None, _TRANSFORMERS),
+    "greater_is_better": Missing(None, _TRANSFORMERS),
+    "ignore_data_skip": Missing(False, "the position in the data is part of a checkpoint: nothing is skipped"),
+    "restore_callback_states_from_checkpoint": Missing(False, "there are no callbacks"),
+    "full_determinism": Missing(False, "runs are deterministic where PyTorch's own kernels are"),
+    "use_cpu": Missing(False, "hide the GPU: CUDA_VISIBLE_DEVICES="),
+    "accelerator_config": Missing(None, _ACCELERATE),
+    "parallelism_config": Missing(None, _ACCELERATE),
+    "dataloader_drop_last": Missing(False, "one pass follows another without a gap: nothing is dropped"),
+    "dataloader_num_workers": Missing(0, _LOADER),
+    "dataloader_pin_memory": Missing(True, _LOADER),
+    "dataloader_persistent_workers": Missing(False, _LOADER),
+    "dataloader_prefetch_factor": Missing(None, _LOADER),
+    "dataloader_multiprocessing_context": Missing(None, _LOADER),
+    "dataloader_in_order": Missing(True, _LOADER),
+    "remove_unused_columns": Missing(False, "all columns go to the rewards"),
+    "label_names": Missing(None, _TRANSFORMERS),
+    "train_sampling_strategy": Missing("random", "shuffle_dataset"),
+    "length_column_name": Missing("length", _TRANSFORMERS),
+    "ddp_find_unused_parameters": Missing(None, _ACCELERATE),
+    "ddp_bucket_cap_mb": Missing(None, _ACCELERATE),
+    "ddp_broadcast_buffers": Missing(None, _ACCELERATE),
+    "ddp_static_graph": Missing(None, _ACCELERATE),
+    "ddp_backend": Missing(None, _ACCELERATE),
+    "ddp_timeout": Missing(1800, _ACCELERATE),
+    "fsdp": Missing(None, _ACCELERATE),
+    "fsdp_config": Missing(None, _ACCELERATE),
+    "deepspeed": Missing(None, _ACCELERATE),
+    "debug": Missing("", _TRANSFORMERS),
+    "skip_memory_metrics": Missing(True, "docs/trainer.md says what is logged"),
+    "do_train": Missing(False, "the script decides"),
+    "do_eval": Missing(False, "the script decides"),
+    "do_predict": Missing(False, "the script decides"),
+    "local_rank": Missing(-1, _ACCELERATE),
+}
+
+
+def refusing_unsupported(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that takes TRL's other fields at their defaults, and says why not where they are anything else."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in MISSING.keys() & options.keys():
+            refuse_unless_default(name, options.pop(name))
+        init(self, *args, **options)
+
+    return checked
+
+
+def refuse_unless_default(name: str, value: Any) -> None:
+    """Raise UnsupportedError where a field of TRL's that is missing here asks for something."""
+    missing = MISSING[name]
+    if value != missing.default:
+        raise UnsupportedError(
+            f"got {name}={value!r}, a field of TRL's that this trainer does not have: {missing.why}; "
+            f"fix: leave it out (default {missing.default!r})"
+        )
