@@ -9,6 +9,9 @@ parameters after it, have to agree. The learning rate is 0 while the clock runs:
 What comes out has two parts, and says so: `trl` is what its users have on a CPU, where it scores every position;
 `trl, completions scored` is TRL with the positions that it scores where it has Triton. Neither says anything of a GPU.
 The last test counts bytes, not seconds. With `--benchmark-disable` all of this runs once, at a small size.
+
+On a machine with other work threads wait for each other, and most where operations are small: look at `spread` before
+believing a ratio, or run with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from turns import summary, take_turns
 FULL = Problem(vocab=32000, hidden=256, layers=4, completions=16, longest=256)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
 ROUNDS = 5
-LEAST = {"trl/ours": 2.0, "trl, completions scored/ours": 1.3}
+LEAST = {"trl/ours": 2.0, "trl, completions scored/ours": 2.0}
 LEAST_OF_WHOLE_STEPS = {"trl/ours": 1.0}
 MOST_BYTES = {"ours/trl": 1.0, "ours/trl, completions scored": 1.0}
 

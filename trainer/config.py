@@ -10,6 +10,7 @@ of these mean something else than there.
 
 from __future__ import annotations
 
+import json
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,15 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.config_checks import check_config
 from fused_grpo.trainer.trl_fields import refusing_unsupported
 from fused_grpo.trainer.types import SamplingParams
+
+DICTS = (
+    "model_init_kwargs",
+    "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "vllm_engine_kwargs",
+)
 
 
 @dataclass
@@ -256,6 +266,8 @@ class GRPOConfig:
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         self.report_to = _listed(self.report_to)
+        for name in DICTS:
+            setattr(self, name, _mapping(name, getattr(self, name)))
         check_config(self)
         self.loss_config()
 
@@ -348,6 +360,19 @@ def _listed(names: str | list[str] | None) -> list[str]:
     """`report_to` as TRL takes it: a name, several, or "none"."""
     listed = [names] if isinstance(names, str) else list(names or [])
     return [name for name in listed if name != "none"]
+
+
+def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A mapping, or the JSON of one, which TRL takes as well."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise InputError(f"got {name}={value!r}, which is not JSON ({error}); want a mapping") from error
+    if not isinstance(parsed, dict):
+        raise InputError(f"got {name}={value!r}, want a mapping")
+    return parsed
 
 
 GRPOConfig.__init__ = refusing_unsupported(GRPOConfig.__init__)  # type: ignore[method-assign]

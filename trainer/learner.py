@@ -26,7 +26,7 @@ from fused_grpo.trainer.adapters import as_reference, is_adapted, merged_weights
 from fused_grpo.trainer.batching import micro_batches
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import merge_floats, merge_metrics
-from fused_grpo.trainer.models import disable_dropout, model_weights, takes_any_lengths
+from fused_grpo.trainer.models import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
@@ -67,7 +67,7 @@ class Learner:
         frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         self.reference = None if frozen is None else frozen.to(accelerator.device)
         optimizer = optimizers[0] or make_optimizer(policy, args)
-        self.one_row = takes_any_lengths(model)
+        self.rows, self.attention = row_layout(model), attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
@@ -146,9 +146,17 @@ class Learner:
         return micro_batches(
             batch,
             self.args.per_device_train_batch_size,
-            one_row=self.one_row,
+            **self.rows,
             device=self.accelerator.device,
+            max_tokens=self.args.max_tokens_per_micro_batch,
+            attention=self.attention,
+            agree=self._most,
         )
+
+    def _most(self, mine: int) -> int:
+        """The largest of all processes' numbers: they run as many micro-batches each, or wait for one another."""
+        numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
+        return int(numbers.max().item())
 
     def _logprobs(self, policy: PolicyLoss, part: MicroBatch) -> Tensor:
         was_training = policy.training

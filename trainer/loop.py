@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.adapters import adapt, base_model, files_of
+from fused_grpo.trainer.adapters import adapt, base_model, files_of, is_adapted
 from fused_grpo.trainer.arguments import refuse_missing
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import (
@@ -40,17 +41,19 @@ from fused_grpo.trainer.checkpoint import (
 from fused_grpo.trainer.collecting import Collector
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import check_dataset, is_stream
+from fused_grpo.trainer.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.formatting import short_number
 from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
 from fused_grpo.trainer.prompt_sampler import PromptSampler
-from fused_grpo.trainer.prompts import longest_prompt
 from fused_grpo.trainer.resume import find_checkpoint, restore, training_state
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.rollout import EngineName, RolloutEngine, check_agreement, make_engine
+from fused_grpo.trainer.rollout import RolloutEngine, check_agreement
 from fused_grpo.trainer.rollout.function import FunctionEngine
 from fused_grpo.trainer.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.run_output import Phases, RunOutput
+from fused_grpo.trainer.trackers import tracker_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +120,13 @@ class GRPOTrainer:
         refuse_missing(unsupported)
         self.args = args = GRPOConfig() if args is None else args
         self.dataset = check_dataset(train_dataset, name="train_dataset")
-        self.eval_dataset = None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset")
+        self.eval_dataset = (
+            None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset", indexed=True)
+        )
         # Without cpu=True, Accelerate on a machine without an accelerator lets every rank train by itself.
         on_cpu = not torch.accelerator.is_available()
-        self.accelerator = Accelerator(mixed_precision="bf16" if wants_bf16(args) else "no", cpu=on_cpu)
+        precision, trackers = "bf16" if wants_bf16(args) else "no", tracker_arguments(args)
+        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, **trackers)
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         self.output_dir = Path(args.output_dir)
         self.model_path = str(model) if isinstance(model, str | Path) else None
@@ -132,17 +138,7 @@ class GRPOTrainer:
             overwrite=args.overwrite_output_dir,
             keep=self.model_path,
         )
-        self.rewards = Rewards(
-            reward_funcs,
-            weights=args.reward_weights,
-            processing_classes=reward_processing_classes,
-            failure=args.reward_failure,
-            retries=args.reward_retries,
-            timeout=args.reward_timeout,
-            device=self.accelerator.device,
-            chat_template_kwargs=args.chat_template_kwargs,
-            trust_remote_code=args.trust_remote_code,
-        )
+        self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
         if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
             self.rewards.check_columns(self.dataset[0])  # an engine of the user's may add columns
         self.sampler = PromptSampler(
@@ -154,11 +150,12 @@ class GRPOTrainer:
             world_size=processes,
         )
         self.max_steps = self._planned_steps()
+        set_seed(args.seed, device_specific=True)  # of dropout, and of adapters that are to be made
         model = str(model) if isinstance(model, Path) else model
         self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
         self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
         self.model = adapt(self.model, peft_config, args, self.accelerator)
-        of_trainer = rollout_engine is None and rollout_func is None and self._engine_name == "transformers"
+        of_trainer = rollout_engine is None and rollout_func is None and engine_name(self.args) == "transformers"
         self.learner = Learner(
             self.model,
             args,
@@ -170,6 +167,7 @@ class GRPOTrainer:
         self.collector = Collector(args, self.accelerator, self.sampler, self.rewards, self.processing_class)
         self.buffer: RolloutBuffer | None = None
         self.state = TrainerState(max_steps=self.max_steps)
+        self.output = RunOutput.silent(args)
         self.eval_before: dict[str, float] | None = None
         self.engine = self._make_engine(rollout_func) if rollout_engine is None else rollout_engine
 
@@ -205,16 +203,10 @@ class GRPOTrainer:
                     self.evaluate()
                 if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
                     self.save_checkpoint()
-            return TrainResult(
-                steps=self.step,
-                metrics=metrics,
-                eval_before=self.eval_before,
-                eval_after=self.evaluate(),
-                checkpoint=self._save(self.output_dir / "final"),
-                report=self.output.report(),
-            )
+            return self._finish(metrics)
         finally:
             self.engine.close()
+            self.output.close()
 
     def evaluate(self) -> dict[str, float] | None:
         """Mean rewards on the eval set, logged as `eval/...`. None without an eval set."""
@@ -226,8 +218,18 @@ class GRPOTrainer:
         return result
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`."""
-        return self._save(self.output_dir / "final" if output_dir is None else Path(output_dir))
+        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
+
+        Of a directory of your own, only the files of the model are written.
+        """
+        if output_dir is None:
+            return self._save(self.output_dir / "final")
+        weights = self.learner.weights()
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(str(output_dir), state_dict=weights)
+            self.processing_class.save_pretrained(str(output_dir))
+        self.accelerator.wait_for_everyone()
+        return Path(output_dir)
 
     def save_checkpoint(self) -> Path:
         """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`."""
@@ -247,7 +249,8 @@ class GRPOTrainer:
             prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
-        self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=self._facts())
+        facts, accelerator = self._facts(), self.accelerator
+        self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, accelerator=accelerator)
         if checkpoint is None:
             self.eval_before = self.evaluate()
 
@@ -317,6 +320,31 @@ class GRPOTrainer:
         self.accelerator.wait_for_everyone()
         return directory
 
+    def _finish(self, metrics: dict[str, Any]) -> TrainResult:
+        """Measure, save and describe the trained model."""
+        after, final = self.evaluate(), self.output_dir / "final"
+        facts = CardFacts(
+            name=self.args.hub_model_id or self.output_dir.name,
+            rewards=self.rewards.names,
+            steps=self.step,
+            metrics=metrics,
+            base_model=self.model_path,
+            eval_before=self.eval_before,
+            eval_after=after,
+            adapter=is_adapted(self.model),
+        )
+        self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
+        if self.args.push_to_hub and self.accelerator.is_main_process:
+            push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
+        return TrainResult(
+            steps=self.step,
+            metrics=metrics,
+            eval_before=self.eval_before,
+            eval_after=after,
+            checkpoint=final,
+            report=self.output.report(),
+        )
+
     def _sync_engine(self) -> None:
         """Hand the current weights to the engine, where it serves others."""
         if self.engine.weight_version != self.step:
@@ -332,45 +360,27 @@ class GRPOTrainer:
         generations: int = math.ceil(prompts / (self.prompts_per_process * processes))
         return generations * self.args.steps_per_rollout(processes) * self.args.num_iterations
 
-    @property
-    def _engine_name(self) -> EngineName:
-        if self.args.vllm_mode == "server":
-            return "server"
-        return "auto" if self.args.use_vllm is None else "vllm" if self.args.use_vllm else "transformers"
-
-    def _make_engine(self, rollout_func: Any) -> RolloutEngine:
-        """The engine that the options ask for, or the user's function around it, where it was asked for by name."""
-        if rollout_func is None:
-            return self._named_engine()
-        wants_inner = self.args.use_vllm or self.args.vllm_mode == "server"
-        return FunctionEngine(rollout_func, self, inner=self._named_engine() if wants_inner else None)
-
-    def _named_engine(self) -> RolloutEngine:
-        args = self.args
-        own = f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        urls = args.vllm_server_base_url or own
-        return make_engine(
-            self._engine_name,
-            self.model,
-            self.processing_class,
-            max_model_len=args.vllm_max_model_length or self._longest_prompt() + args.max_completion_length,
-            dtype=torch.bfloat16 if wants_bf16(args) else torch.float32,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            seed=args.seed,
-            trust_remote_code=args.trust_remote_code,
-            enable_sleep_mode=args.vllm_enable_sleep_mode,
-            engine_options=args.vllm_engine_kwargs,
-            base_urls=[urls] if isinstance(urls, str) else urls,
-            server_timeout=args.vllm_server_timeout,
-            allow_remote=args.vllm_server_allow_remote,
+    def _make_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
+        return Rewards(
+            functions,
+            weights=self.args.reward_weights,
+            processing_classes=processing_classes,
+            failure=self.args.reward_failure,
+            retries=self.args.reward_retries,
+            timeout=self.args.reward_timeout,
+            device=self.accelerator.device,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            trust_remote_code=self.args.trust_remote_code,
         )
 
-    def _longest_prompt(self) -> int:
-        known = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
-        if any(map(is_stream, known)):
-            raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
-        template = self.args.chat_template_kwargs
-        return max(longest_prompt(dataset, self.processing_class, chat_template_kwargs=template) for dataset in known)
+    def _make_engine(self, rollout_func: Any) -> RolloutEngine:
+        """The engine that the options ask for, or the user's function, around it where it was asked for by name."""
+        datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
+        if rollout_func is None:
+            return choose_engine(self.args, self.model, self.processing_class, datasets=datasets)
+        wants_inner = self.args.use_vllm or self.args.vllm_mode == "server"
+        inner = choose_engine(self.args, self.model, self.processing_class, datasets=datasets) if wants_inner else None
+        return FunctionEngine(rollout_func, self, inner=inner)
 
     def _facts(self) -> dict[str, str]:
         """What the console and the report say about the run beforehand."""

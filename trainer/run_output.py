@@ -48,6 +48,11 @@ class RunOutput:
             self.log.log_config(dataclasses.asdict(args), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
 
+    @classmethod
+    def silent(cls, args: GRPOConfig) -> RunOutput:
+        """What is there before a run begins: nothing is shown or written."""
+        return cls(args, 0, is_main=False, facts={})
+
     def rollouts(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> None:
         """What optimizer step `step` is about to learn from: written before it can fail."""
         if self.log is None:

@@ -68,7 +68,7 @@ MISSING: dict[str, Missing] = {
     "cast_lm_head_to_fp32": Missing(False, "log-probs are computed in fp32 always, at no such cost"),
     "ds3_gather_for_generation": Missing(True, "ZeRO-3 weights are gathered for each sync"),
     "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded"),
-    "cache_implementation": Missing(None, "transformers' default cache"),
+    "cache_implementation": Missing(None, "generation_kwargs={'cache_implementation': ...}"),
     "vllm_model_impl": Missing("vllm", _ENGINE + " (model_impl)"),
     "vllm_group_port": Missing(51216, "weights go to a server through shared memory, not a process group"),
     "vllm_tensor_parallel_size": Missing(1, "one device per engine in process; a server may span several"),

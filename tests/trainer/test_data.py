@@ -274,7 +274,7 @@ def test_prompts_have_the_tokens_that_trl_gives_them(chat_tokenizer):
 def test_a_conversation_that_cannot_be_rendered_is_named(chat_tokenizer, prompt, options, message):
     rows = [{"prompt": BEGUN if options else SUM}, {"prompt": prompt}]
     with pytest.raises(DataError, match=message):
-        longest_prompt(rows, chat_tokenizer, chat_template_kwargs=options, batch_size=2)
+        longest_prompt(rows, chat_tokenizer, chat_template_kwargs=options, batch_size=1)
 
 
 def test_what_cannot_be_encoded_is_refused(tokenizer):

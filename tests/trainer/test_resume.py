@@ -125,7 +125,7 @@ def test_nothing_to_resume_from(make_trainer, tmp_path):
 def test_other_options_are_refused(make_trainer):
     make_trainer(max_steps=3, save_steps=2).train()
     other = make_trainer(max_steps=3, overwrite_output_dir=False, num_iterations=2)
-    with pytest.raises(CheckpointError, match="got num_iterations=2 .* want num_iterations=1"):
+    with pytest.raises(CheckpointError, match=r"got num_iterations=2 .* want num_iterations=1"):
         other.train(resume_from_checkpoint=True)
 
 
