@@ -221,6 +221,8 @@ class GRPOConfig:
     """Longest prompt plus completion, in tokens. None: the longest prompt of the data and `max_completion_length`."""
     vllm_enable_sleep_mode: bool = False
     """Give the GPU's memory back while training (colocate)."""
+    vllm_adapter_sync: bool = False
+    """With an adapter: hand it alone to vLLM in process, beside the base. False: merged weights."""
     vllm_structured_outputs_regex: str | None = None
     """Completions match this."""
     vllm_engine_kwargs: dict[str, Any] | None = None

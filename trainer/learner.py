@@ -171,7 +171,8 @@ class Learner:
         """The normalisers of the whole step, over all micro-batches and processes."""
         mine = [sum(len(part.targets) for part in packed), sequences]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
-        num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").unbind()
+        # A step may have nothing to learn from: every completion truncated and masked.
+        num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return {"num_tokens": num_tokens, "num_sequences": num_sequences}
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> dict[str, Any]:

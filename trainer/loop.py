@@ -169,7 +169,7 @@ class GRPOTrainer:
         self.state = TrainerState(max_steps=self.max_steps)
         self.output = RunOutput.silent(args)
         self.eval_before: dict[str, float] | None = None
-        self.engine = self._make_engine(rollout_func) if rollout_engine is None else rollout_engine
+        self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
 
     @property
     def step(self) -> int:
@@ -249,8 +249,8 @@ class GRPOTrainer:
             prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
-        facts, accelerator = self._facts(), self.accelerator
-        self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, accelerator=accelerator)
+        shown = {"is_main": is_main, "facts": self._facts(), "accelerator": self.accelerator}
+        self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
             self.eval_before = self.evaluate()
 
@@ -372,15 +372,6 @@ class GRPOTrainer:
             chat_template_kwargs=self.args.chat_template_kwargs,
             trust_remote_code=self.args.trust_remote_code,
         )
-
-    def _make_engine(self, rollout_func: Any) -> RolloutEngine:
-        """The engine that the options ask for, or the user's function, around it where it was asked for by name."""
-        datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
-        if rollout_func is None:
-            return choose_engine(self.args, self.model, self.processing_class, datasets=datasets)
-        wants_inner = self.args.use_vllm or self.args.vllm_mode == "server"
-        inner = choose_engine(self.args, self.model, self.processing_class, datasets=datasets) if wants_inner else None
-        return FunctionEngine(rollout_func, self, inner=inner)
 
     def _facts(self) -> dict[str, str]:
         """What the console and the report say about the run beforehand."""

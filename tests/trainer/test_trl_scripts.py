@@ -16,16 +16,16 @@ from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
 
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"
 
-SCRIPT = f"""
+SCRIPT = """
 import asyncio
 
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
-{IMPORT}
+from trl import GRPOConfig, GRPOTrainer
 
-rows = [{{"prompt": f"{{a}}+{{b}}=", "answer": str(a + b)}} for a in range(4) for b in range(4)]
+rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 dataset = Dataset.from_list(rows)
-chats = dataset.map(lambda row: {{"prompt": [{{"role": "user", "content": row["prompt"]}}]}})
+chats = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
 
 
 def digits(completions, answer, **kwargs):
@@ -57,9 +57,9 @@ args = GRPOConfig(
     use_vllm=False,
     bf16=False,
     report_to="none",
-    {{options}}
+    @OPTIONS@
 )
-trainer = GRPOTrainer(model=model_path, args=args, {{arguments}})
+trainer = GRPOTrainer(model=model_path, args=args, @ARGUMENTS@)
 trainer.train()
 trainer.save_model(output_dir)
 """
@@ -111,6 +111,10 @@ def model_path(make_model, tokenizer, tmp_path) -> str:
     return str(tmp_path / "model")
 
 
+def script_with(options: str, arguments: str) -> str:
+    return SCRIPT.replace("@OPTIONS@", options).replace("@ARGUMENTS@", arguments)
+
+
 def run(script: str, directory: Path, model_path: str) -> GRPOTrainer:
     path = directory / "script.py"
     path.write_text(script)
@@ -120,7 +124,7 @@ def run(script: str, directory: Path, model_path: str) -> GRPOTrainer:
 
 @pytest.mark.parametrize(("options", "arguments"), OPTIONS.values(), ids=OPTIONS)
 def test_a_script_for_trl_runs_with_one_line_changed(tmp_path, model_path, options, arguments):
-    script = SCRIPT.format(options=options, arguments=arguments)
+    script = script_with(options, arguments)
     changed = script.replace(IMPORT, IMPORT.replace("trl", "fused_grpo.trainer"))
     assert sum(a != b for a, b in zip(script.splitlines(), changed.splitlines(), strict=True)) == 1
     trainer = run(changed, tmp_path, model_path)
@@ -128,20 +132,22 @@ def test_a_script_for_trl_runs_with_one_line_changed(tmp_path, model_path, optio
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert trainer.state.global_step == 2
-    assert any(line["grad_norm"] > 0 for line in steps)
+    assert any(line["grad_norm"] > 0 for line in steps) or "mask_truncated" in options  # which may leave nothing
     assert list((tmp_path / "run").glob("*model.safetensors"))
 
 
 @pytest.mark.parametrize(("options", "arguments"), OPTIONS.values(), ids=OPTIONS)
 def test_the_options_are_ones_that_trl_takes(tmp_path, options, arguments):
-    script = f"from trl import GRPOConfig\nGRPOConfig('x', num_generations=4, per_device_train_batch_size=4, {options})"
+    fixed = "num_generations=4, per_device_train_batch_size=4, use_cpu=True"
+    script = f"from trl import GRPOConfig\nGRPOConfig('x', {fixed}, {options})"
     (tmp_path / "script.py").write_text(script)
     runpy.run_path(str(tmp_path / "script.py"))
 
 
+@pytest.mark.filterwarnings("ignore")  # of TRL's, about versions
 def test_the_script_is_one_that_trl_runs_too(tmp_path, model_path):
     options, arguments = OPTIONS["several rewards"]
-    run(SCRIPT.format(options=options + ", use_cpu=True", arguments=arguments), tmp_path, model_path)
+    run(script_with(options + ", use_cpu=True", arguments), tmp_path, model_path)
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
