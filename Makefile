@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SEED ?= 0
 OUTPUT_DIR ?= runs/demo
+JOBS ?= 2
 BIN := .venv/bin
 
 .PHONY: setup demo test check bench clean
@@ -13,9 +14,9 @@ demo:    ## train the built-in arithmetic task with vLLM rollouts; SEED=n, OUTPU
 	@$(PYTHON) scripts/setup_env.py
 	@$(BIN)/fused-grpo train --seed $(SEED) --output-dir $(OUTPUT_DIR) --overwrite-output-dir
 
-test:    ## the whole suite, with real vLLM and interpreted Triton
+test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files at a time
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check:   ## style, types and the house rules
 	@$(PYTHON) scripts/setup_env.py dev bench

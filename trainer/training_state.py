@@ -41,11 +41,11 @@ def process_file(rank: int) -> str:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of an optimizer by parameter name: (tensors, all else). Every process has to ask."""
+    """The state of an optimizer by parameter name: (tensors, all else). All processes ask, the first gets it."""
     state: Any = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {"param_groups": state["param_groups"], "state": {}}
-    for parameter, values in state["state"].items():
+    numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
+    for parameter, values in state.get("state", {}).items():
         for name, value in values.items():
             by_name = tensors if isinstance(value, Tensor) else numbers["state"]
             by_name[f"{name}{_OF}{parameter}"] = value

@@ -153,9 +153,9 @@ def test_an_infinite_kl_without_beta_is_a_metric_and_nothing_else() -> None:
     assert statistics["kl"].item() == float("inf")
 
 
-@pytest.mark.parametrize("given", [set(c) for n in range(5) for c in itertools.combinations(OPTIONAL, n)], ids=str)
+@pytest.mark.parametrize("given", [c for n in range(5) for c in itertools.combinations(OPTIONAL, n)], ids=str)
 @pytest.mark.parametrize("bias_correction_kl", [False, True])
-def test_every_set_of_inputs_matches_autograd(oracle: Any, given: set[str], bias_correction_kl: bool) -> None:
+def test_every_set_of_inputs_matches_autograd(oracle: Any, given: tuple[str, ...], bias_correction_kl: bool) -> None:
     inputs = {name: value for name, value in problem(33).items() if name not in OPTIONAL or name in given}
     check(oracle, inputs, bias_correction_kl=bias_correction_kl)
 

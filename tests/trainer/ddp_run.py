@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -60,23 +62,18 @@ class EngineByPrompt(RolloutEngine):
         pass
 
 
-def main(out: Path, loss_type: str, batch: int, accumulation: int) -> None:
+def main(out: Path, batch: int, accumulation: int, options: dict) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=14, num_key_value_heads=2, tie_word_embeddings=False, **shape))
+    defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     args = GRPOConfig(
-        output_dir=str(out / "run"),
-        max_steps=3,
+        str(out / "run"),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        num_generations=4,
-        learning_rate=1e-4,
-        loss_type=loss_type,
-        scale_rewards="batch",
-        log_completions=False,
+        **{**defaults, **options},
     )
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
-    reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=EngineByPrompt(model))
     result = trainer.train()
     if trainer.accelerator.is_main_process:
@@ -86,5 +83,12 @@ def main(out: Path, loss_type: str, batch: int, accumulation: int) -> None:
     trainer.accelerator.end_training()
 
 
+def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Differs within groups; with `reward_failure="drop"`, one prompt in nine costs its group."""
+    if any(prompt.startswith("4") for prompt in prompts) and columns["trainer_state"].global_step > 0:
+        raise ValueError("no fours any more")
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
