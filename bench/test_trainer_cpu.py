@@ -95,7 +95,7 @@ def test_peak_memory_of_the_training_phase(benchmark):
 
 
 def contenders_of(problem: Problem, loss_type: str, *, learning_rate: float) -> dict[str, Contender]:
-    """Everyone with one micro-batch for the whole step, which is the fastest for each."""
+    """Everyone with one micro-batch for the whole step."""
     options: dict[str, Any] = {"loss_type": loss_type, "learning_rate": learning_rate}
     options["micro_batch"] = problem.completions
     return {

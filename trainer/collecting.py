@@ -7,6 +7,8 @@ Advantages are taken over whole groups, before anything is cut. Groups that a fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.trainer.advantages import multi_objective_advantages, nanstd
+from fused_grpo.trainer.ahead import Ahead, Background, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import Row
@@ -40,16 +43,25 @@ class Collector:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer = rewards, tokenizer
         self.generate_calls = 0
+        self.ahead: Ahead | None = None
+        self._background = Background()
 
     def collect(
-        self, engine: RolloutEngine, phases: Phases, *, trainer_state: Any = None
+        self,
+        engine: RolloutEngine,
+        phases: Phases,
+        *,
+        trainer_state: Any = None,
+        then: Callable[[], None] | None = None,
     ) -> tuple[RolloutBuffer, ScoredRollouts, Tensor]:
         """The next batch of this process, what it was made from, and the advantages [B] of that.
+
+        `then` is called as soon as the engine has nothing more to do for it.
 
         Raises:
             RewardError: a reward function failed, and `reward_failure` does not say to drop its groups.
         """
-        scored, rounds = self._round(engine, phases, trainer_state), 1
+        scored, rounds = self._round(engine, phases, trainer_state, then), 1
         if self.args.dynamic_sampling:
             wanted, scored = num_groups(scored), self._with_something_to_learn(scored)
             # All processes go on together: they draw from one sequence of prompts.
@@ -93,11 +105,53 @@ class Collector:
         """How completions are drawn."""
         return self.args.sampling(seed=seed, **changes)
 
-    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any) -> ScoredRollouts:
+    def begin(self, engine: RolloutEngine) -> None:
+        """Have the engine sample the next batch in the background, from the weights that it has now."""
+        before = self._place()
+        rows = self.sampler.next_batch()
+        prompts, sampling = self.encode(rows), self.sampling(seed=self._next_seed())
+        rollouts = self._background.start(lambda: engine.generate(prompts, sampling))
+        self.ahead = Ahead(rows=rows, rollouts=rollouts, before=before)
+
+    def settle(self) -> None:
+        """Wait for what is being sampled; whether it went well is said when it is used."""
+        if self.ahead is not None:
+            wait([self.ahead.rollouts])
+
+    def close(self) -> None:
+        """Give back the thread."""
+        self._background.close()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Where the data stands, and what has been sampled ahead: JSON, the same on every process, and tensors."""
+        if self.ahead is None:
+            return self._place(), {}
+        return self.ahead.before, rollouts_as_tensors(self.ahead.rollouts.result())
+
+    def load_state(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """The inverse of `state`."""
+        self.sampler.load_state_dict(place["sampler"])
+        self.generate_calls = place["generate_calls"]
+        if tensors:
+            before, rows = self._place(), self.sampler.next_batch()
+            self.generate_calls += 1
+            self.ahead = Ahead(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
+
+    def _place(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "generate_calls": self.generate_calls}
+
+    def _round(
+        self, engine: RolloutEngine, phases: Phases, trainer_state: Any, then: Callable[[], None] | None = None
+    ) -> ScoredRollouts:
         """One generation, scored."""
         with phases("generate"):
-            rows = self.sampler.next_batch()
-            rollouts = self._generate(engine, rows)
+            if self.ahead is None:
+                rows = self.sampler.next_batch()
+                rollouts = self._complete(engine, rows, self.sampling(seed=self._next_seed()))
+            else:
+                rows, rollouts, self.ahead = self.ahead.rows, self.ahead.rollouts.result(), None
+        if then is not None:
+            then()
         with phases("reward"):
             return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
 
@@ -107,12 +161,12 @@ class Collector:
         failed = scored.dropped.view(-1, scored.rollouts.num_generations).any(1)
         return choose_groups(scored, ((spread >= EQUAL_REWARDS) & ~failed).nonzero()[:, 0].tolist())
 
-    def _generate(self, engine: RolloutEngine, rows: list[Row]) -> Rollouts:
-        """The one `generate` call of a batch."""
+    def _next_seed(self) -> int:
+        """One for each `generate` call of each process."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        seed = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
+        seed: int = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
         self.generate_calls += 1
-        return self._complete(engine, rows, self.sampling(seed=seed))
+        return seed
 
     def _complete(self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams) -> Rollouts:
         if isinstance(engine, FunctionEngine):  # which may want to see what the prompts were made from

@@ -74,6 +74,9 @@ class GRPOConfig:
     dynamic_sampling: int = 0
     """Generate up to so many times more for groups whose rewards are all equal (DAPO). 0: keep them."""
 
+    generate_ahead: bool = False
+    """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
+
     model_init_kwargs: dict[str, Any] | None = None
     """Arguments of `AutoModelForCausalLM.from_pretrained`, where the model is a path or hub id."""
     trust_remote_code: bool = False

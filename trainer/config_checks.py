@@ -101,6 +101,12 @@ def _check_together(args: GRPOConfig) -> None:
         )
     if args.vllm_mode == "server" and args.use_vllm is False:
         raise InputError("got vllm_mode='server' with use_vllm=False, want one or the other; fix: leave use_vllm out")
+    if args.generate_ahead and (args.vllm_mode != "server" or args.dynamic_sampling):
+        raise InputError(
+            f"got generate_ahead=True with vllm_mode={args.vllm_mode!r} and dynamic_sampling={args.dynamic_sampling}, "
+            "want an engine that runs beside the trainer and is asked once per batch; fix: vllm_mode='server' and "
+            "dynamic_sampling=0"
+        )
     if args.resume_from_checkpoint and args.overwrite_output_dir:
         raise InputError(
             "got resume_from_checkpoint and overwrite_output_dir, want one of the two: overwriting would remove "

@@ -22,12 +22,13 @@ from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.errors import NonFiniteError
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer.adapters import as_reference, is_adapted, merged_weights
+from fused_grpo.trainer.adapters import as_reference, is_adapted
 from fused_grpo.trainer.batching import micro_batches
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.rollout import checkpoint_weights
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
@@ -127,10 +128,9 @@ class Learner:
         return model_weights(self.accelerator.get_state_dict(self.policy))
 
     def served_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What an engine is given: the full state dict, with an adapter merged into it."""
-        if self.adapted:
-            return merged_weights(self.accelerator.unwrap_model(self.policy).model)
-        return self.weights().items()
+        """What an engine is given: full tensors under the names of a checkpoint, with an adapter merged into them."""
+        model = self.accelerator.unwrap_model(self.policy).model
+        return checkpoint_weights(model, None if self.adapted else self.weights())
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:

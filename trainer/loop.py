@@ -28,7 +28,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.adapters import adapt, base_model, files_of, is_adapted
+from fused_grpo.trainer.adapters import adapt, files_of
 from fused_grpo.trainer.arguments import refuse_missing
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import (
@@ -42,9 +42,8 @@ from fused_grpo.trainer.collecting import Collector
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import check_dataset, is_stream
 from fused_grpo.trainer.engine_choice import choose_engine, engine_name
-from fused_grpo.trainer.formatting import short_number
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.model_card import CardFacts, push_to_hub, write_model_card
+from fused_grpo.trainer.model_card import push_to_hub, write_model_card
 from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
 from fused_grpo.trainer.prompt_sampler import PromptSampler
 from fused_grpo.trainer.resume import find_checkpoint, restore, training_state
@@ -52,6 +51,7 @@ from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement
 from fused_grpo.trainer.rollout.function import FunctionEngine
 from fused_grpo.trainer.rollout_metrics import rename_loss_metrics
+from fused_grpo.trainer.run_facts import card_facts, run_facts
 from fused_grpo.trainer.run_output import Phases, RunOutput
 from fused_grpo.trainer.trackers import tracker_arguments
 
@@ -205,6 +205,7 @@ class GRPOTrainer:
                     self.save_checkpoint()
             return self._finish(metrics)
         finally:
+            self.collector.close()
             self.engine.close()
             self.output.close()
 
@@ -249,7 +250,7 @@ class GRPOTrainer:
             prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
-        shown = {"is_main": is_main, "facts": self._facts(), "accelerator": self.accelerator}
+        shown = {"is_main": is_main, "facts": run_facts(self), "accelerator": self.accelerator}
         self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
             self.eval_before = self.evaluate()
@@ -257,9 +258,13 @@ class GRPOTrainer:
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, but for groups that `dynamic_sampling` replaces."""
         self.engine.wake()
-        with phases("sync"):
-            self._sync_engine()
-        buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state)
+        if self.collector.ahead is None:
+            with phases("sync"):
+                self._sync_engine()
+        collected = self.collector.collect(
+            self.engine, phases, trainer_state=self.state, then=lambda: self._ask_ahead(phases)
+        )
+        buffer, scored, advantages = collected
         self.engine.sleep()
         self.output.rollouts(self.step + 1, scored, advantages)
         with phases("train"):
@@ -267,13 +272,21 @@ class GRPOTrainer:
             buffer.batches[1:] = [self.learner.with_old_logprobs(batch) for batch in buffer.batches[1:]]
         return buffer
 
+    def _ask_ahead(self, phases: Phases) -> None:
+        """With `generate_ahead`: have the next batch sampled while this one is learned from, if there will be one."""
+        steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
+        if self.args.generate_ahead and self.step + steps < self.max_steps:
+            with phases("sync"):
+                self._sync_engine()
+            self.collector.begin(self.engine)
+
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the buffer's next part."""
         on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
         batch, metrics = self.learner.learn(buffer.current, check=self._check_agreement if on_policy else None)
-        reports = {"weight_version": buffer.weight_version, **buffer.metrics}
+        reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
-        return {"step": self.step, **rename_loss_metrics(metrics), **reports}
+        return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
 
     def _check_agreement(self, metrics: dict[str, float]) -> None:
         """Raise where the engine cannot have served the weights that the trainer has."""
@@ -323,16 +336,7 @@ class GRPOTrainer:
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
         """Measure, save and describe the trained model."""
         after, final = self.evaluate(), self.output_dir / "final"
-        facts = CardFacts(
-            name=self.args.hub_model_id or self.output_dir.name,
-            rewards=self.rewards.names,
-            steps=self.step,
-            metrics=metrics,
-            base_model=self.model_path,
-            eval_before=self.eval_before,
-            eval_after=after,
-            adapter=is_adapted(self.model),
-        )
+        facts = card_facts(self, metrics, after)
         self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
         if self.args.push_to_hub and self.accelerator.is_main_process:
             push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
@@ -347,6 +351,7 @@ class GRPOTrainer:
 
     def _sync_engine(self) -> None:
         """Hand the current weights to the engine, where it serves others."""
+        self.collector.settle()
         if self.engine.weight_version != self.step:
             self.engine.load_weights(self.learner.served_weights(), version=self.step)
 
@@ -372,22 +377,6 @@ class GRPOTrainer:
             chat_template_kwargs=self.args.chat_template_kwargs,
             trust_remote_code=self.args.trust_remote_code,
         )
-
-    def _facts(self) -> dict[str, str]:
-        """What the console and the report say about the run beforehand."""
-        args, processes = self.args, self.accelerator.num_processes
-        prompts = self.prompts_per_process * processes
-        name = self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM")
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return {
-            "task": "+".join(self.rewards.names),
-            "model": f"{name} ({short_number(parameters)})",
-            "engine": self.engine.name,
-            "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
-            f"in {args.micro_batches_per_generation(processes)} micro-batch(es) on {processes} process(es)",
-            "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
-            "output": args.output_dir,
-        }
 
     def _due(self, every: float | None) -> bool:
         """True at every so many steps, except at the last, which has its own."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fused_grpo.errors import CheckpointError
@@ -24,7 +25,7 @@ from fused_grpo.trainer.metrics import rewind_logs
 if TYPE_CHECKING:
     from fused_grpo.trainer.loop import GRPOTrainer
 
-_BUFFER = "buffer."
+_BUFFER, _AHEAD = "buffer.", "ahead."
 
 
 def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
@@ -44,7 +45,8 @@ def training_state(trainer: GRPOTrainer) -> Callable[[Path], None]:
     """What puts the state of the run into a directory. Every process has to ask, the first one has to write."""
     learner, rank = trainer.learner, trainer.accelerator.process_index
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
-    mine = files.random_state()
+    place, ahead = trainer.collector.state()
+    mine = files.random_state() | {_AHEAD + name: value for name, value in ahead.items()}
     buffer: dict[str, Any] | None = None
     if trainer.buffer is not None and not trainer.buffer.is_used_up:
         buffer, rollouts = trainer.buffer.state()
@@ -55,8 +57,7 @@ def training_state(trainer: GRPOTrainer) -> Callable[[Path], None]:
         "run": _identity(trainer),
         "optimizer": options,
         "scheduler": learner.scheduler.state_dict(),
-        "sampler": trainer.sampler.state_dict(),
-        "generate_calls": trainer.collector.generate_calls,
+        "collector": place,
         "entropy": learner.entropy.state(),
         "eval_before": trainer.eval_before,
         "buffers": {str(process["rank"]): process["buffer"] for process in everyone},
@@ -86,17 +87,20 @@ def restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
         assert learner.reference is not None
         learner.reference.model.load_state_dict(reference, strict=False)
     learner.step = trainer.state.global_step = numbers["step"]
-    trainer.sampler.load_state_dict(numbers["sampler"])
-    trainer.collector.generate_calls, trainer.eval_before = numbers["generate_calls"], numbers["eval_before"]
+    trainer.eval_before = numbers["eval_before"]
     mine = files.read_tensors(checkpoint, files.process_file(trainer.accelerator.process_index))
+    trainer.collector.load_state(numbers["collector"], _named(mine, _AHEAD))
     buffer = numbers["buffers"][str(trainer.accelerator.process_index)]
     if buffer is not None:
-        rollouts = {name.removeprefix(_BUFFER): value for name, value in mine.items() if name.startswith(_BUFFER)}
-        trainer.buffer = RolloutBuffer.from_state(buffer, rollouts)
+        trainer.buffer = RolloutBuffer.from_state(buffer, _named(mine, _BUFFER))
     if trainer.accelerator.is_main_process:
         rewind_logs(trainer.output_dir, numbers["step"])
     trainer.accelerator.wait_for_everyone()
     files.set_random_state(mine)
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _identity(trainer: GRPOTrainer) -> dict[str, Any]:

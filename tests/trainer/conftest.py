@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ class ScriptedEngine(RolloutEngine):
 
     def close(self) -> None:
         self.closed = True
+
+
+class ServedEngine(ScriptedEngine):
+    """With weights of its own, as a server has them: what the trainer does meanwhile does not reach it."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(copy.deepcopy(model), tokenizer)
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.model.load_state_dict(dict(named_weights))
+        self.weight_version = version
+
+
+@pytest.fixture
+def served_engine() -> type[ScriptedEngine]:
+    return ServedEngine
 
 
 def digit_reward(completions: list[str], **columns: Any) -> list[float]:

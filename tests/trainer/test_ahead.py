@@ -1,0 +1,102 @@
+"""Generation beside training: one generation behind, never more; corrected for; and as restartable as anything else."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer import GRPOConfig
+
+AHEAD = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
+
+
+@pytest.fixture
+def make_trainer(make_trainer, served_engine):
+    return lambda **options: make_trainer(engine=served_engine, **options)
+
+
+def lines(trainer, name: str = "metrics.jsonl") -> list[dict]:
+    records = [json.loads(line) for line in (trainer.output_dir / name).read_text().splitlines()]
+    return [{key: value for key, value in record.items() if "time" not in key} for record in records]
+
+
+def test_rollouts_are_one_generation_old_and_none_is_made_for_nothing(make_trainer):
+    trainer = make_trainer(**AHEAD)
+    trainer.train()
+    assert [line["weight_version"] for line in lines(trainer)] == [0, 0, 1, 2, 3, 4]
+    assert [line["off_policy_steps"] for line in lines(trainer)] == [0, 1, 1, 1, 1, 1]
+    assert len(trainer.engine.calls) == 6
+
+
+def test_the_engine_samples_while_the_optimizer_is_at_work(make_trainer):
+    trainer, threads, started = make_trainer(**AHEAD), [], threading.Event()
+    generate, learn = trainer.engine.generate, trainer.learner.learn
+
+    def generating(*arguments):
+        threads.append(threading.current_thread().name.split("_")[0])
+        started.set()
+        return generate(*arguments)
+
+    def learning(*arguments, **options):
+        assert trainer.step == 5 or started.wait(10)  # the last step has nothing to wait for
+        started.clear()
+        return learn(*arguments, **options)
+
+    trainer.engine.generate, trainer.learner.learn = generating, learning
+    trainer.train()
+    assert threads == ["MainThread"] + ["generate-ahead"] * 5
+
+
+def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
+    """The second step of a run ahead: rho, of now to the weights that sampled, times the on-policy gradient."""
+    norms = {}
+    for correction in (True, False):
+        trainer = make_trainer(**AHEAD | {"max_steps": 2}, vllm_importance_sampling_correction=correction)
+        norms[correction] = trainer.train().metrics
+    assert norms[True]["sampling/sampling_logp_difference/max"] > 1e-4
+    assert norms[True]["grad_norm"] != pytest.approx(norms[False]["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}], ids=["each step", "every second step"])
+def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
+    options = AHEAD | {"overwrite_output_dir": False, "lr_scheduler_type": "constant", **options}
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), save_steps=3, **options)
+    whole.train()
+    # A run that ends has nothing sampled ahead: cut it where it goes on.
+    cut = make_trainer(output_dir=str(tmp_path / "cut"), save_steps=3, **options)
+    learn = cut.learner.learn
+    cut.learner.learn = lambda *a, **k: learn(*a, **k) if cut.step < 4 else pytest.fail("killed")
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        cut.train()
+    resumed = make_trainer(output_dir=str(tmp_path / "cut"), save_steps=3, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert lines(whole) == lines(resumed)
+    assert lines(whole, "rollouts.jsonl") == lines(resumed, "rollouts.jsonl")
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_an_error_of_the_engine_ends_the_run_when_its_rollouts_are_wanted(make_trainer):
+    trainer = make_trainer(**AHEAD)
+    generate = trainer.engine.generate
+
+    def failing(*arguments):
+        if len(trainer.engine.calls) == 2:
+            raise UnavailableError("the server is gone")
+        return generate(*arguments)
+
+    trainer.engine.generate = failing
+    with pytest.raises(UnavailableError, match="the server is gone"):
+        trainer.train()
+    assert trainer.step == 2
+    assert trainer.engine.closed
+
+
+@pytest.mark.parametrize("options", [{}, {"vllm_mode": "server", "dynamic_sampling": 1}])
+def test_what_it_does_not_go_with_is_refused(options):
+    with pytest.raises(InputError, match="got generate_ahead=True with"):
+        GRPOConfig(generate_ahead=True, **options)
