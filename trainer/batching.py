@@ -10,8 +10,8 @@ The cut into micro-batches changes memory and speed and nothing else, because th
 the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
 micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
 squares, sequences of similar lengths stay together, because a short one in a long row pays for the whole row. Every
-process runs as many micro-batches as the one that needs most, since their collectives have to meet; sequences do not
-move between processes.
+process runs as many micro-batches as the one that needs most, since their collectives have to meet; `balancing` has
+dealt the sequences among processes before.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class RolloutBuffer:
         }
         tensors: dict[str, Tensor] = {}
         for index, batch in enumerate(self.batches):
-            tensors |= {f"{index}.{name}": value for name, value in _batch_tensors(batch).items()}
+            tensors |= {f"{index}.{name}": value for name, value in batch_as_tensors(batch).items()}
         return numbers, tensors
 
     @classmethod
@@ -81,7 +81,7 @@ class RolloutBuffer:
         for index in range(count):
             start = f"{index}."
             mine = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-            batches.append(_batch_from(mine))
+            batches.append(batch_from_tensors(mine))
         return cls(batches=batches, **numbers)
 
 
@@ -92,7 +92,8 @@ def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> lis
     return [batch.take(range(first, last)) for first, last in pairwise(cuts)]
 
 
-def _batch_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
+def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
+    """What `batch_from_tensors` makes the same batch of."""
     tensors = {"advantages": batch.advantages} | ({} if batch.learns is None else {"learns": batch.learns})
     for name, dtype in _RAGGED.items():
         rows = getattr(batch, name)
@@ -108,7 +109,8 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     )
 
 
-def _batch_from(tensors: dict[str, Tensor]) -> EffectiveBatch:
+def batch_from_tensors(tensors: dict[str, Tensor]) -> EffectiveBatch:
+    """The inverse of `batch_as_tensors`."""
     ragged: dict[str, Any] = {}
     for name in _RAGGED:
         if f"{name}.values" in tensors:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, TrainerState
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.adapters import adapt, files_of
 from fused_grpo.trainer.arguments import refuse_missing
+from fused_grpo.trainer.balancing import balanced
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import (
     check_output_dir,
@@ -268,6 +269,8 @@ class GRPOTrainer:
         self.engine.sleep()
         self.output.rollouts(self.step + 1, scored, advantages)
         with phases("train"):
+            attention = self.learner.attention
+            buffer.batches = [balanced(batch, self.accelerator, attention=attention) for batch in buffer.batches]
             # The policy will have moved by the time it comes to these.
             buffer.batches[1:] = [self.learner.with_old_logprobs(batch) for batch in buffer.batches[1:]]
         return buffer
