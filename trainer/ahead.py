@@ -10,8 +10,7 @@ A checkpoint waits for what is being sampled and takes it along.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +30,6 @@ class Ahead:
     rows: list[Row]
     rollouts: Future[Rollouts]
     before: dict[str, Any]  # the collector's state before the rows were drawn
-
-
-class Background:
-    """A thread for one call at a time."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate-ahead")
-
-    def start(self, call: Callable[[], Rollouts]) -> Future[Rollouts]:
-        return self._pool.submit(call)
-
-    def close(self) -> None:
-        """Wait for nothing: what is being sampled is of no use any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def finished(rollouts: Rollouts) -> Future[Rollouts]:

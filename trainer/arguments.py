@@ -1,10 +1,13 @@
-"""Arguments of TRL's `GRPOTrainer` that this one does not have."""
+"""Arguments of `GRPOTrainer` that cannot be had: TRL's that are missing here, and what does not go together."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from fused_grpo.trainer.config import GRPOConfig
 
 MISSING = {
     "callbacks": "metrics are in metrics.jsonl and in trackers (report_to); checkpoints in save_steps",
@@ -21,3 +24,9 @@ def refuse_missing(arguments: dict[str, Any]) -> None:
             raise TypeError(f"GRPOTrainer got an unexpected keyword argument {name!r}")
         if value:
             raise UnsupportedError(f"got {name}, which this trainer does not have; fix: {MISSING[name]}")
+
+
+def refuse_function_ahead(args: GRPOConfig | None, rollout_func: Any) -> None:
+    """Raise where a function of the user's would run beside the training of the model that it may sample from."""
+    if rollout_func is not None and args is not None and args.generate_ahead:
+        raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")

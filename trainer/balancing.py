@@ -54,7 +54,7 @@ def join(batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
 
     def lists(name: str) -> Any:
         values = [getattr(batch, name) for batch in batches]
-        return None if values[0] is None else [entry for some in values for entry in some]
+        return None if any(value is None for value in values) else [entry for some in values for entry in some]
 
     learns = [batch.learns for batch in batches if batch.learns is not None]
     names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")

@@ -17,8 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from fused_grpo.errors import RewardError
 from fused_grpo.trainer.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.ahead import Ahead, Background, finished, rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.ahead import Ahead, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import Row
@@ -26,6 +27,7 @@ from fused_grpo.trainer.groups import choose_groups, join, num_groups
 from fused_grpo.trainer.prompt_sampler import PromptSampler
 from fused_grpo.trainer.prompts import encode_prompts
 from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards.calling import in_thread
 from fused_grpo.trainer.rollout import RolloutEngine
 from fused_grpo.trainer.rollout.function import FunctionEngine
 from fused_grpo.trainer.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
@@ -44,7 +46,6 @@ class Collector:
         self.rewards, self.tokenizer = rewards, tokenizer
         self.generate_calls = 0
         self.ahead: Ahead | None = None
-        self._background = Background()
 
     def collect(
         self,
@@ -69,6 +70,8 @@ class Collector:
                 more = self._with_something_to_learn(self._round(engine, phases, trainer_state))
                 scored, rounds = join([scored, more]), rounds + 1
             scored = choose_groups(scored, range(min(wanted, num_groups(scored))))
+        elif not self._anywhere(not bool(scored.dropped.all())):
+            raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
         with phases("reward"):
             advantages = self._advantages(scored)
         metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names)
@@ -110,17 +113,13 @@ class Collector:
         before = self._place()
         rows = self.sampler.next_batch()
         prompts, sampling = self.encode(rows), self.sampling(seed=self._next_seed())
-        rollouts = self._background.start(lambda: engine.generate(prompts, sampling))
+        rollouts = in_thread(lambda: engine.generate(prompts, sampling), name="generate-ahead")
         self.ahead = Ahead(rows=rows, rollouts=rollouts, before=before)
 
     def settle(self) -> None:
         """Wait for what is being sampled; whether it went well is said when it is used."""
         if self.ahead is not None:
             wait([self.ahead.rollouts])
-
-    def close(self) -> None:
-        """Give back the thread."""
-        self._background.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Where the data stands, and what has been sampled ahead: JSON, the same on every process, and tensors."""

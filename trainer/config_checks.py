@@ -66,6 +66,8 @@ def _check_numbers(args: GRPOConfig) -> None:
     want(args, "max_steps", args.max_steps == -1 or args.max_steps > 0, "a number of steps > 0, or -1 for epochs")
     want(args, "num_train_epochs", args.num_train_epochs > 0, "> 0")
     want(args, "learning_rate", 0 <= args.learning_rate < math.inf, "finite and >= 0")
+    plateau = args.lr_scheduler_type == "reduce_lr_on_plateau"
+    want(args, "lr_scheduler_type", not plateau, "a schedule that depends on the number of the step alone")
     want(args, "max_grad_norm", args.max_grad_norm > 0, "> 0")
     want(args, "temperature", 0 < args.temperature < math.inf, "> 0: greedy samples give a group no differences")
     want(args, "top_p", 0 < args.top_p <= 1, "in (0, 1]")
@@ -95,6 +97,13 @@ def _check_together(args: GRPOConfig) -> None:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}, want a multiple of it: "
             "no optimizer step learns from two generated batches"
         )
+    in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
+    for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
+        if getattr(args, name) and not in_process:
+            raise InputError(
+                f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
+                "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
+            )
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

@@ -101,7 +101,7 @@ class Learner:
             self.optimizer.zero_grad()
         self.scheduler.step()
         self.step += 1
-        metrics |= self.entropy.update(metrics.get("entropy"))
+        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] else None)
         self._follow_with_reference()
         if batch.old_logprobs is None:
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
@@ -111,7 +111,7 @@ class Learner:
     def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
         """The batch with the log-probs of the policy as it is, for a step that comes after it has moved."""
         packed = self._pack(batch)
-        values = [self._logprobs(self.accelerator.unwrap_model(self.policy), part) for part in packed]
+        values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
         return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
 
     def with_reference(self, batch: EffectiveBatch) -> EffectiveBatch:
@@ -120,7 +120,7 @@ class Learner:
             return batch
         packed = self._pack(batch)
         with self._reference_policy() as reference:
-            values = [self._logprobs(reference, part) for part in packed]
+            values = self._measured(reference, "logprobs", packed)
         return dataclasses.replace(batch, ref_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
 
     def weights(self) -> dict[str, Tensor]:
@@ -158,12 +158,13 @@ class Learner:
         numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         return int(numbers.max().item())
 
-    def _logprobs(self, policy: PolicyLoss, part: MicroBatch) -> Tensor:
+    def _measured(self, policy: PolicyLoss, what: str, packed: Sequence[MicroBatch]) -> list[Tensor]:
+        """`policy.logprobs` or `policy.entropies` of each micro-batch, without gradients and without dropout."""
         was_training = policy.training
         policy.eval()
         try:
             with self.accelerator.autocast():
-                return policy.logprobs(part)
+                return [getattr(policy, what)(part) for part in packed]
         finally:
             policy.train(was_training)
 
@@ -183,13 +184,11 @@ class Learner:
         config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
         options: dict[str, Any] = {"config": config}
         if config.top_entropy_quantile < 1.0:
-            policy = self.accelerator.unwrap_model(self.policy)
-            with self.accelerator.autocast():
-                mine = torch.cat([policy.entropies(part) for part in packed]).cpu()
-            entropies = torch.cat(gather_object([mine]))
-            threshold = torch.quantile(entropies.double(), 1.0 - config.top_entropy_quantile)
-            options["entropy_threshold"] = threshold.float().to(self.accelerator.device)
-            options["num_entropy_tokens"] = float((entropies >= threshold.float()).sum())
+            mine = self._measured(self.accelerator.unwrap_model(self.policy), "entropies", packed)
+            entropies = torch.cat(gather_object([torch.cat(mine).cpu()]))
+            threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
+            options["entropy_threshold"] = threshold.to(self.accelerator.device)
+            options["num_entropy_tokens"] = max(1.0, float((entropies >= threshold).sum()))
         return options
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
@@ -212,10 +211,9 @@ class Learner:
             return
         share = self.args.ref_model_mixup_alpha
         with torch.no_grad():
-            ours, theirs = self.reference.model.state_dict(), self.weights()
-            for name, value in ours.items():
-                if value.is_floating_point():
-                    value.lerp_(theirs[name].to(value), share)
+            theirs = self.weights()
+            for name, value in self.reference.model.named_parameters():  # a tied tensor once
+                value.lerp_(theirs[name].to(value), share)
 
 
 class EntropyController:
@@ -255,6 +253,16 @@ class EntropyController:
         """The inverse of `state`."""
         last = state["last_entropy"]
         self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), math.inf if last is None else last
+
+
+def quantile(values: Tensor, share: float) -> Tensor:
+    """`torch.quantile` of [N] fp32 values, of any number of them; 0 of none."""
+    if not len(values):
+        return values.new_zeros(())
+    ordered, place = values.double().sort().values, share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below).float()
 
 
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:

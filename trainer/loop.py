@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.adapters import adapt, files_of
-from fused_grpo.trainer.arguments import refuse_missing
+from fused_grpo.trainer.arguments import refuse_function_ahead, refuse_missing
 from fused_grpo.trainer.balancing import balanced
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import (
@@ -119,6 +119,7 @@ class GRPOTrainer:
     ) -> None:
         # Everything that can be wrong is looked at before anything is loaded, started or written.
         refuse_missing(unsupported)
+        refuse_function_ahead(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
         self.dataset = check_dataset(train_dataset, name="train_dataset")
         self.eval_dataset = (
@@ -206,7 +207,6 @@ class GRPOTrainer:
                     self.save_checkpoint()
             return self._finish(metrics)
         finally:
-            self.collector.close()
             self.engine.close()
             self.output.close()
 
@@ -214,8 +214,10 @@ class GRPOTrainer:
         """Mean rewards on the eval set, logged as `eval/...`. None without an eval set."""
         if self.eval_dataset is None or self.args.eval_strategy == "no":
             return None
+        self.engine.wake()
         self._sync_engine()
         result = self.collector.evaluate(self.engine, self.eval_dataset)
+        self.engine.sleep()
         self.output.evaluation(self.step, result, len(self.eval_dataset))
         return result
 
@@ -228,7 +230,7 @@ class GRPOTrainer:
             return self._save(self.output_dir / "final")
         weights = self.learner.weights()
         if self.accelerator.is_main_process:
-            self.model.save_pretrained(str(output_dir), state_dict=weights)
+            files_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
             self.processing_class.save_pretrained(str(output_dir))
         self.accelerator.wait_for_everyone()
         return Path(output_dir)
@@ -307,7 +309,7 @@ class GRPOTrainer:
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: the numbers first, then where its seconds went."""
         metrics |= {
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "generate_calls": self.collector.generate_calls,
             "rollout_engine": self.engine.name,
             "step_time": sum(phases.seconds.values()),
@@ -317,7 +319,8 @@ class GRPOTrainer:
         self.state.log_history.append(metrics)
         self.output.step(metrics, phases)
 
-    def _epoch(self) -> float | None:
+    def epoch(self) -> float | None:
+        """Passes over the prompts so far; None for a stream without a length."""
         prompts = self.sampler.num_prompts
         return None if prompts is None else self.sampler.state_dict()["prompts"] / prompts
 
@@ -356,6 +359,7 @@ class GRPOTrainer:
         """Hand the current weights to the engine, where it serves others."""
         self.collector.settle()
         if self.engine.weight_version != self.step:
+            self.accelerator.wait_for_everyone()  # processes may share a server: none of them samples from it now
             self.engine.load_weights(self.learner.served_weights(), version=self.step)
 
     def _planned_steps(self) -> int:

@@ -84,12 +84,13 @@ class PolicyLoss(nn.Module):
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs [N] of the completion tokens, without gradients."""
         hidden, weight, options = self._head_inputs(batch)
-        return linear_logprobs(hidden, weight, batch.targets, **options)
+        return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
 
     @torch.no_grad()
     def entropies(self, batch: MicroBatch) -> Tensor:
         """Entropies [N] of the distributions that completion tokens were drawn from, in nats."""
         hidden, weight, options = self._head_inputs(batch)
+        options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
 
     def _head_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -90,6 +90,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
     trainer.eval_before = numbers["eval_before"]
     mine = files.read_tensors(checkpoint, files.process_file(trainer.accelerator.process_index))
     trainer.collector.load_state(numbers["collector"], _named(mine, _AHEAD))
+    trainer.state.epoch = trainer.epoch()  # type: ignore[assignment]
     buffer = numbers["buffers"][str(trainer.accelerator.process_index)]
     if buffer is not None:
         trainer.buffer = RolloutBuffer.from_state(buffer, _named(mine, _BUFFER))
@@ -112,6 +113,8 @@ def _identity(trainer: GRPOTrainer) -> dict[str, Any]:
         "num_generations",
         "num_iterations",
         "loss_type",
+        "beta",
+        "sync_ref_model",
         "optim",
     )
     processes = trainer.accelerator.num_processes

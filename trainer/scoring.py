@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_grpo.errors import RewardError
 from fused_grpo.trainer.advantages import total_rewards
 from fused_grpo.trainer.data import Row
 from fused_grpo.trainer.prompts import as_completion, prompt_text
@@ -29,6 +30,7 @@ class ScoredRollouts:
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
     metrics: dict[str, float] = field(default_factory=dict)  # that reward functions logged
     extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, that reward functions logged
+    failure: RewardError | None = None  # the first, where groups were dropped
 
     def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
         """What the optimizer learns from, given advantages [B]: everything but the groups that were dropped."""
@@ -91,6 +93,7 @@ def score_rollouts(
         seconds=output.seconds,
         metrics=output.metrics,
         extra=output.extra,
+        failure=output.failure,
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from fused_grpo.errors import NonFiniteError, RewardError, WeightSyncError
+from fused_grpo.errors import InputError, NonFiniteError, RewardError, WeightSyncError
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.learner import Learner, quantile
 
 
 def parameters(trainer) -> dict[str, torch.Tensor]:
@@ -169,3 +173,67 @@ def test_metrics_say_what_happened(make_trainer):
     assert all(line["rollout_engine"] == "scripted" for line in lines)
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in lines)
     assert lines[0]["reward"] == pytest.approx(lines[0]["rewards/digit_reward/mean"])
+
+
+def test_a_sleeping_engine_is_woken_for_an_evaluation(make_trainer, served_engine):
+    class Sleeper(served_engine):
+        awake = False
+
+        def wake(self) -> None:
+            self.awake = True
+
+        def sleep(self) -> None:
+            self.awake = False
+
+        def load_weights(self, named_weights, version) -> None:
+            assert self.awake
+            super().load_weights(named_weights, version)
+
+    trainer = make_trainer(engine=Sleeper, eval_steps=1)
+    trainer.eval_dataset = trainer.dataset[:2]
+    assert trainer.train().eval_after is not None
+    assert not trainer.engine.awake
+
+
+def test_a_reference_that_follows_is_mixed_once_also_where_ends_are_tied(make_model):
+    model = make_model(tie_word_embeddings=True)
+    args = GRPOConfig(beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6)
+    learner = Learner(model, args, Accelerator(cpu=True), max_steps=1)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    learner._follow_with_reference()
+    for name, value in learner.reference.model.state_dict().items():
+        torch.testing.assert_close(value, start[name] + 0.6, msg=name)
+
+
+def test_a_quantile_is_that_of_torch_and_nothing_has_one_too():
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    for share in (0.0, 0.2, 0.5, 0.8, 0.999):
+        assert quantile(values, share) == torch.quantile(values.double(), share).float()
+    assert quantile(torch.zeros(0), 0.5) == 0
+
+
+def test_a_step_of_nothing_but_truncated_completions_changes_nothing(make_trainer):
+    options = {"mask_truncated_completions": True, "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}
+    trainer = make_trainer(max_steps=1, **options)
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda *a: dataclasses.replace(generate(*a), finish_reasons=["length"] * 4)
+    start = parameters(trainer)
+    assert trainer.train().metrics["num_tokens"] == 0
+    assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
+    assert trainer.learner.entropy.coefficient == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "a schedule that depends on the number of the step alone"),
+        ({"vllm_mode": "server", "vllm_engine_kwargs": {"max_num_seqs": 4}}, "with vLLM in the trainer's process"),
+        ({"use_vllm": False, "vllm_enable_sleep_mode": True}, "with vLLM in the trainer's process"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        GRPOConfig(**options)

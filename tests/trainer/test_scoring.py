@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis.strategies import lists, sampled_from
 
-from fused_grpo.errors import RewardError
 from fused_grpo.trainer.advantages import multi_objective_advantages
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.scoring import ScoredRollouts, score_rollouts
@@ -56,10 +54,6 @@ async def no_eight(completions):
 def test_a_partial_group_never_reaches_the_loss(digits):
     failing = {place // 3 for place, digit in enumerate(digits) if digit in (7, 9)}
     functions = [last_digit, no_nine, no_eight]
-    if len(failing) == 4:
-        with pytest.raises(RewardError, match="every group"):
-            scored(functions, [[digit] for digit in digits], failure="drop")
-        return
     result = scored(functions, [[digit] for digit in digits], failure="drop")
     advantages = multi_objective_advantages(result.per_function, torch.ones(3), 3, scale="batch")
     batch = result.effective_batch(advantages)

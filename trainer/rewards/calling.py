@@ -193,7 +193,7 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def in_thread(work: Callable[[], T]) -> Future[T]:
+def in_thread(work: Callable[[], T], name: str = "reward") -> Future[T]:
     """Start the work in a thread that does not keep the process alive."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only be left alone
@@ -204,7 +204,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
 
 

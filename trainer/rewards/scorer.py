@@ -42,6 +42,7 @@ class RewardOutput:
     seconds: dict[str, float]  # by function
     metrics: dict[str, float]  # from log_metric, the mean where there were several
     extra: dict[str, list[Any]]  # B each, from log_extra
+    failure: RewardError | None = None  # the first, where groups were dropped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +173,6 @@ class Rewards:
         failed = {number: error for outcome in outcomes for number, error in outcome.failures.items()}
         dropped = torch.zeros(len(per_function) // num_generations, dtype=torch.bool)
         dropped[list(failed)] = True
-        if dropped.all():
-            raise RewardError(f"every group of the batch was dropped; the first failure: {failed[0]}") from failed[0]
         dropped = dropped.repeat_interleave(num_generations)
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
@@ -189,6 +188,7 @@ class Rewards:
             seconds={name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)},
             metrics={metric: math.fsum(logged) / len(logged) for metric, logged in metrics.items()},
             extra=extra,
+            failure=failed[min(failed)] if failed else None,
         )
 
 
