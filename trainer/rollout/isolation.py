@@ -104,9 +104,9 @@ def hushed(*, below: int) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_reload() -> Iterator[None]:
-    """No "RotaryEmbedding: Failed to load weights" at every sync: a layer without weights has none to load."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+def quiet(name: str) -> Iterator[None]:
+    """Nothing below an error from the logger of that name."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -8,9 +8,7 @@ every layer multiplies with A and B too, which merged weights (VLLMEngine, the d
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +21,8 @@ from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 from fused_grpo.trainer.rollout.vllm_start import check_installed
 from fused_grpo.trainer.rollout.weight_files import published
 
+# Warns that an adapter's own tokenizer would be ignored: it has none.
+_TOKENIZERS = "vllm.v1.engine.input_processor"
 _NAME = "policy"
 
 
@@ -76,7 +76,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = version
 
     def _sample(self, prompts: list[dict[str, list[int]]], requests: list[Any]) -> list[Any]:
-        with _quiet_about_tokenizers():
+        with isolation.quiet(_TOKENIZERS):
             return super()._sample(prompts, requests)
 
     def _hand_over(self, engine: Any) -> None:
@@ -95,18 +95,6 @@ class VLLMAdapterEngine(VLLMEngine):
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(_NAME, 1, str(folder), load_inplace=load_inplace)
-
-
-@contextmanager
-def _quiet_about_tokenizers() -> Iterator[None]:
-    """No warning that an adapter's own tokenizer would be ignored: it has none."""
-    logger = logging.getLogger("vllm.v1.engine.input_processor")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _check_servable(model: Any, config: Any) -> None:

@@ -31,6 +31,8 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Says at every sync that RotaryEmbedding's weights could not be loaded: a layer without weights has none.
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 _DECIDED_HERE = (
     "model",
     "tokenizer",
@@ -158,7 +160,7 @@ class VLLMEngine(RolloutEngine):
         detached = ((name, weight.detach()) for name, weight in weights)
         llm = self._engine()
         try:
-            with isolation.kept_rng(), isolation.kept_threads(), isolation.quiet_reload():
+            with isolation.kept_rng(), isolation.kept_threads(), isolation.quiet(_RELOAD):
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
             self.close()
