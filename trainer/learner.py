@@ -80,8 +80,7 @@ class Learner:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; nothing has been updated.
         """
-        batch = self.with_reference(batch)
-        packed = self._pack(batch)
+        batch, packed = self._with_reference(batch, self._pack(batch))
         options = self._counts(packed, len(batch.completion_ids)) | self._entropy_options(packed)
         self.policy.train()
         try:
@@ -114,14 +113,18 @@ class Learner:
         values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
         return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
 
-    def with_reference(self, batch: EffectiveBatch) -> EffectiveBatch:
-        """The batch with the reference's log-probs, where there is a KL term and they are not there yet."""
+    def _with_reference(
+        self, batch: EffectiveBatch, packed: list[MicroBatch]
+    ) -> tuple[EffectiveBatch, list[MicroBatch]]:
+        """Both with the reference's log-probs, where there is a KL term and they are not there yet."""
         if self.args.beta == 0 or batch.ref_logprobs is not None:
-            return batch
-        packed = self._pack(batch)
+            return batch, packed
         with self._reference_policy() as reference:
             values = self._measured(reference, "logprobs", packed)
-        return dataclasses.replace(batch, ref_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
+        ref_logprobs = per_sequence(packed, values, len(batch.completion_ids))
+        parts = zip(packed, values, strict=True)
+        packed = [dataclasses.replace(part, ref_logprobs=some) for part, some in parts]
+        return dataclasses.replace(batch, ref_logprobs=ref_logprobs), packed
 
     def weights(self) -> dict[str, Tensor]:
         """The causal LM's full state dict; every process has to ask."""

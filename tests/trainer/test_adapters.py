@@ -166,7 +166,7 @@ def test_engines_are_given_merged_weights(make_lora_trainer, make_model):
 
 def test_the_reference_is_the_base(make_lora_trainer, make_model):
     learner = make_lora_trainer(beta=0.1).learner
-    found = torch.cat(learner.with_reference(BATCH).ref_logprobs)
+    found = torch.cat(learner._with_reference(BATCH, learner._pack(BATCH))[0].ref_logprobs)
     torch.testing.assert_close(found, completion_logprobs(make_model(), BATCH).detach(), rtol=1e-5, atol=1e-5)
     assert (found - completion_logprobs(learner.policy.model, BATCH)).abs().max() > 1e-2
     assert learner.reference is None
@@ -178,7 +178,7 @@ def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_t
     model, start = trainer.model, completion_logprobs(adapted(kind), BATCH).detach()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     trainer.learner.learn(BATCH)
-    found = torch.cat(trainer.learner.with_reference(BATCH).ref_logprobs)
+    found = torch.cat(trainer.learner._with_reference(BATCH, trainer.learner._pack(BATCH))[0].ref_logprobs)
     torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
     assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
