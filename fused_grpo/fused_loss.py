@@ -7,6 +7,7 @@ what the forward pass made. The price: a forward pass under grad does the work o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -228,15 +229,15 @@ class _AttachGradients(torch.autograd.Function):
         if ctx.weight_main_grad is not None and d_weight is not None:
             ctx.weight_main_grad.addcmul_(d_weight, upstream.to(d_weight.dtype))
             d_weight = None
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            scaled = [None if gradient is None else gradient * upstream for gradient in (d_hidden, d_weight, d_bias)]
-        elif upstream.device.type == "cpu" and upstream.item() == 1.0:
-            scaled = [d_hidden, d_weight, d_bias]
-            ctx.gradients = None
-        else:
-            # Ours alone from here on: scaled where it lies, and taken by `.grad` without a copy.
-            scaled = [
-                None if gradient is None else gradient.mul_(upstream) for gradient in (d_hidden, d_weight, d_bias)
-            ]
-            ctx.gradients = None
-        return *scaled, None, None, None
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.gradients = ctx.gradients if kept else None
+        return *scaled((d_hidden, d_weight, d_bias), upstream, in_place=not kept), None, None, None
+
+
+def scaled(gradients: Sequence[Tensor | None], factor: Tensor, *, in_place: bool) -> list[Tensor | None]:
+    """Times a 0-d factor. In place, they are the caller's alone: `.grad` takes them without a copy."""
+    if not in_place:
+        return [None if gradient is None else gradient * factor for gradient in gradients]
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return list(gradients)
+    return [None if gradient is None else gradient.mul_(factor) for gradient in gradients]

@@ -14,6 +14,7 @@ Rows that cannot have a gradient (masked, zero advantage) are sorted out before,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -38,7 +39,9 @@ class Done(NamedTuple):
     """What is left of a loss once every gradient is taken."""
 
     statistics: dict[str, Tensor]
-    logprobs: Tensor  # [N], 0 for tokens that were not scored
+    logprobs: Tensor  # [N], 0 for tokens that were not scored; so are the three below
+    entropy: Tensor | None  # None where nobody asked for it
+    upstream: tuple[Tensor, Tensor | None]  # of the log-probs and of the entropies: what the gradients came from
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias, for an upstream of 1
 
 
@@ -52,6 +55,11 @@ class _Rows(NamedTuple):
 
     def of(self, rows: slice | Tensor) -> _Rows:
         return _Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+    @staticmethod
+    def joined(parts: list[_Rows]) -> _Rows:
+        """Of consecutive tiles."""
+        return _Rows(*map(_joined, zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
 def fused_loss(
@@ -73,8 +81,12 @@ def fused_loss(
     gradients = HeadGradients(rows, shape, **wanted, scale=scale, every_row=False, rounded=rounded)  # type: ignore[arg-type]
     as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef
     step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights, entropy)
-    statistics, logprobs = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
-    return Done(statistics, _everywhere(logprobs, rows.index, len(head.targets)), gradients.finish())
+    statistics, seen, upstream = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
+    per_token = [
+        None if values is None else _everywhere(values, rows.index, len(head.targets))
+        for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)
+    ]
+    return Done(statistics, per_token[0], per_token[1], (per_token[2], per_token[3]), gradients.finish())  # type: ignore[arg-type]
 
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -120,7 +132,7 @@ def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """A call's way through the head. Both ways give (statistics, log-probs of the head's rows)."""
+    """A call's way through the head. Both ways give (statistics, the head's rows, the upstream gradients of each)."""
 
     head: Head
     shape: TileShape
@@ -132,24 +144,26 @@ class _Step:
     """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
     entropy: bool  # whether anybody asks for it
 
-    def chunk_by_chunk(self) -> tuple[dict[str, Tensor], Tensor]:
-        parts, logprobs = [], []
+    def chunk_by_chunk(self) -> tuple[dict[str, Tensor], _Rows, LossGradients]:
+        seen, parts = [], []
         for tile in self.head.tiles(self.shape):
             rows = self._statistics(tile)
             here = TokenInputs(**self.inputs.tokens.rows(tile.rows if tile.index is None else tile.index))
             inputs = replace(self.inputs, tokens=here)
             done = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
-            parts.append(done.statistics)
-            logprobs.append(rows.logprobs)
+            seen.append(rows)
+            parts.append(done)
             self._take_gradient(tile, rows, done)
-        statistics = reference.merge_statistics(parts)
-        return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, torch.cat(logprobs)
+        statistics = reference.merge_statistics([part.statistics for part in parts])
+        statistics["recomputed"] = torch.zeros_like(statistics["loss"])
+        upstream = (_joined([part.logprobs for part in parts]), _joined([part.entropy for part in parts]))
+        return statistics, _Rows.joined(seen), LossGradients(statistics, *upstream)  # type: ignore[arg-type]
 
-    def in_two_phases(self) -> tuple[dict[str, Tensor], Tensor]:
+    def in_two_phases(self) -> tuple[dict[str, Tensor], _Rows, LossGradients]:
         index, inputs, seen = self.head.index, self.inputs, []
         for tile in self.head.tiles(self.shape):
             seen.append(self._statistics(tile))
-        rows = _Rows(*(None if values[0] is None else torch.cat(values) for values in zip(*seen, strict=True)))  # type: ignore[arg-type]
+        rows = _Rows.joined(seen)
         if index is not None:
             scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
             inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
@@ -171,7 +185,7 @@ class _Step:
                 if self.as_weights:
                     self.passes.weights_(tile.logits, tile.targets, maximum=some.maximum, **tile.arguments)
                 self._take_gradient(tile, some, done.of(left[tile.rows]))
-        return {**done.statistics, "recomputed": again}, rows.logprobs
+        return {**done.statistics, "recomputed": again}, rows, done
 
     def _statistics(self, tile: Tile) -> _Rows:
         if not self.as_weights:
@@ -243,6 +257,11 @@ def kept_first_(logits: Tensor, kept: Tensor | None) -> Tensor | None:
     for some in planner.chunks(len(holes), height):
         logits[holes[some]] = logits[movers[some]]
     return order.index_copy_(0, holes, movers)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One [N] from those of consecutive tiles, which all have it or none."""
+    return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
 
 
 def _everywhere(values: Tensor, index: Tensor | None, count: int) -> Tensor:

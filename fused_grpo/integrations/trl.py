@@ -1,0 +1,224 @@
+"""TRL's trainers with our ops under them.
+
+TRL 1.16 asks its models for log-probs: `model(..., labels=..., fused_lm_head=True)` runs the backbone and hands hidden
+states and head to one autograd function, which it looks up at call time. That function is what is replaced here, so
+everything else stays TRL's own code: what it passes through `model(...)`, so that DDP and FSDP see every gradient, how
+it computes the loss and each number that it logs.
+
+`GRPOTrainer` gets more. Which loss it will compute from the log-probs is known before: the options are on the trainer,
+the inputs in the batch. So the gradients are taken in the forward pass, while the logits are there: three GEMMs for a
+trainable head instead of four, fewer where rows have no gradient (`foreseen.py`). The backward pass compares TRL's
+gradient with the one foreseen. A trainer that computes something else gets the right gradients, at the price of five.
+
+Two ways in:
+
+    from fused_grpo.integrations.trl import FusedGRPOTrainer       # a GRPOTrainer; nothing else is touched
+    with fused_grpo.integrations.trl.patched(): ...                # every trainer of TRL's, until the end of the block
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_grpo._layout import loss_inputs
+from fused_grpo.config import CLIPPED, GRPOLossConfig
+from fused_grpo.errors import InputError
+from fused_grpo.foreseen import foreseen_logprobs
+from fused_grpo.integrations._peers import check_version, replaced
+from fused_grpo.logprobs import flatten_head, linear_logprobs, linear_logprobs_and_entropy
+
+check_version("trl", "~=1.16.0")
+
+import trl.trainer.utils as trl_utils  # noqa: E402 - only a TRL that was checked
+from trl import GRPOTrainer  # noqa: E402
+
+__all__ = ["FusedGRPOTrainer", "patched"]
+
+logger = logging.getLogger("fused_grpo")
+Fields = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """All of TRL's trainers use our ops, those made before as well; leaving it puts TRL's own back.
+
+    Log-probs and entropies of GRPO, RLOO, DPO, KTO and SFT come from `linear_logprobs`, and the gradients of
+    `GRPOTrainer` from the forward pass. On every device only positions with a label are scored. What needs more than
+    log-probs and entropies (token accuracy in SFT) stays TRL's, and so does everything outside the head.
+    """
+    theirs = GRPOTrainer._compute_loss
+
+    def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        with _foreseen(trainer, inputs):
+            return theirs(trainer, model, inputs)
+
+    with _our_ops(), replaced(GRPOTrainer, "_compute_loss", compute_loss):
+        yield
+
+
+class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """`trl.GRPOTrainer` with our ops: arguments, options, metrics and checkpoints are TRL's."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with _our_ops():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        with _foreseen(self, inputs):
+            return super()._compute_loss(model, inputs)
+
+
+class LossToCome(NamedTuple):
+    """What TRL is about to compute from a micro-batch's log-probs."""
+
+    config: GRPOLossConfig
+    inputs: dict[str, Any]  # keyword arguments of `loss_inputs`, per token [N] of those with a label
+
+
+_loss_to_come: ContextVar[LossToCome | None] = ContextVar("loss_to_come", default=None)
+
+
+@contextmanager
+def _our_ops() -> Iterator[None]:
+    """Ours for TRL's autograd function, and for its question whether to score the labelled positions alone."""
+    with ExitStack() as stack:
+        if not isinstance(trl_utils._ChunkedLogProbFunction, _Ops):
+            ours = _Ops(trl_utils._ChunkedLogProbFunction)
+            stack.enter_context(replaced(trl_utils, "_ChunkedLogProbFunction", ours))
+            stack.enter_context(replaced(trl_utils, "_use_triton", lambda device: True))
+        yield
+
+
+class _Ops:
+    """Stands where TRL's autograd function stood, and is called as it was."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] | None = None,
+    ) -> Fields:
+        """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None where `outputs` does not ask for it."""
+        more = ("more than log-probs and entropy",) if outputs is None else {*outputs} - {"log_probs", "entropy"}
+        if more:
+            _announce(f"TRL's op computes {', '.join(sorted(more))}, which ours does not")
+            given = () if outputs is None else (outputs,)
+            transform = (temperature, chunk_size, final_logit_softcapping, logit_scale)
+            fields: Fields = self.theirs.apply(hidden, weight, bias, targets, *transform, *given)
+            return fields
+        options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
+        options["softcap"] = final_logit_softcapping
+        to_come = _loss_to_come.get()
+        if to_come is not None and torch.is_grad_enabled() and len(targets) == len(to_come.inputs["advantages"]):
+            head = flatten_head(hidden, weight, targets, **options)
+            named = {"dtype": head.dtype, "device": hidden.device, **to_come.inputs, "config": to_come.config}
+            return *foreseen_logprobs(head, loss_inputs(targets.shape, **named), to_come.config), None, None, None
+        if outputs is not None and "entropy" in outputs:
+            return *linear_logprobs_and_entropy(hidden, weight, targets, **options), None, None, None
+        return linear_logprobs(hidden, weight, targets, **options), None, None, None, None
+
+
+@contextmanager
+def _foreseen(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """Log-probs asked for in here are for the loss that `trainer._compute_loss` makes of `inputs`."""
+    token = _loss_to_come.set(loss_to_come(trainer, inputs) if torch.is_grad_enabled() else None)
+    try:
+        yield
+    finally:
+        _loss_to_come.reset(token)
+
+
+def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
+    """The loss that `trainer._compute_loss` makes of `inputs`; None, and a line in the log, where that is none of ours.
+
+    Normalisers are TRL's: means over a micro-batch, which its accumulation steps share, or the tokens of a generation
+    batch scaled to one optimizer step of one process.
+    """
+    if trainer.top_entropy_quantile < 1.0 and trainer.accelerator.num_processes > 1:
+        _announce("the threshold of top_entropy_quantile is of all processes and not known before")
+        return None
+    try:
+        config = _config(trainer)
+    except InputError as error:
+        _announce(f"the fused loss does not take these options: {error}")
+        return None
+    labelled = inputs["completion_mask"] != 0
+    per_token = {
+        name: inputs.get(theirs)
+        for name, theirs in {
+            "mask": "tool_mask",
+            "old_logprobs": "old_per_token_logps",
+            "ref_logprobs": "ref_per_token_logps",
+            "sampling_logprobs": "sampling_per_token_logps",
+        }.items()
+    }
+    advantages = inputs["advantages"]
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    if _corrects(trainer) and config.loss_type != "vespo":
+        # The policy term of a token is linear in |advantage|: rho may as well be a part of that.
+        advantages = advantages * inputs["importance_sampling_ratio"]
+    lengths = labelled.sum(1)
+    tokens = lengths.sum() if inputs.get("tool_mask") is None else (inputs["tool_mask"] * labelled).sum()
+    steps = trainer.current_gradient_accumulation_steps
+    counts: dict[str, Any] = {"num_sequences": len(labelled) * steps, "num_tokens": tokens.clamp_min(1) * steps}
+    if config.loss_type in ("dapo", "cispo", "vespo"):
+        share = steps / trainer.args.steps_per_generation / trainer.accelerator.num_processes
+        counts["num_tokens"] = inputs["num_items_in_batch"].clamp_min(1) * share
+    found = {name: None if x is None else x.expand(labelled.shape)[labelled] for name, x in per_token.items()}
+    found["advantages"] = advantages.expand(labelled.shape)[labelled]
+    found["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    # A mean over the micro-batch, too; of the tokens above the quantile, where there is one.
+    counts["num_entropy_tokens"] = tokens.clamp_min(1) if config.top_entropy_quantile == 1.0 else None
+    return LossToCome(config, {**found, **counts, "entropy_threshold": None})
+
+
+def _config(trainer: Any) -> GRPOLossConfig:
+    """The options of the trainer's loss, but for its normalisers."""
+    args, names = trainer.args, ["sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"]
+    names += ["vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"]
+    of_sequence = _corrects(trainer) and trainer.loss_type == "vespo"
+    coefficient = trainer.entropy_coef if trainer._entropy_bonus_enabled else 0.0
+    if trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target:
+        coefficient = 0.0
+    return GRPOLossConfig(
+        loss_type=trainer.loss_type,
+        epsilon=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        delta=args.delta if trainer.loss_type in CLIPPED else None,
+        beta=trainer.beta,
+        importance_sampling_level=trainer.importance_sampling_level,
+        sampling_correction=trainer.vllm_importance_sampling_mode if of_sequence else None,
+        sampling_clip_max=trainer.vllm_importance_sampling_clip_max if of_sequence else None,
+        sampling_clip_min=trainer.vllm_importance_sampling_clip_min if of_sequence else None,
+        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        entropy_coef=coefficient / trainer.current_gradient_accumulation_steps,
+        max_completion_length=trainer.max_completion_length,
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def _corrects(trainer: Any) -> bool:
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+
+
+@functools.cache
+def _announce(reason: str) -> None:
+    logger.info("%s: that part runs on TRL's own path", reason)

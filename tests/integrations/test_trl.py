@@ -1,0 +1,323 @@
+"""TRL's trainers with our ops: the numbers are TRL's, whatever the options, and TRL is as it was afterwards."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_grpo import foreseen
+from fused_grpo.config import LEVELS, LOSS_TYPES
+from fused_grpo.errors import UnavailableError
+
+HERE = Path(__file__).parent
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+trl_loss, trl_runs = load(HERE.parent / "ops" / "trl_loss.py"), load(HERE / "trl_runs.py")
+GRID = [(x, level, option) for x in LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
+GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
+
+
+@pytest.fixture(scope="module")
+def ours() -> ModuleType:
+    """The integration. TRL is told that there is no vLLM: importing that takes longer than all these tests."""
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        import fused_grpo.integrations.trl as module
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch, ours) -> dict[str, int]:
+    """How often gradients were foreseen, and how often they were made again."""
+    counts = {"foreseen": 0, "made again": 0}
+
+    def counted(name, function):
+        def wrapper(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(ours, "foreseen_logprobs", counted("foreseen", ours.foreseen_logprobs))
+    monkeypatch.setattr(foreseen, "_from_scratch", counted("made again", foreseen._from_scratch))
+    return counts
+
+
+@pytest.fixture
+def on_tensors(monkeypatch, ours) -> None:
+    """Have `trl_loss` ask TRL's op for its log-probs, as TRL's models do, of a trainer that has all options."""
+    plain = trl_loss.stand_in
+
+    def log_probs(model, input_ids, attention_mask, logits_to_keep, **_):
+        on = attention_mask[:, -logits_to_keep:] != 0
+        rows, targets = model[0][on], input_ids[:, -logits_to_keep:][on]
+        arguments = (rows, model[1], None, targets, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
+        fields = ours.trl_utils._ChunkedLogProbFunction.apply(*arguments)[:2]
+        return *(x.new_zeros(on.shape).masked_scatter(on, x) for x in fields), None
+
+    def stand_in(trainer_class, config, accumulation_steps):
+        trainer = plain(trainer_class, config, accumulation_steps)
+        trainer.vllm_importance_sampling_mode = config.sampling_correction
+        trainer.vllm_importance_sampling_clip_max = config.sampling_clip_max
+        trainer.vllm_importance_sampling_clip_min = config.sampling_clip_min
+        trainer._get_per_token_logps_and_entropies = log_probs
+        return trainer
+
+    monkeypatch.setattr(trl_loss, "stand_in", stand_in)
+
+
+@pytest.mark.usefixtures("on_tensors")
+@pytest.mark.parametrize(("loss_type", "level", "option"), GRID)
+def test_every_option_is_foreseen(ours, calls, loss_type, level, option):
+    """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be made again."""
+    config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
+    theirs = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
+    with ours.patched():
+        mine = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
+    for name in ("loss", "hidden", "weight"):
+        expected = getattr(theirs, name)
+        assert (getattr(mine, name) - expected).norm() <= 1e-5 * expected.norm(), name
+    assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-7)
+    assert calls == {"foreseen": 1, "made again": 0}
+
+
+class Multiplied(TorchDispatchMode):
+    """Multiplications of all matrix products inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            one, other = args[-2:]
+            self.count += one.shape[0] * one.shape[1] * other.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("on_tensors")
+@pytest.mark.parametrize(("idle", "products"), [(0, 3), (2, 2)])
+def test_the_head_costs_three_products_and_fewer_where_there_is_no_advantage(ours, idle, products):
+    """TRL's op: four, whatever the advantages."""
+    config, batch = trl_loss.config_of("dapo", "token", "on policy"), trl_loss.make_batch("on policy", torch.float32)
+    mask = torch.ones_like(batch.completion_mask)
+    batch = batch._replace(advantages=batch.advantages.index_fill(0, torch.arange(idle), 0.0), completion_mask=mask)
+    unit = mask.numel() * trl_loss.D * trl_loss.V
+    with Multiplied() as theirs:
+        trl_loss.of_trl(ours.GRPOTrainer, batch, config)
+    with ours.patched(), Multiplied() as mine:
+        trl_loss.of_trl(ours.GRPOTrainer, batch, config)
+    assert theirs.count == 4 * unit
+    assert mine.count == products * unit
+
+
+def compare(one: tuple, other: tuple, tolerance: float = 1e-5) -> None:
+    """Parameters and everything that was logged."""
+    for name, expected in one[0].items():
+        torch.testing.assert_close(other[0][name], expected, rtol=0, atol=tolerance, msg=name)
+    assert [line.keys() for line in other[1]] == [line.keys() for line in one[1]]
+    for mine, theirs in zip(other[1], one[1], strict=True):
+        # Absolutely where a number is a difference of larger ones, as an on-policy loss is.
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=1e-6)
+
+
+def options_of(loss_type: str, beta: float) -> dict:
+    return {"loss_type": loss_type, "beta": beta, "epsilon_high": 5.0 if loss_type == "cispo" else 0.28}
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's, about what is experimental
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_five_steps_are_trls(ours, calls, loss_type, beta):
+    options = options_of(loss_type, beta)
+    theirs = trl_runs.run(ours.GRPOTrainer, **options)
+    with ours.patched():
+        compare(theirs, trl_runs.run(ours.GRPOTrainer, **options))
+    assert calls == {"foreseen": 10, "made again": 0}
+    compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, **options))
+    assert calls == {"foreseen": 20, "made again": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"top_entropy_quantile": 0.3, "entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 4.0},
+        {"mask_truncated_completions": True, "off_policy_mask_threshold": 0.01},
+        {"temperature": 0.7, "delta": 1.5, "use_bias_correction_kl": False, "beta": 0.04},
+        {"cast_lm_head_to_fp32": True, "gradient_checkpointing": True},
+        {"steps_per_generation": 4, "scale_rewards": "none"},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_other_options_are_trls(ours, calls, options):
+    with ours.patched():
+        mine = trl_runs.run(ours.GRPOTrainer, **options)
+    compare(trl_runs.run(ours.GRPOTrainer, **options), mine)
+    assert calls == {"foreseen": 10, "made again": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_is_trained_as_by_trl(ours, calls):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    theirs = trl_runs.run(ours.GRPOTrainer, peft_config=adapter, beta=0.04)
+    compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, peft_config=adapter, beta=0.04))
+    assert calls == {"foreseen": 10, "made again": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_with_another_loss_keeps_it(ours, calls, caplog):
+    """What it computes is not what its options say, and its gradient is its own all the same."""
+
+    class Other(ours.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            inputs = {**inputs, "advantages": inputs["advantages"].abs()}
+            return super()._compute_loss(model, inputs)
+
+    with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
+        mine = trl_runs.run(Other)
+        assert calls["made again"] == 0  # the batch that its parent is given is the one that is foreseen
+        late = trl_runs.run(late_of(ours.FusedGRPOTrainer))
+    compare(trl_runs.run(Other), mine)
+    assert calls["made again"] == 10
+    assert "not that of the loss foreseen" in caplog.text
+    compare(trl_runs.run(late_of(ours.GRPOTrainer)), late)
+
+
+def late_of(trainer_class: type) -> type:
+    """A trainer whose log-probs count more the later they come."""
+
+    class Late(trainer_class):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return logps * torch.linspace(0.5, 1.5, logps.shape[1]), *others
+
+    return Late
+
+
+def test_a_quantile_of_several_processes_is_left_to_trl(ours, caplog, monkeypatch):
+    config, batch = trl_loss.config_of("dapo", "token", "high entropy"), trl_loss.make_batch()
+    trainer = trl_loss.stand_in(ours.GRPOTrainer, config, 1)
+    trainer.accelerator.num_processes = 2
+    ours._announce.cache_clear()
+    with caplog.at_level("INFO", "fused_grpo"):
+        for _ in range(3):
+            assert ours.loss_to_come(trainer, {"advantages": batch.advantages}) is None
+    assert len(caplog.records) == 1
+    assert "top_entropy_quantile" in caplog.text
+
+
+def test_a_head_that_is_asked_for_more_stays_trls(ours, caplog):
+    from trl.kernels import ChunkedLogProbFunction
+
+    hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+    arguments = (hidden, weight, None, targets, 1.0, 4, None, 1.0, ("entropy", "is_top1", "mean_logits"))
+    theirs = ChunkedLogProbFunction.apply(*arguments)
+    ours._announce.cache_clear()
+    with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
+        fields = ours.trl_utils._ChunkedLogProbFunction.apply(*arguments)
+    for one, other in zip(fields, theirs, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert "is_top1, mean_logits, which ours does not" in caplog.text
+
+
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
+def test_the_op_is_trls_for_every_trainer(ours, outputs):
+    """What DPO, KTO, RLOO and SFT call: softcap, scale, bias and temperature as TRL hands them over."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (11, 8), (11,))]
+    hidden, weight, bias = leaves
+    arguments = (hidden, weight, bias, torch.arange(9), 0.7, 4, 3.0, 0.5, outputs)
+    results = []
+    for context in (ours._our_ops, torch.enable_grad):
+        with context():
+            fields = [x for x in ours.trl_utils._ChunkedLogProbFunction.apply(*arguments) if x is not None]
+        loss = sum((x * torch.linspace(-1, 1, 9)).sum() for x in fields)
+        results.append([*fields, *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def interrupted(all_replaced: bool) -> None:
+    assert all_replaced
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_is_as_it_was(ours):
+    before = trl_runs.run(ours.GRPOTrainer)
+    names = [(ours.trl_utils, "_ChunkedLogProbFunction"), (ours.trl_utils, "_use_triton")]
+    names += [(ours.GRPOTrainer, "_compute_loss")]
+    things = [getattr(owner, name) for owner, name in names]
+    with pytest.raises(RuntimeError, match="in the middle"), ours.patched(), ours.patched():
+        interrupted(all(getattr(owner, name) is not x for (owner, name), x in zip(names, things, strict=True)))
+    assert [getattr(owner, name) for owner, name in names] == things
+    trl_runs.run(ours.FusedGRPOTrainer, max_steps=1)
+    assert [getattr(owner, name) for owner, name in names] == things
+    after = trl_runs.run(ours.GRPOTrainer)
+    assert after[1] == before[1]
+    for name, value in before[0].items():
+        assert torch.equal(after[0][name], value), name
+
+
+@pytest.mark.parametrize("version", [None, "1.15.2", "1.17.0"])
+def test_another_trl_is_refused(monkeypatch, version):
+    from fused_grpo.integrations._peers import check_version
+
+    def installed(package):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    with pytest.raises(UnavailableError, match=rf"got (no trl|trl {version}), want .*fix: pip install 'trl~=1.16.0'"):
+        check_version("trl", "~=1.16.0")
+
+
+def distributed(out: Path, *, processes: int, runs: dict[str, dict]) -> None:
+    out.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *launcher, str(HERE / "trl_runs.py"), str(out), json.dumps(runs)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_processes_equal_one(tmp_path):
+    """Of the subclass: DDP reduces every gradient, whether a mean is over tokens or over sequences."""
+    runs = {loss_type: {"loss_type": loss_type, "beta": 0.04} for loss_type in ("dapo", "grpo")}
+    for processes, name in ((1, "one"), (2, "two")):
+        share = {"per_device_train_batch_size": 8 // processes, "model": trl_runs.saved_model()}
+        each = {loss_type: {**options, **share} for loss_type, options in runs.items()}
+        distributed(tmp_path / name, processes=processes, runs=each)
+    for loss_type in runs:
+        alone, shared = (load_file(tmp_path / name / f"{loss_type}.safetensors") for name in ("one", "two"))
+        for name, value in alone.items():
+            torch.testing.assert_close(shared[name], value, rtol=0, atol=1e-5, msg=name)
+        one, two = (json.loads((tmp_path / name / f"{loss_type}.json").read_text()) for name in ("one", "two"))
+        assert [line["loss"] for line in two[:5]] == pytest.approx([line["loss"] for line in one[:5]], abs=1e-5)

@@ -1,0 +1,137 @@
+"""Foreseen gradients: whatever comes from upstream, what comes out is the gradient of the log-probs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
+from fused_grpo import foreseen as module
+from fused_grpo._layout import loss_inputs
+from fused_grpo.foreseen import foreseen_logprobs
+from fused_grpo.logprobs import flatten_head
+
+B, T, D, V = 3, 5, 6, 13
+OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
+CONFIGS = {
+    "dapo": GRPOLossConfig(beta=0.1),
+    "of sequences": GRPOLossConfig(loss_type="grpo", importance_sampling_level="sequence"),
+    "with an entropy bonus": GRPOLossConfig(entropy_coef=0.3),
+}
+
+
+@pytest.fixture
+def made_again(monkeypatch) -> list:
+    """The calls that did not come as foreseen."""
+    calls, theirs = [], module._from_scratch
+    monkeypatch.setattr(module, "_from_scratch", lambda *args: calls.append(args) or theirs(*args))
+    return calls
+
+
+@dataclasses.dataclass
+class Case:
+    config: GRPOLossConfig
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.leaves = [normal(B * T, D), normal(V, D), normal(V)]
+        self.targets = torch.randint(0, V, (B * T,), generator=generator)
+        self.old = -2.5 + 0.3 * normal(B * T)
+        self.mask = torch.ones(B * T).index_fill(0, torch.tensor([1, 2, 14]), 0)
+        self.inputs = {"advantages": normal(B), "mask": self.mask, "cu_seqlens": torch.tensor([0, 6, 6 + 4, B * T])}
+        self.inputs |= {"old_logprobs": self.old, "ref_logprobs": self.old + 0.1}
+
+    def run(self, how: str, loss_of, *, frozen: bool = False):
+        """(loss, gradients) with log-probs that were "foreseen", or are those of the "op"."""
+        leaves = [x.clone().requires_grad_(not (frozen and k)) for k, x in enumerate(self.leaves)]
+        hidden, weight, bias = leaves
+        if how == "op":
+            values = linear_logprobs_and_entropy(hidden, weight, self.targets, bias=bias, **OPTIONS)
+        else:
+            head = flatten_head(hidden, weight, self.targets, bias=bias, **OPTIONS)
+            names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
+            named = {**dict.fromkeys(names), **self.inputs, "config": self.config}
+            inputs = loss_inputs(self.targets.shape, dtype=hidden.dtype, device=hidden.device, **named)
+            values = foreseen_logprobs(head, inputs, self.config, chunk_bytes=8 * 4 * V)
+        loss = loss_of(*values)
+        return loss, torch.autograd.grad(loss, leaves[: 1 if frozen else 3])
+
+    def loss(self, logprobs, entropy):
+        entropy = {"entropy": entropy} if self.config.entropy_coef else {}
+        return grpo_loss(logprobs, **self.inputs, **entropy, config=self.config).loss
+
+    def both(self, loss_of, *, frozen: bool = False) -> None:
+        (one, ours), (other, expected) = (self.run(how, loss_of, frozen=frozen) for how in ("foreseen", "op"))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+        for gradient, wanted in zip(ours, expected, strict=True):
+            assert wanted.abs().max() > 0
+            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("factor", [1.0, -3.5])
+def test_the_loss_that_was_foreseen(config, frozen, factor, made_again):
+    case = Case(config)
+    case.both(lambda *values: factor * case.loss(*values), frozen=frozen)
+    assert not made_again
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_that_was_not(config, frozen, made_again, caplog):
+    case = Case(config)
+    with caplog.at_level("INFO", "fused_grpo"):
+        case.both(lambda logprobs, entropy: (logprobs.square() * case.mask).sum() + entropy[0], frozen=frozen)
+    assert len(made_again) == 1
+    assert "not that of the loss foreseen" in caplog.text
+
+
+def test_one_token_more_is_noticed(made_again):
+    """The factor of all others does not speak for it."""
+    case = Case(CONFIGS["dapo"])
+    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) + 1e-3 * logprobs[4])
+    assert len(made_again) == 1
+
+
+def test_an_entropy_that_was_not_foreseen_is_noticed(made_again):
+    case = Case(CONFIGS["dapo"])
+    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) + 1e-3 * (entropy * case.mask).sum())
+    assert len(made_again) == 1
+
+
+def test_a_loss_foreseen_as_nothing(made_again):
+    case = Case(GRPOLossConfig())
+    case.inputs["advantages"] = torch.zeros(B, dtype=torch.float64)
+    _, gradients = case.run("foreseen", case.loss)
+    assert all(not gradient.any() for gradient in gradients)
+    assert not made_again
+    case.both(lambda logprobs, entropy: (logprobs * case.mask).sum())
+    assert len(made_again) == 1
+
+
+def test_masked_rows_have_the_old_log_probs():
+    case, seen = Case(CONFIGS["dapo"]), {}
+    case.run("foreseen", lambda logprobs, entropy: case.loss(seen.setdefault("logprobs", logprobs), entropy))
+    case.run("op", lambda logprobs, entropy: case.loss(seen.setdefault("expected", logprobs), entropy))
+    on = case.mask.bool()
+    assert torch.equal(seen["logprobs"][~on], case.old[~on])
+    torch.testing.assert_close(seen["logprobs"][on], seen["expected"][on])
+
+
+def test_backward_twice_needs_a_retained_graph():
+    case = Case(CONFIGS["dapo"])
+    head = flatten_head(case.leaves[0].requires_grad_(), case.leaves[1], case.targets, bias=None, **OPTIONS)
+    names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
+    named = {**dict.fromkeys(names), **case.inputs, "config": case.config}
+    inputs = loss_inputs(case.targets.shape, dtype=torch.float64, device=torch.device("cpu"), **named)
+    loss = case.loss(*foreseen_logprobs(head, inputs, case.config))
+    loss.backward(retain_graph=True)
+    once = case.leaves[0].grad.clone()
+    loss.backward()
+    torch.testing.assert_close(case.leaves[0].grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
