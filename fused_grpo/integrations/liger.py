@@ -1,0 +1,312 @@
+"""Liger's fused GRPO loss: the class `LigerFusedLinearGRPOLoss` of liger-kernel 0.8.5, over `fused_linear_grpo_loss`.
+
+The same constructor, call, loss, metrics and gradients; Liger itself is not imported. What the op has no argument for
+is said in those that it has:
+
+**The sampler's ratio** rho multiplies the policy term of a token. Each of these terms is positively homogeneous in the
+advantage A (sapo's temperature looks at its sign only), so rho * l(A) is l(rho * A) for rho >= 0.
+
+"vespo" takes rho into the weight phi(w) of the sequence instead: w is the product of the ratios of its tokens and of
+all rho, those on padding among them. With old log-probs the op does that, given sampling log-probs that differ from
+the old by log rho in sum. Without, w is known beforehand, and phi(w) multiplies A like any rho.
+
+**Without a reference** Liger compares the policy with itself: that KL is 0, its gradient too, and beta = 0 is the same.
+
+**"luspo"** is the mean over [B, T] of l times the length of its sequence, and nothing masks it: where l is one number
+per token, padding counts. At the sequence level and without a KL term it is one per sequence, and the op's (a ratio per
+token then counts by its mean over all T). The other cases are Liger's few lines of torch over `linear_logprobs`.
+
+**The metrics** are made of the log-probs that the op hands out: its own are TRL's, which leave the ratio out of the KL
+and count clipping after delta.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
+from fused_grpo.errors import InputError
+from fused_grpo.fused_loss import fused_linear_grpo_loss
+from fused_grpo.logprobs import linear_logprobs
+from fused_grpo.reference import compute_dtype, kl_term, policy_term
+
+_BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
+_LOWEST, _HIGHEST = math.log(1e-8), 20.0
+
+
+class _Tokens(NamedTuple):
+    """What a call says about its tokens besides their ids, [B, T] each, constants for autograd."""
+
+    mask: Tensor  # bool
+    advantages: Tensor  # [B, 1]
+    old: Tensor | None
+    ref: Tensor | None  # None where there is no KL
+    rho: Tensor | None  # the sampler's ratio, [B, 1] or [B, T]
+
+    def lengths(self) -> Tensor:
+        """Unmasked tokens of each sequence, [B, 1]."""
+        return self.mask.sum(1, keepdim=True)
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """`liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss`, without that package.
+
+    Args:
+        beta, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
+            sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
+            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in Liger; GRPOLossConfig says what they do.
+        use_ref_model: whether a call has to bring a reference.
+        compiled, chunk_size: taken, and without effect: nothing is compiled, chunks are cut by a byte budget.
+
+    Raises:
+        InputError: values out of range; like Liger, most of what does not go together is found by the first call.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+    ) -> None:
+        super().__init__()
+        bounds = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
+        for name, value in {**bounds, "delta": delta}.items():
+            if value is not None and value <= 0:
+                raise InputError(f"got {name}={value}, want a number > 0")
+        self.beta, self.use_ref_model = beta, use_ref_model
+        self.compiled, self.chunk_size = compiled, chunk_size
+        self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
+        self.loss_type, self.max_completion_length = loss_type, max_completion_length
+        self.importance_sampling_level = importance_sampling_level
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
+        self.temperature, self.use_bias_correction_kl = temperature, use_bias_correction_kl
+        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
+        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss and its metrics.
+
+        Args:
+            _input: hidden states [B, T, D].
+            lin_weight, bias: the head, [V, D] and [V]. What requires no gradient costs none.
+            selected_token_ids: [B, T].
+            attention_mask: [B, T], zeros and ones. Padding may hold anything, unless it counts ("luspo", see above).
+            advantages: [B].
+            ref_per_token_logps: [B, T], or the reference itself: ref_input [B, T, D'], ref_weight [V, D'], ref_bias.
+            old_per_token_logps: [B, T]. None: on policy.
+            vllm_is_ratio: the sampler's ratio, >= 0: [B], [B, 1] or [B, T].
+            num_items_in_batch: tokens of the whole step over all processes, by which "dapo", "cispo" and "vespo"
+                divide. None: of this call, over all processes.
+
+        Returns:
+            The loss, 0-d, and detached 0-d metrics: the mean KL (not with beta = 0), the share of clipped tokens.
+        """
+        self._check_call(selected_token_ids, attention_mask, advantages, vllm_is_ratio)
+        _check_per_token(selected_token_ids.shape, old_per_token_logps, ref_per_token_logps)
+        mask, has_kl = attention_mask != 0, self.use_ref_model and self.beta != 0.0
+        with_padding = self.loss_type == "luspo" and (has_kl or self.importance_sampling_level == "token")
+        ids = selected_token_ids.long() if with_padding else selected_token_ids.long().masked_fill(~mask, -100)
+        ref = self._reference(ids, ref_per_token_logps, (ref_input, ref_weight, ref_bias))
+        rho = vllm_is_ratio[:, None] if vllm_is_ratio is not None and vllm_is_ratio.ndim == 1 else vllm_is_ratio
+        constants = (advantages[:, None], old_per_token_logps, ref, rho)
+        tokens = _Tokens(mask, *(None if x is None else x.detach().to(compute_dtype(_input)) for x in constants))  # type: ignore[arg-type]
+        options: dict[str, Any] = {"bias": bias, "temperature": self.temperature}
+        config = self._config(tokens)
+        if with_padding:
+            logprobs = linear_logprobs(_input, lin_weight, ids, **options)
+            return self._loss_with_padding(logprobs, tokens, config), self._metrics(logprobs.detach(), tokens)
+        inputs = self._loss_inputs(tokens, num_items_in_batch)
+        output = fused_linear_grpo_loss(_input, lin_weight, ids, **options, **inputs, entropy=False, config=config)
+        return output.loss, self._metrics(output.logprobs, tokens)
+
+    def _check_call(self, ids: Tensor, attention_mask: Tensor, advantages: Tensor, rho: Tensor | None) -> None:
+        """What Liger asserts, and shapes that would broadcast."""
+        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
+            raise InputError(
+                f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}. "
+                "Sequence-level importance sampling is not supported for it; fix: 'token'"
+            )
+        if attention_mask.shape != ids.shape or ids.ndim != 2:
+            raise InputError(
+                f"got selected_token_ids {tuple(ids.shape)} and attention_mask {tuple(attention_mask.shape)}, "
+                "want [B, T] of both"
+            )
+        (B, T), shapes = ids.shape, ((len(ids),), (len(ids), 1), tuple(ids.shape))
+        if advantages.shape != (B,):
+            raise InputError(f"got advantages {tuple(advantages.shape)}, want [B] = ({B},), one per sequence")
+        if rho is not None and tuple(rho.shape) not in shapes:
+            raise InputError(f"got vllm_is_ratio {tuple(rho.shape)}, want [B], [B, 1] or [B, T] with B={B}, T={T}")
+
+    def _reference(
+        self, ids: Tensor, logprobs: Tensor | None, head: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> Tensor | None:
+        """The reference's log-probs, None where there is no KL."""
+        hidden, weight, bias = head
+        if not self.use_ref_model:
+            return None
+        if logprobs is not None and hidden is not None:
+            warnings.warn("got ref_per_token_logps and ref_input. Using ref_per_token_logps.", stacklevel=5)
+        if logprobs is None and (hidden is None or weight is None):
+            raise InputError(
+                "got use_ref_model=True without a reference; "
+                "fix: pass ref_per_token_logps, or ref_input and ref_weight, or use_ref_model=False"
+            )
+        if self.beta == 0.0 or hidden is None or weight is None or logprobs is not None:
+            return None if self.beta == 0.0 else logprobs
+        with torch.no_grad():
+            return linear_logprobs(hidden, weight, ids, bias=bias, temperature=self.temperature)
+
+    def _config(self, tokens: _Tokens) -> GRPOLossConfig:
+        clipped = self.loss_type in CLIPPED
+        return GRPOLossConfig(
+            loss_type=self.loss_type,
+            # Below 0 the ratio never comes.
+            epsilon=min(self.epsilon_low, 1.0) if clipped else 0.0,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta if clipped else None,
+            beta=0.0 if tokens.ref is None else self.beta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            importance_sampling_level=self.importance_sampling_level,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
+            sampling_correction="token_truncate",
+            sampling_clip_max=None,
+            max_completion_length=self.max_completion_length,
+        )
+
+    def _loss_inputs(self, tokens: _Tokens, num_items: float | Tensor | None) -> dict[str, Any]:
+        """The arguments of `fused_linear_grpo_loss` that give Liger's loss."""
+        advantages, rho, sampling = tokens.advantages, tokens.rho, None
+        if rho is not None and self.loss_type == "vespo":
+            log_w = rho.log().clamp(_LOWEST, _HIGHEST).sum(1, keepdim=True)
+            if tokens.old is None:
+                advantages = advantages * self._phi(advantages, log_w.clamp(_LOWEST, _HIGHEST))
+            else:
+                sampling = tokens.old - _on_few_tokens(log_w, tokens.mask)
+        elif rho is not None:
+            advantages = advantages * (rho.mean(1, keepdim=True) if self.loss_type == "luspo" else rho)
+        return {
+            "advantages": advantages.expand(tokens.mask.shape),
+            "mask": tokens.mask,
+            "old_logprobs": tokens.old,
+            "ref_logprobs": tokens.ref,
+            "sampling_logprobs": sampling,
+            "num_tokens": _num_tokens(tokens.mask, num_items) if self.loss_type in _BY_NUM_TOKENS else None,
+            # The clipping of a token counts whatever its rho is; that of a token without an advantage does not.
+            "score": "needed" if rho is None else "all",
+        }
+
+    def _phi(self, advantages: Tensor, log_w: Tensor) -> Tensor:
+        """The weight of "vespo" where that of a sequence is known: e^lambda w^k e^(-lambda w), [B, 1]."""
+        risen = advantages >= 0
+        k = torch.where(risen, self.vespo_k_pos, self.vespo_k_neg)
+        decay = torch.where(risen, self.vespo_lambda_pos, self.vespo_lambda_neg).clamp_min(1e-4)
+        return torch.exp(decay + k * log_w - decay * log_w.exp())
+
+    def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
+        """ "luspo" where padding counts: [B, T] log-probs to the loss."""
+        ratio = self._ratio(logprobs, tokens)
+        loss, _ = policy_term(logprobs, ratio, tokens.advantages, TokenTerms.of(config))
+        if tokens.rho is not None:
+            loss = loss * tokens.rho
+        if tokens.ref is not None:
+            loss = loss + self.beta * self._kl(logprobs, ratio, tokens.ref)
+        return (loss * tokens.lengths()).mean()
+
+    def _ratio(self, logprobs: Tensor, tokens: _Tokens) -> Tensor:
+        """r of tokens [B, T] or of sequences [B, 1]."""
+        change = logprobs - (logprobs.detach() if tokens.old is None else tokens.old)
+        if self.importance_sampling_level == "sequence":
+            change = torch.where(tokens.mask, change, 0.0).sum(1, keepdim=True) / tokens.lengths().clamp_min(1)
+        return change.exp()
+
+    def _kl(self, logprobs: Tensor, ratio: Tensor, ref: Tensor) -> Tensor:
+        kl = kl_term(ref - logprobs, "k3")
+        return kl * ratio if self.use_bias_correction_kl else kl
+
+    def _metrics(self, logprobs: Tensor, tokens: _Tokens) -> tuple[Tensor, ...]:
+        """The mean KL with its correction, unless beta is 0, and the share of tokens that are clipped."""
+        count, ratio = tokens.lengths().sum().clamp_min(1), self._ratio(logprobs, tokens)
+        clipped = torch.zeros_like(tokens.mask)
+        if self.loss_type in (*CLIPPED, "cispo"):
+            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+            if self.loss_type == "cispo":
+                low, high = 0.0, self.epsilon_high
+            clipped = torch.where(tokens.advantages < 0, ratio < low, (ratio > high) & (tokens.advantages > 0))
+        share = (clipped & tokens.mask).sum() / count
+        if self.beta == 0.0:
+            return (share,)
+        if tokens.ref is None:
+            return torch.zeros_like(share), share
+        return torch.where(tokens.mask, self._kl(logprobs, ratio, tokens.ref), 0.0).sum() / count, share
+
+
+def _check_per_token(shape: torch.Size, old: Tensor | None, ref: Tensor | None) -> None:
+    for name, tensor in (("old_per_token_logps", old), ("ref_per_token_logps", ref)):
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
+
+
+def _on_few_tokens(totals: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] that add up to `totals` [B, 1] over the mask, each within what "vespo" lets a token have.
+
+    The first tokens take all they can, the others are exactly 0: a small share for everyone would be rounded for all of
+    them in the same direction.
+    """
+    before = mask.cumsum(1) - 1
+    return (totals - before * _LOWEST).clamp(_LOWEST, 0.0) + (totals - before * _HIGHEST).clamp(0.0, _HIGHEST)
+
+
+def _num_tokens(mask: Tensor, num_items: float | Tensor | None) -> Tensor:
+    """What "dapo", "cispo" and "vespo" divide by: the tokens of the step per process, 0-d.
+
+    Liger counts over the processes again in every chunk, and hangs where they have different numbers of chunks.
+    """
+    group = dist.is_available() and dist.is_initialized()
+    if num_items is None:
+        total = mask.sum(dtype=torch.float32)
+        if group:
+            dist.all_reduce(total)
+    else:
+        total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
+    return (total / (dist.get_world_size() if group else 1)).clamp_min(1.0)
