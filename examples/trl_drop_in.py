@@ -28,7 +28,7 @@ def even(completions, **columns):
     return [sum(int(word) % 2 == 0 for word in some if word.isdigit()) / max(1, len(some)) for some in words]
 
 
-def train(trainer_class: type) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+def train(trainer_class: type, folder: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     torch.manual_seed(0)
     backend = Tokenizer(models.WordLevel({word: k for k, word in enumerate(VOCAB)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,7 +39,7 @@ def train(trainer_class: type) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         Qwen3Config(vocab_size=len(VOCAB), num_attention_heads=2, num_key_value_heads=1, **sizes, **ids)
     )
     args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=folder,
         per_device_train_batch_size=16,
         num_generations=8,
         max_completion_length=8,
@@ -60,7 +60,8 @@ def train(trainer_class: type) -> tuple[dict[str, torch.Tensor], list[dict[str, 
 
 
 def main() -> None:
-    (theirs, their_log), (ours, our_log) = train(GRPOTrainer), train(FusedGRPOTrainer)
+    with tempfile.TemporaryDirectory() as folder:
+        (theirs, their_log), (ours, our_log) = train(GRPOTrainer, folder), train(FusedGRPOTrainer, folder)
     for name in ("reward", "loss", "grad_norm", "entropy"):
         print(f"{name:>10}  TRL {their_log[-1][name]:+.6f}   fused {our_log[-1][name]:+.6f}")
     print("parameters differ by at most", max(float((theirs[name] - ours[name]).abs().max()) for name in theirs))
