@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
+from fused_grpo.integrations.logit_transform import logit_transform
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.adapters import base_model, check_head, head_weight
@@ -105,10 +106,3 @@ class PolicyLoss(nn.Module):
             **logit_transform(model.config),
         }
         return hidden, head_weight(head), options
-
-
-def logit_transform(config: Any) -> dict[str, float | None]:
-    """What a model does to its logits after the head, from the names its config may use."""
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return {"logit_scale": scale / divisor, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma

@@ -1,0 +1,335 @@
+"""`return_logprobs`: what it returns, what it leaves as it was, what may be around it, and how little memory it takes.
+
+What it refuses is in `test_transformers_refused.py`, what families of models do to their logits in
+`test_logit_transform.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2ForCausalLM
+
+from fused_grpo import linear_logprobs_and_entropy
+from fused_grpo.integrations import transformers as ours
+from fused_grpo.integrations.transformers import return_logprobs
+
+
+@pytest.fixture
+def model(make_model) -> Qwen2ForCausalLM:
+    return make_model("Qwen2")
+
+
+def called(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
+    with return_logprobs(model, **options):
+        return model(**batch)
+
+
+def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
+    """All of them, of a value; none is left behind."""
+    value.backward()
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    """Everything that somebody could have changed on a module, one module after the other."""
+    return [{k: list(v) if isinstance(v, dict) else id(v) for k, v in vars(x).items()} for x in model.modules()]
+
+
+# What it returns
+
+
+@pytest.mark.parametrize("count", [None, 7, torch.tensor(40)])
+def test_the_loss_is_the_models_own(model, batch, count):
+    extra = {} if count is None else {"num_items_in_batch": count}
+    own = model(**batch, **extra).loss
+    out = called(model, batch | extra)
+    assert_close(out.loss, own)
+    assert_close(gradients(model, out.loss), gradients(model, own))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "JetMoe"])
+def test_so_is_the_loss_of_its_experts(make_model, batch, name):
+    options = {"router_aux_loss_coef": 0.3, "aux_loss_coef": 0.3, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = make_model(name, **options, kv_channels=8, output_router_logits=True)
+    batch |= {"output_hidden_states": True, "output_router_logits": True}
+    own, out = model(**batch), called(model, batch)
+    assert own.aux_loss > 0.1
+    for which in ("loss", "aux_loss", "router_logits", "hidden_states"):
+        assert_close(out[which], own[which])
+    assert_close(gradients(model, out.loss), gradients(model, own.loss))
+
+
+def test_labels_that_come_shifted_are_not_shifted_again(model, batch):
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    out, usual = called(model, inputs | {"shift_labels": shifted}), called(model, batch)
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(out[name], nn.functional.pad(usual[name], (0, 1)))
+    assert torch.equal(out.loss, usual.loss)
+    shifted[:, -1] = 5
+    last = called(model, inputs | {"shift_labels": shifted}).log_probs[:, -1]
+    assert_close(last, model(**inputs).logits[:, -1].log_softmax(-1)[:, 5])
+
+
+@pytest.mark.parametrize("shape", [(), (3, 1), (3, 10)])
+def test_temperature_divides_logits(model, batch, by_logits, shape):
+    temperature = 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(3))
+    # Logits have one dimension more than what a number per token can be divided by.
+    theirs = by_logits(model, batch, temperature[..., None] if shape else temperature)
+    out = called(model, batch, temperature=temperature if shape else temperature.item())
+    assert_close((out.log_probs, out.entropy), tuple(theirs))
+    assert_close(gradients(model, out.log_probs.sum()), gradients(model, theirs.log_probs.sum()))
+
+
+def test_the_entropy_is_not_made_where_nobody_wants_it(model, batch):
+    out = called(model, batch, entropy=False)
+    assert out.entropy is None
+    assert "entropy" not in out
+    assert torch.equal(out.log_probs, called(model, batch).log_probs)
+
+
+def test_no_label_at_all_is_a_differentiable_zero(model, batch):
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    out = called(model, batch)
+    for value in (out.loss, out.log_probs.sum(), out.entropy.sum()):
+        assert value.item() == 0.0
+    assert all((x == 0).all() for x in gradients(model, out.loss).values())
+
+
+def test_what_the_op_is_told(model, batch, monkeypatch):
+    seen: dict[str, Any] = {}
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.update(options)
+        return linear_logprobs_and_entropy(*args, **options)
+
+    monkeypatch.setattr(ours, "linear_logprobs_and_entropy", spy)
+    options = {"chunk_bytes": 4096, "batch_invariant": True, "impl": "torch"}
+    out = called(model, batch, **options)
+    assert options.items() <= seen.items()
+    assert_close(out.log_probs, called(model, batch, impl="triton").log_probs)
+
+
+def test_under_autocast_log_probs_are_of_logits_that_were_not_rounded(model, batch, by_logits):
+    """The model computes what it computes in bf16; from there, nothing is rounded."""
+    states = []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = called(model, batch)
+        rounded = by_logits(model, batch).log_probs
+    handle.remove()
+    hidden, weight = (x.detach().bfloat16().double() for x in (states[0], model.lm_head.weight))
+    exact = (hidden @ weight.t())[:, :-1].log_softmax(-1).gather(-1, batch["labels"][:, 1:, None].clamp_min(0))[..., 0]
+    exact = exact.masked_fill(batch["labels"][:, 1:] == -100, 0.0)
+    assert out.log_probs.dtype == out.entropy.dtype == out.loss.dtype == torch.float32
+    assert (out.log_probs - exact).abs().max() < 1e-5
+    assert (rounded - exact).abs().max() > 1e-3
+
+
+def test_fsdp_may_not_round_them_either(model, batch):
+    """What FSDP2 does for its `output_dtype`, by its own function: to what the head and what the model returns."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    expected = called(model, batch)
+    model.lm_head.register_forward_hook(lambda *args: _apply_to_tensors(lambda x: x.bfloat16(), args[-1]))
+    out = called(model, batch | {"output_hidden_states": True})
+    cast = _apply_to_tensors(lambda x: x.bfloat16(), out)
+    assert cast.hidden_states[-1].dtype == torch.bfloat16
+    for name in ("log_probs", "entropy", "loss"):
+        assert torch.equal(cast[name], expected[name])
+    assert cast.keys() == out.keys() == {"loss", "log_probs", "entropy", "hidden_states"}
+
+
+# What it leaves as it was
+
+
+def test_generation_goes_on_as_ever(model, batch):
+    prompt = {"input_ids": batch["input_ids"][:1, :4], "attention_mask": batch["attention_mask"][:1, :4]}
+    options = {"do_sample": False, "max_new_tokens": 6, "use_cache": True}
+    own = model.generate(**prompt, **options)
+    signature = inspect.signature(model.forward)
+    with return_logprobs(model):
+        assert torch.equal(model.generate(**prompt, **options), own)
+        assert inspect.signature(model.forward) == signature
+        with pytest.raises(ValueError, match=r"model_kwargs.*attention_musk"):
+            model.generate(**prompt, **options, attention_musk=1)
+        assert torch.equal(model(**prompt).logits, model(**prompt, labels=None).logits)
+
+
+def test_nothing_is_left_behind(model, batch):
+    before, own = attributes(model), model(**batch).logits
+    with return_logprobs(model):
+        model(**batch)
+    assert attributes(model) == before
+    failing = model.model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        called(model, batch)
+    failing.remove()
+    assert attributes(model) == before
+    assert torch.equal(model(**batch).logits, own)
+
+
+def test_one_in_another_comes_first_and_goes_first(model, batch):
+    before = attributes(model)
+    with return_logprobs(model, temperature=2.0):
+        hot = model(**batch).log_probs
+        with return_logprobs(model):
+            assert torch.equal(model(**batch).log_probs, called(model, batch).log_probs)
+        assert torch.equal(model(**batch).log_probs, hot)
+    assert attributes(model) == before
+
+
+def test_hooks_of_accelerate_stay_where_they_are(model, batch, by_logits):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Halve(ModelHook):
+        def pre_forward(self, module: nn.Module, hidden: Tensor) -> Any:
+            return (hidden / 2,), {}
+
+    add_hook_to_module(model.lm_head, Halve())
+    before = attributes(model)
+    assert_close(called(model, batch).log_probs, by_logits(model, batch).log_probs)
+    assert attributes(model) == before
+
+
+class Gathered(torch.autograd.Function):
+    """As DeepSpeed's ZeRO-3 does it: what a module returns has to pass by here before its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: Callable[[], None], value: Tensor) -> Tensor:
+        ctx.gather = gather
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[None, Tensor]:
+        ctx.gather()
+        return None, slope
+
+
+def test_a_weight_that_is_there_only_between_hooks_is_there_in_the_backward_pass(make_model, batch):
+    model = make_model("Llama")
+    expected = gradients(model, called(model, batch).loss)
+    weight, full = model.lm_head.weight, model.lm_head.weight.data
+
+    def gather(*_: Any) -> None:
+        weight.data = full
+
+    def release(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        weight.data = full.new_empty(0)
+        return tuple(Gathered.apply(gather, x) for x in outputs)
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    out = called(model, batch)
+    assert weight.numel() == 0
+    assert_close(gradients(model, out.loss), expected)
+
+
+# What may be around the model, or in it
+
+
+def test_a_model_inside_ddp(model, batch):
+    from torch.nn.parallel import DistributedDataParallel
+
+    expected = gradients(model, called(model, batch).loss)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model, static_graph=True)
+        out = called(wrapped, batch)
+        assert_close(gradients(model, out.loss), expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_compiled_it_gives_the_same_numbers(make_model, batch, by_logits):
+    model = make_model("Llama", num_hidden_layers=1)
+    eager = called(model, batch)
+    expected = gradients(model, eager.log_probs.sum())
+    compiled = torch.compile(model, backend="aot_eager")
+    logits = compiled(batch["input_ids"]).logits
+    with return_logprobs(compiled):
+        first, second = compiled(**batch), compiled(**batch)
+    assert torch.equal(first.log_probs, second.log_probs)
+    assert_close((second.log_probs, second.entropy), (eager.log_probs, eager.entropy))
+    assert_close(gradients(model, second.log_probs.sum()), expected)
+    assert torch.equal(compiled(batch["input_ids"]).logits, logits)
+
+
+def test_gradient_checkpointing_changes_nothing(model, batch):
+    model.train()
+    plain = called(model, batch)
+    expected = gradients(model, plain.log_probs.sum())
+    model.gradient_checkpointing_enable()
+    assert_close(gradients(model, called(model, batch).log_probs.sum()), expected)
+
+
+LORA = {
+    "around attention": {"target_modules": ["q_proj", "v_proj"]},
+    "around attention and the head": {"target_modules": ["q_proj", "lm_head"]},
+    "with a trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("where", LORA)
+def test_lora(make_model, batch, by_logits, where):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model("Llama"), LoraConfig(**LORA[where], r=4, init_lora_weights=False))
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                x.add_(0.1 * torch.randn_like(x))
+    before, theirs = attributes(model), by_logits(model, batch)
+    out = called(model, batch)
+    assert_close((out.log_probs, out.entropy), tuple(theirs))
+    expected = gradients(model, theirs.log_probs.sum() + theirs.entropy.sum())
+    assert_close(gradients(model, out.log_probs.sum() + out.entropy.sum()), expected, 1e-4)
+    with model.disable_adapter():
+        assert_close(called(model, batch).log_probs, by_logits(model, batch).log_probs)
+    assert attributes(model) == before
+
+
+# How little memory it takes
+
+
+def test_no_tensor_as_large_as_the_logits_is_ever_allocated(make_model):
+    B, T, V = 4, 64, 4001
+    model = make_model("Qwen2", vocab_size=V, max_position_embeddings=T, tie_word_embeddings=True)
+    ids = torch.randint(V, (B, T))
+
+    def largest(work: Callable[[], Tensor]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work().backward()
+        return max(x.nbytes() for x in recorded.profiler.kineto_results.events() if x.name() == "[memory]")
+
+    logits = 4 * B * T * V
+    with return_logprobs(model, chunk_bytes=logits // 8):
+        # The gradient of the tied embedding is the largest there is: [V, D].
+        assert largest(lambda: sum(model(ids, labels=ids)[x].sum() for x in ("log_probs", "entropy"))) <= 4 * V * 32
+    assert largest(lambda: model(ids, labels=ids).loss) >= logits
+
+
+def test_the_example_says_what_it_should(capsys):
+    path = Path(__file__).parents[2] / "examples" / "transformers_logprobs.py"
+    spec = importlib.util.spec_from_file_location("transformers_logprobs", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    found = example.main()
+    assert found.keys() == example.FAMILIES.keys()
+    assert max(max(differences) for differences in found.values()) < 2e-5
+    assert "Gemma 2: 5 tanh(x / 5) log-probs" in capsys.readouterr().out

@@ -1,0 +1,136 @@
+"""`return_logprobs`: models and calls that it does not take, and what it says about them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import ProphetNetConfig, ProphetNetForCausalLM, Qwen2ForCausalLM
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.integrations.transformers import return_logprobs
+
+
+@pytest.fixture
+def model(make_model) -> Qwen2ForCausalLM:
+    return make_model("Qwen2")
+
+
+def called(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
+    with return_logprobs(model, **options):
+        return model(**batch)
+
+
+class Planted(Qwen2ForCausalLM):
+    """Does to its logits what no config would say."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = self.change(output.logits)
+        return output
+
+
+def masked(logits: Tensor) -> Tensor:
+    logits[:, :, 7:9] = torch.finfo(logits.dtype).min
+    return logits
+
+
+PLANTED = {
+    "scaled": lambda z: z * 1.7,
+    "scaled a little": lambda z: z * 1.001,
+    "capped": lambda z: z.clamp(-50, 50),
+    "with a bias": lambda z: z + 0.1 * torch.arange(z.shape[-1]),
+    "turned around": lambda z: z.flip(-1),
+    "without two columns": masked,
+    "cut": lambda z: z[..., :-3],
+    "normalised": lambda z: z.log_softmax(-1),
+    "added to": lambda z: z + torch.randn(3, 11, z.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_transform_that_the_config_does_not_tell_is_refused(model, batch, how):
+    planted = Planted(copy.deepcopy(model.config))
+    planted.change = PLANTED[how]
+    with pytest.raises(
+        UnsupportedError, match=r"Planted that takes .* by its forward something else; fix: call it without"
+    ):
+        called(planted, batch)
+
+
+def test_a_head_that_is_not_called_is_refused(model, batch, monkeypatch):
+    monkeypatch.setattr(Qwen2ForCausalLM, "get_output_embeddings", lambda self: nn.Linear(32, 61, bias=False))
+    with pytest.raises(UnsupportedError, match="does not call its output embeddings"):
+        called(model, batch)
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_head_that_is_more_than_its_weight_is_refused(model):
+    def refused(match: str, head: Any) -> None:
+        model.lm_head = head
+        with pytest.raises(UnsupportedError, match=match), return_logprobs(model):
+            pass
+
+    refused("got a Doubling as the head of Qwen2ForCausalLM, want nn.Linear", Doubling(32, 61))
+    replaced = nn.Linear(32, 61)
+    replaced.forward = lambda x: x
+    refused("Linear with another forward as the head", replaced)
+    del model.lm_head
+    with pytest.raises(UnsupportedError, match="without output embeddings"), return_logprobs(model):
+        pass
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_that_is_more_than_a_sum_is_refused(model, options):
+    from peft import LoraConfig, get_peft_model
+
+    model.lm_head = nn.Linear(32, 61)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"], **options)).train()
+    with pytest.raises(UnsupportedError, match="got an adapter with dropout, a bias or a variant"):
+        called(adapted, {})
+
+
+def test_a_head_whose_weight_is_no_plain_tensor_is_refused(model, batch):
+    class Packed(nn.Parameter):
+        pass
+
+    model.lm_head.weight = Packed(model.lm_head.weight.data)
+    with pytest.raises(UnsupportedError, match=r"got a Packed of torch\.float32 as the weight of the head"):
+        called(model, batch)
+
+
+def test_a_head_that_gets_more_than_one_state_per_label_is_refused(make_model, batch):
+    options = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4}
+    options |= {"num_decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "is_decoder": True}
+    config = ProphetNetConfig(vocab_size=61, hidden_size=32, ngram=2, add_cross_attention=False, **options)
+    with pytest.raises(InputError, match=r"got labels \(3, 11\) and hidden states \(3, 2, 11, 32\)"):
+        called(ProphetNetForCausalLM(config), batch)
+
+
+def test_arguments_that_cannot_be_right_are_refused(model, batch):
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"logits_to_keep": 3}, {}, "got logits_to_keep with labels"),
+        ({"labels": batch["labels"][:, :5]}, {}, r"got labels \(3, 5\) and hidden states \(3, 11, 32\)"),
+        ({"return_dict": False}, {}, "got a tuple from Qwen2ForCausalLM"),
+        ({}, {"temperature": torch.ones(4, 10)}, r"got temperature \(4, 10\), want what broadcasts to .*\(3, 10\)"),
+        ({}, {"temperature": 0.0}, "got temperature=0.0"),
+        ({}, {"impl": "cuda"}, "got impl='cuda'"),
+    ]
+    for arguments, options, message in bad:
+        with pytest.raises(InputError, match=message):
+            called(model, batch | arguments, **options)
+    with pytest.raises(InputError, match="got a Linear with no model of transformers inside"):
+        called(nn.Linear(2, 2), batch)
+    model.z_loss_coefficient = 0.1
+    with pytest.raises(UnsupportedError, match=r"want z_loss_coefficient=0\.0"):
+        called(model, batch)
