@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, UnsupportedError
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
 IMPLS = ("auto", "triton", "torch", "reference")
@@ -30,11 +30,16 @@ def check_head(
     sharded: bool = False,
 ) -> None:
     """Everything that decides the logits, but for values. `targets` may be any leading shape of `hidden`."""
+    check_whole(hidden=hidden, weight=weight)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             raise InputError(f"got {name} of dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATS))}")
     if weight.ndim != 2:
-        raise InputError(f"got weight of shape {tuple(weight.shape)}, want [V, D] (nn.Linear's layout)")
+        fix = "; fix: DeepSpeed keeps it elsewhere: call this in the forward of the module that it wraps"
+        raise InputError(
+            f"got weight of shape {tuple(weight.shape)}, want [V, D] (nn.Linear's layout)"
+            + (fix if hasattr(weight, "ds_id") else "")
+        )
     if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}, want [..., D] and [V, D] with one D"
@@ -54,6 +59,26 @@ def check_head(
         raise InputError(f"got logit_scale={logit_scale}, want a finite number")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise InputError(f"got softcap={softcap}, want a finite number > 0, or None for no cap")
+
+
+def check_whole(**tensors: Tensor) -> None:
+    """No DTensor. It is known by what only a DTensor has: its module takes long to import."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):
+            raise InputError(
+                f"got {name} as a DTensor, of which each process has a part, want a plain tensor; fix: call this in "
+                "the forward of the module that FSDP wraps, where weights are plain tensors; those of a module with "
+                "a fully_shard of its own are after module.unshard()"
+            )
+
+
+def check_differentiated_once() -> None:
+    """In a backward pass of ours. With create_graph=True, PyTorch would take its results for constants, in silence."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "got create_graph=True, want a first derivative; these gradients have none of their own; "
+            "fix: impl='reference', which autograd sees through"
+        )
 
 
 def check_plan(impl: str, chunk_bytes: int | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _impl, plans
-from fused_grpo._checks import check_targets, check_temperature_values
+from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
 from fused_grpo.head import Head
 from fused_grpo.reference import compute_dtype
 
@@ -28,13 +28,13 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor te
 torch.library.define(
     "fused_grpo::linear_logprobs",
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor way)",
-    tags=torch.Tag.needs_fixed_stride_order,
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 torch.library.define(
     "fused_grpo::linear_logprobs_backward",
     f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor way, Tensor? grad_logprobs, "
     f"Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
-    tags=torch.Tag.needs_fixed_stride_order,
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 
 
@@ -166,6 +166,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(
     ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
     nothing = (None,) * (2 + len(ctx.options))
     if grad_logprobs is None and grad_entropy is None:
         return None, None, None, *nothing

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_grpo import _impl
+from fused_grpo._checks import check_differentiated_once
+from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.fused_loss import scaled
@@ -34,6 +35,7 @@ TOLERANCE = 1e-5
 logger = logging.getLogger("fused_grpo")
 
 
+@outside_graphs
 def foreseen_logprobs(
     head: Head,
     inputs: LossInputs,
@@ -84,8 +86,8 @@ class _Foreseen(torch.autograd.Function):
         return logprobs, done.entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
         leaves = ctx.saved_tensors  # raises where they, and the gradients, are gone already
         factor = factor_between(ctx.foreseen, upstream)
         if factor is None:

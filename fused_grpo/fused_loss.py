@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fused_grpo import _impl, reference
-from fused_grpo._checks import check_plan, check_targets, check_temperature_values
+from fused_grpo._checks import check_differentiated_once, check_plan, check_targets, check_temperature_values
+from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs, loss_inputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
@@ -26,6 +26,7 @@ from fused_grpo.loss import GRPOLossOutput, value_and_gradient
 from fused_grpo.loss_plans import Score, fused_loss
 
 
+@outside_graphs
 def fused_linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -218,8 +219,8 @@ class _AttachGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
         if ctx.gradients is None:
             raise RuntimeError(
                 "Trying to backward through the loss a second time; its gradients were handed over the first time; "

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo import _impl, reference
+from fused_grpo._checks import check_differentiated_once
+from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs, loss_inputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
@@ -31,6 +33,7 @@ class GRPOLossOutput(NamedTuple):
     """Detached log-probs in the shape of the tokens: the `old_logprobs` of a second iteration, at no cost."""
 
 
+@outside_graphs
 def grpo_loss(
     logprobs: Tensor,
     *,
@@ -147,7 +150,9 @@ def value_and_gradient(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
 ) -> LossGradients:
     """Everything from the log-probs [N] and entropies [N] of all tokens of a call."""
-    with torch.no_grad():
+    # What the torch path saves for its own small backward pass is no matter of hooks around us: those of activation
+    # checkpointing would run the whole region again to get it back.
+    with torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
         of_sequence = config.importance_sampling_level == "sequence"
         gradient, of_ratio, statistics = passes.grpo_token_loss(
@@ -172,6 +177,10 @@ def value_and_gradient(
         )
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def with_zero_gradients(
     statistics: dict[str, Tensor], mask: Tensor, gradient: Tensor, of_entropy: Tensor | None
 ) -> dict[str, Tensor]:
@@ -191,7 +200,7 @@ class _AttachGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
         of_logprobs, of_entropy = ctx.gradients
         return upstream * of_logprobs, None if of_entropy is None else upstream * of_entropy, None, None

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from fused_grpo._graphs import outside_graphs
 from fused_grpo._impl import Impl
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.logit_transform import head_transform, transformed
@@ -190,7 +191,7 @@ class _Scorer:
         # Not views: an in-place operation on one would lose the hooks that FSDP2 puts on it.
         return tuple(score[:, scored].clone() for score in scores), _probe(hidden, len(weight))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a value is looked at and a class made: not for graphs
+    @outside_graphs
     def _finish(self, output: Any, call: _Call, count: Any) -> Any:
         self._check_probe(output, call)
         assert call.scores is not None
