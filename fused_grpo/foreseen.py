@@ -27,10 +27,12 @@ from fused_grpo.config import GRPOLossConfig
 from fused_grpo.fused_loss import scaled
 from fused_grpo.head import Head, full_precision
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
-from fused_grpo.loss_plans import fused_loss
+from fused_grpo.loss_plans import Done, fused_loss
+from fused_grpo.plans import rows_of
 
-TOLERANCE = 1e-5
-"""How far the upstream gradient of a token may be from the foreseen one, relative to the largest: fp32 rounding."""
+TOLERANCE = 1e-4
+"""How far the upstream gradient of a token may be from the foreseen one, relative to both its own size and that of a
+middling token: log-ratios summed over a long sequence in fp32."""
 
 logger = logging.getLogger("fused_grpo")
 
@@ -48,8 +50,7 @@ def foreseen_logprobs(
 
     Args:
         head: as `flatten_head` gives it; targets in [0, V).
-        inputs: of that loss, as `loss_inputs` gives them. Rows that they mask are not scored: their log-prob is the old
-            one, 0 without it, and their entropy 0.
+        inputs: of that loss, as `loss_inputs` gives them. Rows that they mask have no gradient in it, and are scored.
         config: the loss.
         chunk_bytes, impl: as in `fused_linear_grpo_loss`, but for "reference".
 
@@ -80,39 +81,60 @@ class _Foreseen(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.foreseen, ctx.gradients = done.upstream, done.gradients
         ctx.targets, ctx.options = head.targets, head.row_arguments(slice(None)) | {"bias": None}
-        old = inputs.tokens.old_logprobs
-        logprobs = torch.where(inputs.tokens.mask, done.logprobs, 0.0 if old is None else old)
         assert done.entropy is not None
-        return logprobs, done.entropy
+        return _with_masked_rows(done, head, inputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         check_differentiated_once()
         leaves = ctx.saved_tensors  # raises where they, and the gradients, are gone already
         factor = factor_between(ctx.foreseen, upstream)
-        if factor is None:
-            logger.info("the gradient from upstream is not that of the loss foreseen: the logits are made again for it")
-            return *_from_scratch(ctx, leaves, upstream), None, None, None, None
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        gradients = scaled(ctx.gradients, factor, in_place=not kept)
+        gradients = ctx.gradients
         if not kept:
             ctx.gradients = None
-        return *gradients, None, None, None, None
+        if factor is None:
+            del gradients
+            logger.info("the gradient from upstream is not that of the loss foreseen: the logits are made again for it")
+            return *_from_scratch(ctx, leaves, upstream), None, None, None, None
+        return *scaled(gradients, factor, in_place=not kept), None, None, None, None
+
+
+def _with_masked_rows(done: Done, head: Head, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all rows: a caller may look at those, too, that its loss leaves out."""
+    assert done.entropy is not None
+    left_out = rows_of(~inputs.tokens.mask)
+    if left_out is not None and not len(left_out):
+        return done.logprobs, done.entropy
+    rows = slice(None) if left_out is None else left_out
+    options = {**head.row_arguments(slice(None)), "temperature": head.temperature[rows]}
+    with torch.no_grad():
+        values = linear_logprobs_and_entropy(head.hidden[rows], head.weight, head.targets[rows], **options)
+    logprobs, entropy = done.logprobs.clone(), done.entropy.clone()
+    logprobs[rows], entropy[rows] = values
+    return logprobs, entropy
 
 
 def factor_between(foreseen: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]) -> Tensor | None:
-    """The number s, 0-d, with upstream = s * foreseen; None where there is none. Waits for the device."""
+    """The number s, 0-d, with upstream = s * foreseen; None where there is none. Waits for the device once.
+
+    Each token is held to its own size, and to that of a middling one where terms of it cancel: the one with the largest
+    ratio must not hide what the others have.
+    """
     expected, actual = (
         torch.cat([torch.zeros_like(foreseen[0]) if x is None else x for x in pair]) for pair in (foreseen, upstream)
     )
-    if not expected.any():
-        return None if actual.any() else expected.new_ones(())
-    largest = expected.abs().argmax()
-    ratio = actual[largest] / expected[largest]
+    if not len(expected):
+        return expected.new_ones(())
+    sizes = expected.abs()
+    largest = sizes.argmax()
+    something = sizes[largest] > 0
+    ratio = torch.where(something, actual[largest] / expected[largest], 1.0)
     # A gradient that nobody has scaled differs by rounding only, and need not be touched.
     ratio = torch.where((ratio - 1).abs() <= TOLERANCE, 1.0, ratio)
-    error = (actual - ratio * expected).abs().amax()
-    return ratio if error <= TOLERANCE * actual.abs().amax() else None
+    middling = torch.where(sizes > 0, sizes, torch.nan).nanmedian().nan_to_num(0.0)
+    near = (actual - ratio * expected).abs() <= TOLERANCE * ratio.abs() * (sizes + middling)
+    return ratio if near.all() else None
 
 
 def _from_scratch(

@@ -81,7 +81,8 @@ def fused_linear_grpo_loss(
         not fit the budget.
 
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
-        their dtype before the upstream gradient arrives: with fp16 and a loss scaler, prefer bf16 or fp32 weights.
+        their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,
+        small ones are lost; take bf16, or `grpo_loss(linear_logprobs(...))`.
     Memory: the chunk, O(N), the gradients asked for and their fp32 accumulators. Gradients are handed over, not copied:
         a second backward pass needs `retain_graph=True` on the first, which costs that copy.
 

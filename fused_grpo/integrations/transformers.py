@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,8 +89,11 @@ def return_logprobs(
     causal_lm = _causal_lm(model)
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
     scorer = _Scorer(causal_lm, temperature, entropy, options)
-    with _instead(causal_lm, "forward", scorer.wrap(causal_lm.forward)):
-        yield
+    try:
+        with _instead(causal_lm, "forward", scorer.wrap(causal_lm.forward)):
+            yield
+    finally:
+        scorer.open = False
 
 
 @dataclasses.dataclass
@@ -109,7 +113,7 @@ class _Scorer:
         self, causal_lm: PreTrainedModel, temperature: float | Tensor, entropy: bool, options: dict[str, Any]
     ) -> None:
         self.causal_lm, self.temperature, self.entropy, self.options = causal_lm, temperature, entropy, options
-        self.name, self.verified = type(causal_lm).__name__, False
+        self.name, self.verified, self.open = type(causal_lm).__name__, False, True
         self.transform = head_transform(causal_lm.config)
         _head_of(causal_lm)  # better refused before anything runs
         if getattr(causal_lm, "z_loss_coefficient", 0.0):
@@ -119,14 +123,18 @@ class _Scorer:
             )
 
     def wrap(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward for `own`, with the same signature: generate() checks arguments by it."""
+        """A forward for `own`, with the same signature: generate() checks arguments by it.
+
+        A method, because copies of the model take it along: bound to the copy, it is the copy's own.
+        """
         signature = inspect.signature(own)
 
-        @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            if model is not self.causal_lm:
+                return (own.__func__.__get__(model) if inspect.ismethod(own) else own)(*args, **kwargs)
             named = {**signature.bind_partial(*args).arguments, **kwargs}
             labels, shift_labels = (named.pop(name, None) for name in ("labels", "shift_labels"))
-            if labels is None and shift_labels is None:
+            if not self.open or (labels is None and shift_labels is None):
                 return own(*args, **kwargs)
             count = named.pop("num_items_in_batch", None)
             if not isinstance(named.get("logits_to_keep", 0), int) or named.get("logits_to_keep"):
@@ -138,7 +146,10 @@ class _Scorer:
             targets = pad(labels[:, 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
             return self._score(own, named, _Call(targets, shifted=shift_labels is not None), count)
 
-        return forward
+        functools.update_wrapper(forward, own)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return types.MethodType(forward, self.causal_lm)
 
     def _score(self, own: Callable[..., Any], arguments: dict[str, Any], call: _Call, count: Any) -> Any:
         """The model's own output, with scores for logits."""
@@ -363,13 +374,18 @@ _NOTHING = object()
 
 @contextmanager
 def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` for an instance attribute; afterwards again what there was, or nothing."""
+    """`function` for an instance attribute; afterwards again what there was, or nothing.
+
+    What somebody has put around it in the meantime stays: they have it to undo.
+    """
     before = vars(module).get(name, _NOTHING)
     vars(module)[name] = function
     try:
         yield
     finally:
-        if before is _NOTHING:
+        if vars(module).get(name) is not function:
+            pass
+        elif before is _NOTHING:
             del vars(module)[name]
         else:
             vars(module)[name] = before

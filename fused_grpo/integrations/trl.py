@@ -21,13 +21,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import loss_inputs
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
@@ -43,16 +44,21 @@ from trl import GRPOTrainer  # noqa: E402
 __all__ = ["FusedGRPOTrainer", "patched"]
 
 logger = logging.getLogger("fused_grpo")
+_NOT_FORESEEN = "log-probs are ours, the loss and its gradient TRL's own (4 products over the head, not 3)"
 Fields = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """All of TRL's trainers use our ops, those made before as well; leaving it puts TRL's own back.
+def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
+    """TRL's trainers use our ops, those made before as well; leaving it puts TRL's own back.
 
-    Log-probs and entropies of GRPO, RLOO, DPO, KTO and SFT come from `linear_logprobs`, and the gradients of
-    `GRPOTrainer` from the forward pass. On every device only positions with a label are scored. What needs more than
-    log-probs and entropies (token accuracy in SFT) stays TRL's, and so does everything outside the head.
+    GRPO and RLOO, and reference models of the others, take log-probs and entropies from `linear_logprobs`;
+    `GRPOTrainer` has its gradients from the forward pass. On every device only positions with a label are scored.
+    What asks for more than that (the policies of SFT, DPO and KTO want token accuracy or mean logits) stays TRL's, and
+    so does everything outside the head. Blocks that overlap have to end in the order of a stack.
+
+    Args:
+        chunk_bytes: budget for the one piece of logits, as in `linear_logprobs`.
     """
     theirs = GRPOTrainer._compute_loss
 
@@ -60,15 +66,18 @@ def patched() -> Iterator[None]:
         with _foreseen(trainer, inputs):
             return theirs(trainer, model, inputs)
 
-    with _our_ops(), replaced(GRPOTrainer, "_compute_loss", compute_loss):
+    with _our_ops(chunk_bytes), replaced(GRPOTrainer, "_compute_loss", compute_loss):
         yield
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer` with our ops: arguments, options, metrics and checkpoints are TRL's."""
 
+    chunk_bytes: int | None = None
+    """Budget for the one piece of logits, as in `linear_logprobs`; may be set at any time."""
+
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with _our_ops():
+        with _our_ops(self.chunk_bytes):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -87,22 +96,21 @@ _loss_to_come: ContextVar[LossToCome | None] = ContextVar("loss_to_come", defaul
 
 
 @contextmanager
-def _our_ops() -> Iterator[None]:
+def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
     """Ours for TRL's autograd function, and for its question whether to score the labelled positions alone."""
-    with ExitStack() as stack:
-        if not isinstance(trl_utils._ChunkedLogProbFunction, _Ops):
-            ours = _Ops(trl_utils._ChunkedLogProbFunction)
-            stack.enter_context(replaced(trl_utils, "_ChunkedLogProbFunction", ours))
-            stack.enter_context(replaced(trl_utils, "_use_triton", lambda device: True))
+    theirs = trl_utils._ChunkedLogProbFunction
+    ours = _Ops(theirs.theirs if isinstance(theirs, _Ops) else theirs, chunk_bytes)
+    with replaced(trl_utils, "_ChunkedLogProbFunction", ours), replaced(trl_utils, "_use_triton", lambda device: True):
         yield
 
 
 class _Ops:
     """Stands where TRL's autograd function stood, and is called as it was."""
 
-    def __init__(self, theirs: Any) -> None:
-        self.theirs = theirs
+    def __init__(self, theirs: Any, chunk_bytes: int | None) -> None:
+        self.theirs, self.chunk_bytes = theirs, chunk_bytes
 
+    @outside_graphs
     def apply(
         self,
         hidden: Tensor,
@@ -118,18 +126,23 @@ class _Ops:
         """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None where `outputs` does not ask for it."""
         more = ("more than log-probs and entropy",) if outputs is None else {*outputs} - {"log_probs", "entropy"}
         if more:
-            _announce(f"TRL's op computes {', '.join(sorted(more))}, which ours does not")
+            _announce(f"asked for {', '.join(sorted(more))}, which ours do not compute: TRL's own op runs")
             given = () if outputs is None else (outputs,)
             transform = (temperature, chunk_size, final_logit_softcapping, logit_scale)
             fields: Fields = self.theirs.apply(hidden, weight, bias, targets, *transform, *given)
             return fields
         options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
         options["softcap"] = final_logit_softcapping
-        to_come = _loss_to_come.get()
-        if to_come is not None and torch.is_grad_enabled() and len(targets) == len(to_come.inputs["advantages"]):
+        to_come, foreseeing = _loss_to_come.get(), torch.is_grad_enabled()
+        if to_come is not None and foreseeing and len(targets) == len(to_come.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, **options)
-            named = {"dtype": head.dtype, "device": hidden.device, **to_come.inputs, "config": to_come.config}
-            return *foreseen_logprobs(head, loss_inputs(targets.shape, **named), to_come.config), None, None, None
+            if head.hidden.dtype != torch.float16:
+                named = {"dtype": head.dtype, "device": hidden.device, **to_come.inputs, "config": to_come.config}
+                inputs = loss_inputs(targets.shape, **named)
+                values = foreseen_logprobs(head, inputs, to_come.config, chunk_bytes=self.chunk_bytes)
+                return *values, None, None, None
+            _announce(f"fp16 would lose small gradients before they are scaled: {_NOT_FORESEEN}")
+        options["chunk_bytes"] = self.chunk_bytes
         if outputs is not None and "entropy" in outputs:
             return *linear_logprobs_and_entropy(hidden, weight, targets, **options), None, None, None
         return linear_logprobs(hidden, weight, targets, **options), None, None, None, None
@@ -152,12 +165,12 @@ def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
     batch scaled to one optimizer step of one process.
     """
     if trainer.top_entropy_quantile < 1.0 and trainer.accelerator.num_processes > 1:
-        _announce("the threshold of top_entropy_quantile is of all processes and not known before")
+        _announce(f"the threshold of top_entropy_quantile is of all processes: {_NOT_FORESEEN}")
         return None
     try:
         config = _config(trainer)
     except InputError as error:
-        _announce(f"the fused loss does not take these options: {error}")
+        _announce(f"{error}: {_NOT_FORESEEN}")
         return None
     labelled = inputs["completion_mask"] != 0
     per_token = {
@@ -181,8 +194,9 @@ def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
     if config.loss_type in ("dapo", "cispo", "vespo"):
         share = steps / trainer.args.steps_per_generation / trainer.accelerator.num_processes
         counts["num_tokens"] = inputs["num_items_in_batch"].clamp_min(1) * share
-    found = {name: None if x is None else x.expand(labelled.shape)[labelled] for name, x in per_token.items()}
-    found["advantages"] = advantages.expand(labelled.shape)[labelled]
+    at = labelled.reshape(-1).nonzero()[:, 0]
+    per_token["advantages"] = advantages.to(torch.promote_types(advantages.dtype, torch.float32))
+    found = {name: None if x is None else x.expand(labelled.shape).reshape(-1)[at] for name, x in per_token.items()}
     found["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     # A mean over the micro-batch, too; of the tokens above the quantile, where there is one.
     counts["num_entropy_tokens"] = tokens.clamp_min(1) if config.top_entropy_quantile == 1.0 else None
@@ -221,4 +235,4 @@ def _corrects(trainer: Any) -> bool:
 
 @functools.cache
 def _announce(reason: str) -> None:
-    logger.info("%s: that part runs on TRL's own path", reason)
+    logger.info("%s", reason)

@@ -6,6 +6,7 @@ What it refuses is in `test_transformers_refused.py`, what families of models do
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -333,3 +334,27 @@ def test_the_example_says_what_it_should(capsys):
     assert found.keys() == example.FAMILIES.keys()
     assert max(max(differences) for differences in found.values()) < 2e-5
     assert "Gemma 2: 5 tanh(x / 5) log-probs" in capsys.readouterr().out
+
+
+def test_a_copy_made_inside_is_its_own_model(make_model, batch):
+    model = make_model("Llama", num_hidden_layers=1)
+    with return_logprobs(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        ids = batch["input_ids"]
+        assert not torch.allclose(other(ids).logits, model(ids).logits)
+        assert other(**batch).logits is not None  # a model of nobody's block
+    assert not torch.allclose(other(ids).logits, model(ids).logits)
+
+
+def test_what_is_put_around_the_model_inside_stays(make_model, batch):
+    model = make_model("Llama", num_hidden_layers=1)
+    expected, calls = model(**batch).logits, []
+    with return_logprobs(model):
+        inner = model.forward
+        model.forward = lambda *args, **kwargs: calls.append(1) or inner(*args, **kwargs)
+        assert model(**batch).log_probs is not None
+    assert torch.equal(model(**batch).logits, expected)
+    assert len(calls) == 2

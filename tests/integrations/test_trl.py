@@ -116,6 +116,32 @@ class Multiplied(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("on_tensors")
+def test_fp16_is_not_foreseen(ours, calls, caplog):
+    """A gradient that is rounded before it is scaled is lost, and only TRL knows of the scale."""
+    config, batch = trl_loss.config_of("dapo", "token", "nothing"), trl_loss.make_batch("nothing", torch.float16)
+    ours._announce.cache_clear()
+    with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
+        trl_loss.of_trl(ours.GRPOTrainer, batch, config)
+    assert calls == {"foreseen": 0, "made again": 0}
+    assert "fp16 would lose" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_budget_reaches_the_op(ours, monkeypatch):
+    budgets, theirs = set(), ours.foreseen_logprobs
+
+    def noted(*args, chunk_bytes, **kwargs):
+        budgets.add(chunk_bytes)
+        return theirs(*args, chunk_bytes=chunk_bytes, **kwargs)
+
+    monkeypatch.setattr(ours, "foreseen_logprobs", noted)
+    with ours.patched(chunk_bytes=4096):
+        trl_runs.run(ours.GRPOTrainer, max_steps=1)
+    trl_runs.run(type("Tight", (ours.FusedGRPOTrainer,), {"chunk_bytes": 8192}), max_steps=1)
+    assert budgets == {4096, 8192}
+
+
+@pytest.mark.usefixtures("on_tensors")
 @pytest.mark.parametrize(("idle", "products"), [(0, 3), (2, 2)])
 def test_the_head_costs_three_products_and_fewer_where_there_is_no_advantage(ours, idle, products):
     """TRL's op: four, whatever the advantages."""
@@ -243,12 +269,12 @@ def test_a_head_that_is_asked_for_more_stays_trls(ours, caplog):
     for one, other in zip(fields, theirs, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
-    assert "is_top1, mean_logits, which ours does not" in caplog.text
+    assert "asked for is_top1, mean_logits, which ours do not compute" in caplog.text
 
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
-def test_the_op_is_trls_for_every_trainer(ours, outputs):
-    """What DPO, KTO, RLOO and SFT call: softcap, scale, bias and temperature as TRL hands them over."""
+def test_the_op_is_trls(ours, outputs):
+    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL hands them over."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (11, 8), (11,))]
     hidden, weight, bias = leaves

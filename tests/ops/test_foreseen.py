@@ -113,13 +113,33 @@ def test_a_loss_foreseen_as_nothing(made_again):
     assert len(made_again) == 1
 
 
-def test_masked_rows_have_the_old_log_probs():
+def test_masked_rows_are_scored_too(made_again):
+    """A loss of somebody else's may read them."""
     case, seen = Case(CONFIGS["dapo"]), {}
-    case.run("foreseen", lambda logprobs, entropy: case.loss(seen.setdefault("logprobs", logprobs), entropy))
-    case.run("op", lambda logprobs, entropy: case.loss(seen.setdefault("expected", logprobs), entropy))
-    on = case.mask.bool()
-    assert torch.equal(seen["logprobs"][~on], case.old[~on])
-    torch.testing.assert_close(seen["logprobs"][on], seen["expected"][on])
+    for how in ("foreseen", "op"):
+        case.run(how, lambda *values, how=how: case.loss(*seen.setdefault(how, values)))
+    for mine, expected in zip(seen["foreseen"], seen["op"], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    assert not made_again
+    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) - 0.1 * logprobs[1].exp())
+    assert len(made_again) == 1
+
+
+def test_a_token_with_a_huge_ratio_does_not_hide_the_others(made_again):
+    case = Case(GRPOLossConfig())
+    case.inputs["advantages"] = -torch.ones(B, dtype=torch.float64)
+    case.inputs["old_logprobs"] = case.old.index_fill(0, torch.tensor([7]), -16.0)
+    case.both(case.loss)
+    assert not made_again
+    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) - 0.01 * (entropy * case.mask).mean())
+    assert len(made_again) == 1
+
+
+def test_gradients_that_were_not_wanted_are_gone_before_others_are_made(monkeypatch):
+    held, theirs = [], module._from_scratch
+    monkeypatch.setattr(module, "_from_scratch", lambda ctx, *args: held.append(ctx.gradients) or theirs(ctx, *args))
+    Case(CONFIGS["dapo"]).run("foreseen", lambda logprobs, entropy: logprobs.square().sum())
+    assert held == [None]
 
 
 def test_backward_twice_needs_a_retained_graph():
