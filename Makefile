@@ -5,7 +5,7 @@ OUTPUT_DIR ?= runs/demo
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench bench-gpu clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
@@ -25,9 +25,13 @@ check:   ## style, types and the house rules
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/house_style.py
 
-bench:   ## pytest-benchmark on this machine
+bench:   ## time and memory beside the peers, on this machine's CPU: bench/results/<machine>/<date>.json, .md, charts
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/pytest bench $(ARGS)
+	@$(BIN)/python -m fused_grpo.bench --suite cpu $(ARGS)
+
+bench-gpu: ## the same on its GPU; goes on where it was interrupted. ARGS=--tiny tries it without one
+	@$(PYTHON) scripts/setup_env.py dev bench
+	@$(BIN)/python -m fused_grpo.bench --suite gpu $(ARGS)
 
 clean:   ## everything that these targets made, but not runs/
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -15,20 +15,23 @@ import datetime
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
-from accuracy_page import PAGE, ROOT, render
-from peers import Contender, Result
 from torch import Tensor
 
+from fused_grpo.bench import peers
+from fused_grpo.bench.accuracy_page import PAGE, ROOT, render
+from fused_grpo.bench.contenders import Contender, Result, exact, full_logits, ours, ours_logprobs, peer
+from fused_grpo.bench.gate import Errors
+from fused_grpo.bench.work import Batch, Work
 from fused_grpo.env import environment
 
-SHAPES = (
-    {"sequences": 8, "tokens": 512, "hidden": 512, "vocab": 32000, "seed": 0},
-    {"sequences": 8, "tokens": 128, "hidden": 896, "vocab": 151936, "seed": 1},
+WORKS = (
+    Work(kind="logprobs", head="GPT-2", tokens=512, dtype="bfloat16"),
+    Work(kind="logprobs", head="Qwen3-0.6B", tokens=128, dtype="bfloat16"),
 )
 LOGIT_STD = 2.5
 
@@ -48,17 +51,12 @@ def main() -> None:
 
 
 def measure() -> dict[str, Any]:
-    contenders = peers.contenders()
-    for contender in contenders:
-        if contender.run is None:
-            print(f"{contender.name} is missing: {contender.missing}")
-        else:
-            peers.check(contender.run)
+    found = [measure_one(work, seed, contenders()) for seed, work in enumerate(WORKS)]
     return {
         "commit": commit(),
         "environment": environment(),
         "torch_threads": torch.get_num_threads(),
-        "problems": [{**shape, "dtype": "bfloat16", **measure_one(shape, contenders)} for shape in SHAPES],
+        "problems": [{**work.described(), "seed": seed, **found[seed]} for seed, work in enumerate(WORKS)],
     }
 
 
@@ -69,27 +67,78 @@ def commit() -> dict[str, Any]:
     return {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
-def measure_one(shape: dict[str, int], contenders: list[Contender]) -> dict[str, Any]:
-    inputs = problem(**shape)
-    right = peers.exact(*inputs)
-    chances = right.logprobs.exp()
-    rows = [{"name": c.name, "setting": c.setting, "version": c.version} for c in contenders]
-    for row, contender in zip(rows, contenders, strict=True):
-        measured = {"missing": contender.missing} if contender.run is None else errors(contender.run(*inputs), right)
-        row.update(measured)
-        print(f"V={shape['vocab']}  {contender.name}: {contender.missing or measured['logprobs']}", flush=True)
-    rounded = errors(Result(right.logprobs.float(), right.hidden.bfloat16(), right.weight.bfloat16()), right)
+def contenders() -> list[Contender]:
+    """Everyone who gives log-probs, and three who are measured here alone."""
+    known = {contender.name: contender for contender in peers.everyone() if not contender.floor}
+    mine, full = known.pop("fused-grpo"), known.pop("full logits")
+    others = [contender for contender in known.values() if contender.logprobs is not None or contender.missing]
+    return [mine, frozen(), full, full_fp32(), *others, liger_grpo()]
+
+
+def frozen() -> Contender:
+    """Another plan than the trainable head's: the gradient is taken in the forward pass."""
+
+    def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+        return ours_logprobs(hidden, weight.detach(), targets, work)
+
+    setting = "weight without gradient"
+    return replace(ours()[0], name="fused-grpo, frozen head", setting=setting, logprobs=logprobs)
+
+
+def full_fp32() -> Contender:
+    def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+        return full_logits(hidden.float(), weight.float(), targets, work)
+
+    return Contender(name="full logits, fp32", version=torch.__version__, setting="inputs upcast", logprobs=logprobs)
+
+
+def liger_grpo() -> Contender:
+    """The log-probs inside Liger's GRPO loss, whose gradients those of the loss are but for a factor per token."""
+
+    def load() -> dict[str, Any]:
+        from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            found: Tensor = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None])[0]
+            return found
+
+        return {"logprobs": logprobs}
+
+    return peer("Liger GRPO", peers.LIGER, "the log-probs inside LigerFusedLinearGRPOLoss, one chunk", load)
+
+
+def measure_one(work: Work, seed: int, everyone: list[Contender]) -> dict[str, Any]:
+    batch = problem(work, seed)
+    right = exact(batch, work)
+    assert right.d_hidden is not None
+    assert right.d_weight is not None
+    chances = right.value.exp()
+    results = [measured(contender, batch, work, right) for contender in everyone]
+    rounded = errors(Result(right.value.float(), right.d_hidden.bfloat16(), right.d_weight.bfloat16()), right)
     return {
-        "logprob_mean": right.logprobs.mean().item(),
+        "logprob_mean": right.value.mean().item(),
         "tokens_above_99_percent": int((chances > 0.99).sum()),
-        "results": rows,
+        "results": results,
         "rounding": rounded,
     }
 
 
-def problem(sequences: int, tokens: int, hidden: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden [B, T, D], weight [V, D], both in bf16, targets [B, T] and upstream [B, T]."""
-    generator = torch.Generator().manual_seed(seed)
+def measured(contender: Contender, batch: Batch, work: Work, right: Result) -> dict[str, Any]:
+    """A row of the page; one who is wrong, and not only rounds, has been called wrongly."""
+    row = {"name": contender.name, "setting": contender.setting, "version": contender.version}
+    why_not = contender.why_not(work, "cpu")
+    print(f"V={work.shape.vocab}  {contender.name}", why_not or "", flush=True)
+    if why_not is not None:
+        return {**row, "missing": why_not}
+    found = errors(contender.run(batch, work), right)
+    gradients = [found[name] and found[name]["relative"] for name in ("hidden", "weight")]
+    assert not Errors(found["logprobs"]["max"], *gradients).too_large(work), f"got {found} from {contender.name}"
+    return {**row, **found}
+
+
+def problem(work: Work, seed: int) -> Batch:
+    """Hidden states and head in bf16; nothing is masked."""
+    generator, (hidden, vocab, _), tokens = torch.Generator().manual_seed(seed), work.shape, work.tokens
     states = torch.randn(tokens, hidden, generator=generator)
     weight = torch.randn(vocab, hidden, generator=generator) * (LOGIT_STD / hidden**0.5)
     sure, sampled = torch.arange(tokens) % 2 == 0, torch.empty(tokens, dtype=torch.int64)
@@ -99,25 +148,29 @@ def problem(sequences: int, tokens: int, hidden: int, vocab: int, seed: int) -> 
     others, margin = torch.tensor(vocab).log() + LOGIT_STD**2 / 2, 20 * torch.rand(tokens, generator=generator) - 2
     direction = weight[sampled] / weight[sampled].square().sum(-1, keepdim=True)
     raised = states + (others + margin - (states * weight[sampled]).sum(-1))[:, None] * direction
-    states = torch.where(sure[:, None], raised, states).bfloat16().view(sequences, -1, hidden)
-    advantages = torch.randn(sequences, 1, generator=generator)
-    upstream = (advantages / tokens).expand(sequences, tokens // sequences)
-    return states, weight.bfloat16().requires_grad_(), sampled.view(sequences, -1), upstream
+    states = torch.where(sure[:, None], raised, states).bfloat16().view(work.sequences, -1, hidden)
+    advantages = torch.randn(work.sequences, generator=generator)
+    targets = sampled.view(work.sequences, -1)
+    upstream = (advantages[:, None] / tokens).expand(targets.shape)
+    leaves = (states.requires_grad_(), weight.bfloat16().requires_grad_())
+    return Batch(*leaves, targets, torch.ones_like(targets), advantages, torch.zeros(targets.shape), upstream)
 
 
 def errors(result: Result, right: Result) -> dict[str, Any]:
     """Of log-probs in nats; of ratios, as if their other log-prob were exact; of gradients relative to exact ones."""
-    off = result.logprobs.double() - right.logprobs
+    off = result.value.double() - right.value
     return {
         "logprobs": {"max": off.abs().max().item(), "mean": off.abs().mean().item(), "rms": rms(off)},
         "ratio": torch.expm1(off).abs().max().item(),
-        "hidden": gradient_errors(result.hidden, right.hidden),
-        "weight": None if result.weight is None else gradient_errors(result.weight, right.weight),
+        "hidden": gradient_errors(result.d_hidden, right.d_hidden),
+        "weight": gradient_errors(result.d_weight, right.d_weight),
     }
 
 
-def gradient_errors(gradient: Tensor, right: Tensor) -> dict[str, float]:
+def gradient_errors(gradient: Tensor | None, right: Tensor | None) -> dict[str, float] | None:
     """`worst_row`: of a gradient of hidden states, the token whose own gradient is relatively furthest off."""
+    if gradient is None or right is None:
+        return None
     gradient = gradient.double().flatten(0, -2)
     right = right.flatten(0, -2)
     off = gradient - right

@@ -78,7 +78,7 @@ def worst(problems: list[dict[str, Any]], name: str, *keys: str) -> float:
     figures = [row for problem in problems for row in problem["results"] if row["name"] == name]
     for key in keys:
         figures = [figure[key] for figure in figures]
-    return max(figures)
+    return float(max(figures))
 
 
 def table(problem: dict[str, Any]) -> str:
@@ -90,7 +90,7 @@ def table(problem: dict[str, Any]) -> str:
 
 def line(name: str, row: dict[str, Any]) -> str:
     if row.get("missing"):
-        return cells(name, "not installed", *("",) * (len(COLUMNS) - 2))
+        return cells(name, "not measured", *("",) * (len(COLUMNS) - 2))
     logprobs, hidden, weight = row["logprobs"], row["hidden"], row["weight"]
     return cells(
         name,
@@ -110,5 +110,5 @@ def cells(*texts: str) -> str:
 
 def setting(row: dict[str, Any]) -> str:
     if row.get("missing"):
-        return f"- {row['name']}: not measured. {row['missing']}"
+        return f"- {row['name']}: not measured: {row['missing']}"
     return f"- {row['name']}: {row['setting']} ({row['version']})"

@@ -1,24 +1,175 @@
-"""Benchmarks run only behind a correctness check, on two threads at most so that runs can be compared."""
+"""How the benchmarks run, and what their result file says beside pytest-benchmark's own.
+
+    pytest bench                         this machine's suite, at full size
+    pytest bench --suite gpu --tiny      the GPU's suite, the same code, at sizes that run anywhere
+    pytest bench -m trainer              one part: cpu, gpu (heads by themselves) or trainer
+
+`python -m fused_grpo.bench` (`fused-grpo bench`, `make bench`) runs it and makes tables and charts of what comes out.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
 import platform
-import sys
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from fused_grpo.env import environment
+from fused_grpo.bench.crew import Crew, Measurement
+from fused_grpo.bench.suites import Case, cases
 
-# Benchmarks import the modules beside them; pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-
-
-def pytest_configure() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
+PACKAGES = ("torch", "triton", "transformers", "vllm", *PEERS)
 
 
-def pytest_benchmark_update_machine_info(config, machine_info) -> None:
-    machine_info["node"] = platform.machine()  # no host names in files that get published
-    machine_info["fused_grpo"] = environment()
-    machine_info["torch_threads"] = torch.get_num_threads()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fused-grpo benchmarks")
+    group.addoption("--suite", choices=("cpu", "gpu"), help="default: gpu where there is one")
+    group.addoption("--tiny", action="store_true", help="small sizes: to see that everything runs")
+    group.addoption("--resume", metavar="FILE", help="keep each case's figures there, and do not measure it again")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in ("cpu: heads on a CPU", "gpu: heads on a GPU", "trainer: whole trainers and generation"):
+        config.addinivalue_line("markers", marker)
+    config.stash[NOTES] = {"absent": [], "longest": [], "promises": []}
+
+
+NOTES = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
+
+
+def suite_of(config: pytest.Config) -> str:
+    """Of this run, "cpu" or "gpu"; a GPU's suite runs on a CPU only if it is tiny."""
+    suite: str = config.getoption("--suite") or ("gpu" if torch.cuda.is_available() else "cpu")
+    if suite == "gpu" and not torch.cuda.is_available() and not config.getoption("--tiny"):
+        raise pytest.UsageError("got --suite gpu without a GPU; fix: --tiny, to see that everything runs")
+    return suite
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "contender" in metafunc.fixturenames:
+        found = cases(suite_of(metafunc.config), tiny=metafunc.config.getoption("--tiny"))
+        pairs = [(case, name) for case in found for name in case.names]
+        metafunc.parametrize(("case", "contender"), pairs, ids=[f"{case.name}: {name}" for case, name in pairs])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark = getattr(pytest.mark, suite_of(config))
+    for item in items:
+        if "contender" in getattr(item, "fixturenames", ()) or "promise" in item.name or "longest" in item.name:
+            item.add_marker(mark)
+
+
+class Figures:
+    """What has been measured, each case once, when its first contender is asked for."""
+
+    def __init__(self, crew: Crew, notes: dict[str, list[dict[str, Any]]], kept: Path | None) -> None:
+        self._crew, self._notes, self._kept = crew, notes, kept
+        self._found: dict[str, dict[str, Measurement]] = {}
+        for line in kept.read_text().splitlines() if kept is not None and kept.exists() else ():
+            entry = json.loads(line)
+            if entry["commit"] == commit():
+                self._found[entry["case"]] = {name: Measurement(**values) for name, values in entry["found"].items()}
+
+    def of(self, case: Case) -> dict[str, Measurement]:
+        if case.name not in self._found:
+            self._found[case.name] = found = self._crew.measure(
+                case.work, case.names, rounds=case.rounds, memory=case.memory
+            )
+            if self._kept is not None:
+                entry = {"commit": commit(), "case": case.name, "found": {name: vars(m) for name, m in found.items()}}
+                with self._kept.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+        return self._found[case.name]
+
+    def note(self, kind: str, **entry: Any) -> None:
+        """Have the result file say this beside the benchmarks."""
+        self._notes[kind].append(entry)
+
+
+@pytest.fixture(scope="session")
+def crew(pytestconfig: pytest.Config) -> Iterator[Crew]:
+    found = Crew("cuda" if torch.cuda.is_available() else "cpu")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def figures(crew: Crew, pytestconfig: pytest.Config) -> Figures:
+    kept = pytestconfig.getoption("--resume")
+    return Figures(crew, pytestconfig.stash[NOTES], Path(kept) if kept else None)
+
+
+class Replay:
+    """Seconds that were measured elsewhere, handed to pytest-benchmark as if its own clock had seen them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def into(self, benchmark: Any, seconds: list[float]) -> None:
+        left = iter(seconds)
+
+        def run() -> None:
+            self.now += next(left, 0.0)
+
+        benchmark.pedantic(run, rounds=len(seconds))
+
+
+@pytest.fixture
+def replay(benchmark: Any) -> Replay:
+    clock = Replay()
+    benchmark._timer = clock
+    return clock
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    machine_info |= {
+        "name": machine_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(memory, 1),
+        "versions": versions(),
+        "suite": suite_of(config),
+        "tiny": config.getoption("--tiny"),
+    }
+    machine_info.pop("node", None)
+
+
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
+    output_json |= config.stash[NOTES]
+
+
+def machine_name() -> str:
+    """What the folder of its results is called."""
+    if torch.cuda.is_available():
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return f"cpu-{os.cpu_count()}-cores"
+
+
+def versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Of the sources, where they are in a repository."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

@@ -1,200 +1,283 @@
-"""Who turns hidden states and a head's weight into per-token log-probs: ours and its peers, each behind one call.
+"""Everyone who is measured: the bare products, ours and plain torch (contenders.py), and the peers of the field.
 
-    run(hidden [B, T, D], weight [V, D], targets [B, T], upstream [B, T]) -> Result(logprobs, dH, dW)
-
-Gradients come back in the dtype of their inputs; dW is None for a weight that asks for none. `upstream`, the gradient
-of the loss in each log-prob, is the same number all along a sequence, as GRPO's is on policy: a peer that only gives
-the gradients of a whole loss can be had that way, too.
-
-Each peer runs as its own trainer or class sets it up, and nothing is asked for that is not compared. TRL takes, on a
-CPU, the torch path it has for devices without Triton, which rounds where its kernels round; Liger's is torch anywhere.
+Each peer runs in the setting that its own documentation or trainer gives it for this task, and is asked for nothing
+that is not compared. What it cannot do, its `limits` say, from its sources at the version that is named here. On a CPU,
+TRL and Liger take the torch paths that they have for devices without their kernels: what comes out says nothing of a
+GPU. A worker imports the peer that it is, and no other: some set Triton's allocator, or log as they like.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib.util
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-import fused_grpo
+from fused_grpo.bench.contenders import EPSILON, Contender, no_compiler, ours, peer, plain
+from fused_grpo.bench.work import Batch, Work
 
-TRL, LIGER = "trl==1.16.0", "liger-kernel==0.8.5"
-
-
-class Result(NamedTuple):
-    logprobs: Tensor
-    """[B, T]"""
-    hidden: Tensor
-    """[B, T, D], the gradient"""
-    weight: Tensor | None
-    """[V, D], the gradient"""
+TRL, LIGER, CCE = "trl==1.16.0", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1"
+VERL, QUACK = "verl==0.9.1", "quack-kernels==0.6.5"
+ROWS_OF_TORCH = 1024
 
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor], Result]
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+def everyone() -> list[Contender]:
+    """The floor first, then ours, then the others; those that are not installed say so in `missing`."""
+    return [*_at_hand(), *(make() for make in PEERS.values())]
+
+
+def named(name: str) -> Contender:
+    """One of them, without importing the others."""
+    return PEERS[name]() if name in PEERS else {contender.name: contender for contender in _at_hand()}[name]
+
+
+def _at_hand() -> list[Contender]:
+    return [products(), *ours(), *plain()]
+
+
+class Memory(NamedTuple):
+    """Where the bare products go."""
+
+    rows: Tensor  # [N, D], the scored ones
+    logits: Tensor  # [N, V]
+    d_hidden: Tensor  # [N, D]
+    d_weight: Tensor  # [V, D]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
-    name: str
-    version: str | None
-    setting: str
-    run: Callable[..., Any] | None
-    """A `Run`, or that of `loss_peers`; None where it is missing."""
-    missing: str | None = None
-    """Why, and the command that mends it."""
+class Products(Contender):
+    """Full-size `torch.mm` into memory that is there already, and nothing between them. What comes out is no answer.
+
+    The memory is made in the first run with a batch, and goes with it.
+    """
+
+    floor: bool = True
+    _kept: dict[Work, Memory] = field(default_factory=dict, repr=False, compare=False)
+
+    def why_not(self, work: Work, device: str) -> str | None:
+        return None
+
+    def forward(self, batch: Batch, work: Work) -> Tensor:
+        memory = self._memory(batch, work)
+        return torch.mm(memory.rows, batch.weight.detach().t(), out=memory.logits)
+
+    def backward(self, value: Tensor, batch: Batch, work: Work) -> None:
+        memory, weight = self._memory(batch, work), batch.weight.detach()
+        if work.direction == "trainable" and work.kind == "logprobs":
+            torch.mm(memory.rows, weight.t(), out=memory.logits)
+        if work.direction != "no_grad":
+            torch.mm(memory.logits, weight, out=memory.d_hidden)
+        if work.direction == "trainable":
+            torch.mm(memory.logits.t(), memory.rows, out=memory.d_weight)
+
+    def _memory(self, batch: Batch, work: Work) -> Memory:
+        if work not in self._kept:
+            rows, weight = batch.hidden.detach()[batch.mask.bool()], batch.weight.detach()
+            logits = rows.new_empty(len(rows), len(weight))
+            self._kept[work] = Memory(rows, logits, torch.empty_like(rows), torch.empty_like(weight))
+            weakref.finalize(batch.hidden, self._kept.pop, work, None)
+        return self._kept[work]
 
 
-def contenders() -> list[Contender]:
-    """Everyone, ours first; those that are not installed say so in `missing`."""
-    here, torch_version = fused_grpo.__version__, torch.__version__
-    return [
-        Contender(name="fused-grpo", version=here, setting="linear_logprobs", run=ours),
-        Contender(name="fused-grpo, frozen head", version=here, setting="weight without gradient", run=ours_frozen),
-        Contender(name="full logits", version=torch_version, setting="F.linear, log_softmax in fp32", run=full_logits),
-        Contender(name="full logits, fp32", version=torch_version, setting="inputs upcast", run=full_logits_fp32),
-        trl(),
-        trl(cast_lm_head_to_fp32=True),
-        liger(),
-    ]
-
-
-def differentiated(forward: Forward) -> Run:
-    """Forward and backward of log-probs [B, T] from (hidden, weight, targets)."""
-
-    def run(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Result:
-        hidden = hidden.detach().requires_grad_()
-        logprobs = forward(hidden, weight, targets)
-        leaves = [hidden, weight] if weight.requires_grad else [hidden]
-        gradients = torch.autograd.grad(logprobs, leaves, upstream)
-        return Result(logprobs.detach(), gradients[0], gradients[1] if weight.requires_grad else None)
-
-    return run
-
-
-ours = differentiated(fused_grpo.linear_logprobs)
-
-
-def ours_frozen(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Result:
-    """Another plan than the trainable head's: the gradient is taken in the forward pass."""
-    return ours(hidden, weight.detach(), targets, upstream)
-
-
-def chosen(log_p: Tensor, targets: Tensor) -> Tensor:
-    return log_p.gather(-1, targets[..., None])[..., 0]
-
-
-@differentiated
-def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """What a causal LM and its trainer do: logits in the model's dtype, log_softmax in fp32."""
-    return chosen(linear(hidden, weight).float().log_softmax(-1), targets)
-
-
-@differentiated
-def full_logits_fp32(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return chosen(linear(hidden.float(), weight.float()).log_softmax(-1), targets)
-
-
-def exact(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Result:
-    """The oracle: full logits in fp64 from the very same inputs, and nothing rounded after."""
-    run = differentiated(lambda hidden, weight, targets: chosen(linear(hidden, weight).log_softmax(-1), targets))
-    weight = weight.detach().double().requires_grad_(weight.requires_grad)
-    return run(hidden.double(), weight, targets, upstream.double())
+def products() -> Contender:
+    """The floor: nobody is faster who does them all."""
+    setting = "torch.mm of logits (twice for log-probs that are trained), dH and dW, as the work has them"
+    return Products(name="products alone", version=torch.__version__, setting=setting)
 
 
 def trl(*, cast_lm_head_to_fp32: bool = False) -> Contender:
-    """The op behind TRL's trainers, called as `trl.trainer.utils.add_fused_lm_head` calls it.
+    """The op behind TRL's trainers, called as `trl.trainer.utils.add_fused_lm_head` calls it where it has Triton.
 
     GRPOTrainer asks for the entropy, too, in the same pass; here as there it costs extra, so it is left out.
     """
 
-    def load() -> Run:
-        return differentiated(trl_logprobs(cast_lm_head_to_fp32=cast_lm_head_to_fp32))
+    def load() -> dict[str, Any]:
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as width
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            # The op casts the head to the dtype of the hidden states, a tile at a time.
+            hidden = hidden.float() if cast_lm_head_to_fp32 else hidden
+            options = (1.0, width, work.shape.softcap, 1.0, ("log_probs",))
+            found: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, *options)[0]
+            return found
+
+        return {"logprobs": logprobs}
 
     if cast_lm_head_to_fp32:
-        return peer("TRL, cast_lm_head_to_fp32", TRL, "the same op with its inputs upcast", load)
-    return peer("TRL", TRL, "ChunkedLogProbFunction, tiles of 4096 x 32768", load)
+        return peer("TRL, cast_lm_head_to_fp32", TRL, "the same op, its hidden states and head upcast", load)
+    return peer("TRL", TRL, "ChunkedLogProbFunction, tiles of 4096 x 32768, given the scored rows", load)
 
 
-def trl_logprobs(*, cast_lm_head_to_fp32: bool = False) -> Forward:
-    """Log-probs [B, T] by TRL's op; ImportError where TRL is missing."""
-    from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+def liger_grpo() -> Contender:
+    """Liger's GRPO loss, one chunk for the whole batch.
 
-    def forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        if cast_lm_head_to_fp32:
-            hidden, weight = hidden.float(), weight.float()
-        rows, options = hidden.reshape(-1, hidden.shape[-1]), (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0)
-        values = ChunkedLogProbFunction.apply(rows, weight, None, targets.reshape(-1), *options, ("log_probs",))
-        return values[0].view(targets.shape)
-
-    return forward
-
-
-def liger() -> Contender:
-    """Liger has no log-prob op: log-probs from the function inside its GRPO loss, gradients from the loss itself.
-
-    Loss type, chunk (one sequence) and clip range are the class's defaults; without the KL term, on policy, the loss is
-    -sum_t A_b log p_t / N but for its value. Compiling its loss arithmetic changes nothing of what is compared.
+    Its default of one sequence a chunk adds to all of dW once a sequence and is slower; memory is bounded by its slices
+    of the vocabulary either way. Compiling, its default, is of the arithmetic on [B, T] numbers alone and makes no
+    difference that can be measured. It has no op for log-probs of its own.
     """
 
-    def load() -> Run:
+    def load() -> dict[str, Any]:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-        from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
-        loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=False)
-        chunk_forward = LigerFusedLinearPPOBase.chunk_forward
+        def loss(batch: Batch, work: Work) -> Tensor:
+            module = LigerFusedLinearGRPOLoss(
+                beta=0.0,
+                use_ref_model=False,
+                loss_type="dapo",
+                epsilon_low=EPSILON,
+                epsilon_high=EPSILON,
+                compiled=False,
+                chunk_size=len(batch.targets),
+            )
+            given = (batch.hidden, batch.weight, batch.targets, batch.mask, batch.advantages)
+            found: Tensor = module(*given, old_per_token_logps=batch.old_logprobs)[0]
+            return found
 
-        def run(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Result:
-            if not torch.equal(upstream, upstream[:, :1].expand_as(upstream)):
-                raise ValueError("got an upstream that differs within a sequence, want one advantage for each")
-            with torch.no_grad():
-                pieces = zip(hidden.split(1), targets.split(1), strict=True)
-                logprobs = torch.cat([chunk_forward(rows, weight, ids) for rows, ids in pieces])
-            hidden, advantages = hidden.detach().requires_grad_(), -upstream[:, 0] * targets.numel()
-            value = loss(hidden, weight, targets, torch.ones_like(upstream), advantages)[0]
-            leaves = [hidden, weight] if weight.requires_grad else [hidden]
-            gradients = torch.autograd.grad(value, leaves)
-            return Result(logprobs, gradients[0], gradients[1] if weight.requires_grad else None)
+        return {"loss": loss}
 
-        return run
-
-    return peer("Liger", LIGER, "LigerFusedLinearGRPOLoss, one sequence a chunk", load)
-
-
-def peer(name: str, requirement: str, setting: str, load: Callable[[], Callable[..., Any]]) -> Contender:
-    """A contender that may not be installed: `load` imports it."""
-    try:
-        version, run, missing = importlib.metadata.version(requirement.partition("==")[0]), load(), None
-    except (importlib.metadata.PackageNotFoundError, ImportError) as error:
-        version, run, missing = None, None, f"{error}; fix: pip install {requirement}"
-    return Contender(name=name, version=version, setting=setting, run=run, missing=missing)
+    setting = "LigerFusedLinearGRPOLoss, one chunk, compiled=False, given the padded batch"
+    return peer("Liger GRPO", LIGER, setting, load, limits=_no_softcap)
 
 
-def check(run: Run, *, frozen: bool = False) -> None:
-    """Nothing wrong is measured: log-probs and gradients in fp32 against fp64, over several of anyone's tiles."""
-    (hidden, weight, targets, upstream), right = _small_problem()
-    result = run(hidden, weight.detach().requires_grad_(not frozen), targets, upstream)
-    close = functools.partial(torch.testing.assert_close, rtol=1e-4)
-    close(result.logprobs.double(), right.logprobs, atol=1e-5)
-    close(result.hidden.double(), right.hidden, atol=1e-5 * right.hidden.abs().max().item())
-    if result.weight is not None:
-        close(result.weight.double(), right.weight, atol=1e-5 * right.weight.abs().max().item())
+def liger_fslce() -> Contender:
+    """The op behind Liger's scaled cross entropy: CuTe kernels on Hopper, torch in steps of 512 tokens elsewhere."""
+
+    def load() -> dict[str, Any]:
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            nll: Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets)
+            return -nll
+
+        return {"logprobs": logprobs}
+
+    def limits(work: Work, device: str) -> str | None:
+        if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+            if work.dtype != "bfloat16":
+                return "takes bf16 alone on Hopper"
+            if importlib.util.find_spec("cutlass") is None:
+                return f"has no CuTe DSL; fix: pip install '{LIGER.replace('==', '[cutedsl]==')}'"
+        return _no_softcap(work, device)
+
+    setting = "LigerFusedLinearScaledCrossEntropyFunction, without entropy"
+    return peer("Liger FSLCE", LIGER, setting, load, limits=limits)
 
 
-@functools.cache
-def _small_problem() -> tuple[tuple[Tensor, ...], Result]:
-    generator, (B, T, D, V) = torch.Generator().manual_seed(0), (3, 16, 32, 40000)
-    hidden = torch.randn(B, T, D, generator=generator)
-    weight = torch.randn(V, D, generator=generator).mul_(0.4).requires_grad_()
-    targets = torch.randint(0, V, (B, T), generator=generator)
-    targets[0, :2] = torch.tensor([0, V - 1])
-    upstream = torch.tensor([1.0, -2.0, 0.5])[:, None].expand(B, T) / (B * T)
-    inputs = (hidden, weight, targets, upstream)
-    return inputs, exact(*inputs)
+def cce(name: str, setting: str, *, limits: Callable[[Work, str], str | None], **options: Any) -> Contender:
+    """Apple's Cut Cross-Entropy."""
+
+    def load() -> dict[str, Any]:
+        from cut_cross_entropy import linear_cross_entropy
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            given = {"softcap": work.shape.softcap, "reduction": "none", **options}
+            nll: Tensor = linear_cross_entropy(hidden, weight, targets, **given)
+            return -nll
+
+        return {"logprobs": logprobs}
+
+    return peer(name, CCE, setting, load, limits=limits)
+
+
+def torch_core() -> Contender:
+    """PyTorch's own, chunked; chunks of 1024 rows hold about as many bytes of logits as ours.
+
+    Without a size it takes one from the aspect ratio of the head, which for a vocabulary is a few rows, and adds to all
+    of dW once a chunk: 16 rows and several times as long for GPT-2's on a CPU in fp32.
+    """
+
+    def load() -> dict[str, Any]:
+        from torch.nn import LinearCrossEntropyOptions
+        from torch.nn.functional import linear_cross_entropy
+
+        options = LinearCrossEntropyOptions(batch_chunk_size=ROWS_OF_TORCH)
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            return -linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
+
+        return {"logprobs": logprobs}
+
+    setting = f'linear_cross_entropy, reduction="none", chunks of {ROWS_OF_TORCH} rows'
+    return peer("torch core", "torch>=2.13", setting, load, limits=_no_softcap)
+
+
+def verl() -> Contender:
+    """verl's Triton kernels, as its "triton" backend of `use_fused_kernels` calls them. Entropy comes with them."""
+
+    def load() -> dict[str, Any]:
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            found: Tensor = linear_cross_entropy(hidden, weight, targets, 1.0, "none")[0]
+            return found
+
+        return {"logprobs": logprobs}
+
+    def limits(work: Work, device: str) -> str | None:
+        if device == "cuda" and work.dtype == "float32":
+            return "multiplies fp32 as TF32"
+        if work.shape.hidden % 128:
+            return "takes hidden sizes that are multiples of 128 alone"
+        return _gpu_only(work, device) or _no_softcap(work, device)
+
+    setting = "linear_cross_entropy, defaults: d logits in slices of the vocabulary"
+    return peer("verl", VERL, setting, load, limits=limits)
+
+
+def quack() -> Contender:
+    """QuACK's op with a loss per token. Its chunked one only sums or averages, which no weight of a token survives."""
+
+    def load() -> dict[str, Any]:
+        from quack.linear_cross_entropy import linear_cross_entropy_func
+
+        def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+            nll: Tensor = linear_cross_entropy_func(
+                hidden, weight, None, targets, reduction="none", inplace_backward=True
+            )
+            return -nll
+
+        return {"logprobs": logprobs}
+
+    def limits(work: Work, device: str) -> str | None:
+        if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+            return "is made for Hopper and later"
+        return _gpu_only(work, device) or _no_softcap(work, device)
+
+    setting = 'linear_cross_entropy_func, reduction="none", inplace_backward=True: full logits, then its cross entropy'
+    return peer("quack", QUACK, setting, load, limits=limits)
+
+
+def _no_softcap(work: Work, device: str) -> str | None:
+    return "knows no softcap" if work.shape.softcap is not None else None
+
+
+def _gpu_only(work: Work, device: str) -> str | None:
+    return None if device == "cuda" else "has kernels for GPUs alone"
+
+
+def _cce_kernels(work: Work, device: str) -> str | None:
+    if device == "cuda" and work.dtype == "float32" and work.direction != "no_grad":
+        return "gives gradients in fp16 and bf16 alone"
+    return _gpu_only(work, device)
+
+
+PEERS: dict[str, Callable[[], Contender]] = {
+    "TRL": trl,
+    "TRL, cast_lm_head_to_fp32": functools.partial(trl, cast_lm_head_to_fp32=True),
+    "Liger GRPO": liger_grpo,
+    "Liger FSLCE": liger_fslce,
+    "CCE": lambda: cce("CCE", 'impl="cce", filter_eps="high", its default', limits=_cce_kernels, impl="cce"),
+    "CCE, exact": lambda: cce(
+        "CCE, exact", 'impl="cce", filter_eps=None', limits=_cce_kernels, impl="cce", filter_eps=None
+    ),
+    "CCE, torch": lambda: cce("CCE, torch", 'impl="torch_compile"', limits=no_compiler, impl="torch_compile"),
+    "torch core": torch_core,
+    "verl": verl,
+    "quack": quack,
+}

@@ -8,7 +8,7 @@ before is left out: rollouts and advantages are given. TRL's side is `training_s
 `_generate_and_score_completions` would have returned, then what transformers' loop does after it.
 
 On a machine without Triton TRL scores every position, prompts and padding as well. `trl(..., compact=True)` has it
-score the completion tokens alone, as it does on a GPU.
+score the completion tokens alone, as it does on a GPU; `trl(..., fused=True)` puts our ops under it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ class Problem:
     def batch(self) -> EffectiveBatch:
         generator, count = torch.Generator().manual_seed(0), self.completions
         shares = torch.linspace(0.01, 1.0, count).pow(1.5)[torch.randperm(count, generator=generator)]
-        draw = lambda length: torch.randint(2, self.vocab, (length,), generator=generator).tolist()  # noqa: E731
+
+        def draw(length: int) -> list[int]:
+            ids: list[int] = torch.randint(2, self.vocab, (length,), generator=generator).tolist()
+            return ids
+
         prompts = [draw(8 + (LONGEST_PROMPT - 8) * group * GROUP // count) for group in range(count // GROUP)]
         completions = [[*draw(length - 1), EOS] for length in (shares * self.longest).ceil().long().tolist()]
         return EffectiveBatch(
@@ -124,6 +128,12 @@ class GivenRollouts:
     def load_weights(self, named_weights: Any, version: int) -> None:
         self.weight_version = version
 
+    def sleep(self) -> None:
+        """Nothing is awake."""
+
+    def wake(self) -> None:
+        """Nothing is asleep."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -155,9 +165,18 @@ def ours(problem: Problem, *, loss_type: str, learning_rate: float, micro_batch:
 
 
 def trl(
-    problem: Problem, *, loss_type: str, learning_rate: float, micro_batch: int, compact: bool = False
+    problem: Problem,
+    *,
+    loss_type: str,
+    learning_rate: float,
+    micro_batch: int,
+    compact: bool = False,
+    fused: bool = False,
 ) -> Contender:
-    """TRL's GRPOTrainer with its defaults, but for what `Problem.options` fixes: AdamW fused, no Liger layers."""
+    """TRL's GRPOTrainer with its defaults, but for what `Problem.options` fixes: AdamW fused, no Liger layers.
+
+    `fused`: with our ops under it.
+    """
     import datasets
     import trl
 
@@ -166,7 +185,9 @@ def trl(
         warnings.simplefilter("ignore")  # of versions of an engine that is not used
         from trl import GRPOTrainer as TheirTrainer
 
-    class GivenBatch(TheirTrainer):
+        from fused_grpo.integrations.trl import FusedGRPOTrainer
+
+    class GivenBatch(FusedGRPOTrainer if fused else TheirTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, rows: Any) -> dict[str, Tensor]:
             return dict(inputs)
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_peers import Problem
-
+from fused_grpo.bench.trainer_peers import Problem
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 Make = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The command line: `fused-grpo train`, `recipes`, `report` and `env`.
+"""The command line: `fused-grpo train`, `recipes`, `report`, `bench` and `env`.
 
 `fused-grpo train` without a model trains the embedded arithmetic task, so the whole path can be seen on any machine
 with one command. What it can be told is in `options.py`.
@@ -6,6 +6,7 @@ with one command. What it can be told is in `options.py`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ import torch
 from fused_grpo.errors import DataError, FusedGRPOError, InputError
 from fused_grpo.trainer.options import RECIPES, TrainOptions, parse_train_options
 
-USAGE = """usage: fused-grpo {train,recipes,report,env} [options]
+USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
 
   train        train a model with GRPO; without --model, the built-in arithmetic task
                (fused-grpo train --help; --dry-run shows the options, the batch and the memory, and trains nothing)
   recipes      what train --config takes by name, and configurations for accelerate launch
   report DIR   write report.html anew from what the run in DIR has logged
+  bench        time and memory of the ops and the trainer beside their peers, on this machine (fused-grpo bench --help)
   env          what this machine offers: versions, devices, which implementations can run
 """
 
@@ -40,12 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
             case ["recipes"]:
                 print_recipes()
+            case ["bench", *options]:
+                # The one thing above this floor, and whoever asks for it needs pytest.
+                sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
             case ["env"]:
                 print_environment()
             case [] | ["-h" | "--help", *_]:
                 print(USAGE, end="")
             case [unknown, *_]:
-                raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report' or 'env'")
+                raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report', 'bench' or 'env'")
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:

@@ -1,0 +1,129 @@
+"""Contenders that take turns, each in its process, so that whatever else the machine does, it does to all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fused_grpo.bench.work import Work
+
+
+@dataclass
+class Measurement:
+    """What came of a work for one contender. Without seconds there is a reason in `absent`."""
+
+    seconds: list[float] = field(default_factory=list)
+    errors: dict[str, float | None] | None = None
+    """Of the small problem, from fp64: value, d_hidden, d_weight."""
+    memory: dict[str, int | None] | None = None
+    """Bytes beside the inputs: forward, backward, reserved."""
+    absent: str | None = None
+    """Not installed, cannot do it, ran out of memory: whatever keeps it out of the table, in words."""
+    rejected: bool = False
+    """Turned away because it was wrong."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def peak(self) -> int | None:
+        """The larger of the two phases."""
+        return None if self.memory is None else max(self.memory["forward"] or 0, self.memory["backward"] or 0)
+
+
+class Crew:
+    """A process for each contender that is asked for, started when it is."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._workers: dict[str, subprocess.Popen[str]] = {}
+
+    def measure(self, work: Work, names: Sequence[str], *, rounds: int, memory: bool = True) -> dict[str, Measurement]:
+        """Seconds of `rounds` runs of each, each round starting with the next of them; then bytes."""
+        found = {name: Measurement() for name in names}
+        for name in self._workers.keys() - set(names):
+            self._ask(name, do="release")
+        for name in names:
+            self._revive(name)
+        for name in names:
+            self._note(found[name], self._ask(name, do="prepare", work=vars(work)))
+        for turn in range(rounds):
+            for position in range(len(names)):
+                name = names[(turn + position) % len(names)]
+                if found[name].absent is None:
+                    self._note(found[name], self._ask(name, do="turn"))
+        for name in names:
+            if memory and found[name].absent is None:
+                answer = self._ask(name, do="memory")
+                found[name].memory = None if "failed" in answer else answer
+        return found
+
+    def longest(self, work: Work, names: Sequence[str], *, most: int) -> dict[str, dict[str, Any]]:
+        """The largest power of two of tokens for which each has the memory, one after the other."""
+        found = {}
+        for name in names:
+            self._revive(name)
+            found[name] = self._ask(name, do="longest", work=vars(work), most=most)
+            self._end(name)  # and its memory with it
+        return found
+
+    def close(self) -> None:
+        for name in list(self._workers):
+            self._end(name)
+
+    def _note(self, measurement: Measurement, answer: dict[str, Any]) -> None:
+        measurement.absent = answer.get("absent", answer.get("failed"))
+        if "rejected" in answer:
+            measurement.rejected, measurement.errors = True, answer["rejected"]
+            measurement.absent = f"wrong, and not timed: {answer['rejected']}"
+        if "errors" in answer:
+            measurement.errors = answer["errors"]
+        if "seconds" in answer:
+            measurement.seconds.append(answer["seconds"])
+
+    def _ask(self, name: str, **order: Any) -> dict[str, Any]:
+        worker = self._workers[name]
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            print(json.dumps(order), file=worker.stdin, flush=True)
+            line = worker.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return {"failed": f"its process ended with status {worker.wait()}"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _revive(self, name: str) -> None:
+        """Start its process, unless it lives. Not for an order that a dead one would have to remember something for."""
+        if name in self._workers and self._workers[name].poll() is not None:
+            self._end(name)
+        if name not in self._workers:
+            self._workers[name] = self._start(name)
+
+    def _command(self, name: str) -> list[str]:
+        return [sys.executable, "-m", "fused_grpo.bench.worker", name, self.device]
+
+    def _start(self, name: str) -> subprocess.Popen[str]:
+        # Threads that wait for their next turn should sleep: it is somebody else's.
+        env = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "HF_HUB_OFFLINE": "1", **os.environ}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(self._command(name), env=env, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+    def _end(self, name: str) -> None:
+        worker = self._workers.pop(name)
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # an order that it did not live to read
+            worker.stdin.close()
+        worker.wait()
+        worker.stdout.close()

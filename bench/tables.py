@@ -1,0 +1,255 @@
+"""A result file as Markdown: `python -m fused_grpo.bench.tables FILE [--output FILE]`.
+
+One table for each group, the floor first and then from fast to slow. The fastest contender and the least memory are
+bold, whoever has them. Below a table is who is not in it, and why. Nothing in here is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fused_grpo.bench.results_file import (
+    Group,
+    Result,
+    Row,
+    commit,
+    day,
+    groups_of,
+    machine_text,
+    number_text,
+    read,
+    rounds_text,
+)
+from fused_grpo.errors import FusedGRPOError
+
+MISSING = "-"
+LEGEND = """\
+*time*: median of the rounds, in which contenders take turns. *spread*: slowest less fastest, over the median.
+*x products*: over the time of the products alone (the bare matrix products that nobody can do without), the floor of a
+table and no competitor. *FLOP/s*: of those products. *memory*: the most bytes at a time beside the inputs, gradients
+among them. *largest error*: from fp64 at a small size; of log-probs in nats, of gradients relative to their length.
+The fastest contender and the least memory are **bold**."""
+
+Cell = Callable[[Row, Group], str]
+# What `Row.more` holds that has a better name or another unit in a table.
+NAMES = {"completion_tokens_per_second": "completion tokens/s"}
+
+
+def render(result: Result) -> str:
+    """All of a result file."""
+    groups = groups_of(result)
+    heads = [group for group in groups.values() if is_head(group)]
+    others = [group for group in groups.values() if not is_head(group)]
+    parts = [f"# Benchmarks: {result['machine_info'].get('name', 'unnamed')}", headline_text(result), LEGEND]
+    parts += [part for group in heads for part in (f"## {group.name}", table(group, HEAD), absent_text(group))]
+    parts += [part for group in others for part in (f"## {group.name}", shared_text(group), other_table(group))]
+    parts += [longest_text(result), promises_text(result), settings_text(groups.values())]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def is_head(group: Group) -> bool:
+    """Whether it is of heads by themselves; else of trainers or of generation. Nothing but heads can be absent."""
+    return group.work is not None or not group.rows
+
+
+def headline_text(result: Result) -> str:
+    """Machine, device, versions, commit, date, rounds."""
+    rounds = rounds_text(groups_of(result).values())
+    text = f"Measured on {machine_text(result)}; commit `{commit(result)}`, {day(result)}, {rounds}."
+    tiny = "**Made with `--tiny`: shows that everything runs, and nothing of speed or memory.**\n\n"
+    return tiny + text if result["machine_info"].get("tiny") else text
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], *, text: int = 1) -> str:
+    """A table whose first `text` columns are text and whose others are figures."""
+    rule = ["---"] * text + ["---:"] * (len(header) - text)
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in (header, rule, *(map(escaped, cells) for cells in lines))
+    )
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def table(group: Group, columns: Mapping[str, Cell]) -> str:
+    """One line for each row. Headers may have `{time}` and `{rate}` where the unit is the group's."""
+    if not group.rows:
+        return ""
+    units = {"time": time_unit(group)[1], "rate": rate_unit(group)[1]}
+    lines = [[cell(row, group) for cell in columns.values()] for row in group.rows]
+    return markdown([header.format(**units) for header in columns], lines)
+
+
+def bold(text: str, is_best: bool) -> str:
+    return f"**{text}**" if is_best else text
+
+
+def time_unit(group: Group) -> tuple[float, str]:
+    """That of the fastest, so that the column has one."""
+    fastest = min((row.median for row in group.rows), default=1.0)
+    return (1.0, "s") if fastest >= 0.5 else (1e-3, "ms")
+
+
+def rate_unit(group: Group) -> tuple[float, str]:
+    highest = max((row.rate or 0.0 for row in group.rows), default=0.0)
+    return (1e12, "TFLOP/s") if highest >= 1e12 else (1e9, "GFLOP/s")
+
+
+def name_cell(row: Row, group: Group) -> str:
+    return row.contender
+
+
+def named_with_version(row: Row, group: Group) -> str:
+    """For a table without a column for it. The version of those that are nobody's product is torch's."""
+    return f"{row.contender} {row.version}" if row.version and not row.is_floor else row.contender
+
+
+def version_cell(row: Row, group: Group) -> str:
+    return row.version or MISSING
+
+
+def time_cell(row: Row, group: Group) -> str:
+    best = not row.is_floor and row.median == group.best_time
+    return bold(number_text(row.median / time_unit(group)[0]), best)
+
+
+def spread_cell(row: Row, group: Group) -> str:
+    return f"{row.spread:.0%}"
+
+
+def products_cell(row: Row, group: Group) -> str:
+    times = group.times_products(row)
+    return MISSING if times is None else f"{times:.2f}"
+
+
+def rate_cell(row: Row, group: Group) -> str:
+    return MISSING if row.rate is None else number_text(row.rate / rate_unit(group)[0])
+
+
+def memory_cell(row: Row, group: Group) -> str:
+    if row.peak is None:
+        return MISSING
+    return bold(number_text(row.peak / 2**20), not row.is_floor and row.peak == group.least_memory)
+
+
+def error_cell(row: Row, group: Group) -> str:
+    return MISSING if row.error is None else f"{row.error:.1e}"
+
+
+HEAD: dict[str, Cell] = {
+    "contender": name_cell,
+    "version": version_cell,
+    "time ({time})": time_cell,
+    "spread": spread_cell,
+    "x products": products_cell,
+    "{rate}": rate_cell,
+    "memory (MiB)": memory_cell,
+    "largest error": error_cell,
+}
+OTHER: dict[str, Cell] = {"": name_cell, "time ({time})": time_cell, "spread": spread_cell}
+
+
+def other_table(group: Group) -> str:
+    """Of whole trainers or of generation: time, and whatever figures its rows differ in."""
+    columns = dict(OTHER)
+    names = dict.fromkeys(name for row in group.rows for name in row.more)
+    for name in names:
+        values = [row.more.get(name) for row in group.rows]
+        if any(value != values[0] for value in values):
+            columns[NAMES.get(name, name.replace("_", " "))] = more_cell(name)
+    if any(row.peak is not None for row in group.rows):
+        columns["peak memory (MiB)"] = memory_cell
+    return table(group, columns)
+
+
+def more_cell(name: str) -> Cell:
+    def cell(row: Row, group: Group) -> str:
+        value = row.more.get(name)
+        return number_text(value) if isinstance(value, int | float) else MISSING if value is None else str(value)
+
+    return cell
+
+
+def shared_text(group: Group) -> str:
+    """What all rows say of themselves alike: the problem."""
+    first, *rest = [row.more for row in group.rows]
+    shared = {k: v for k, v in first.items() if all(more.get(k) == v for more in rest) and len(group.rows) > 1}
+    return ", ".join(f"{name.replace('_', ' ')} {shared_value(value)}" for name, value in shared.items())
+
+
+def shared_value(value: Any) -> str:
+    """Of a list of figures, what it is like."""
+    if isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
+        return f"{number_text(min(value))} to {number_text(max(value))} (mean {number_text(sum(value) / len(value))})"
+    return number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def absent_text(group: Group) -> str:
+    return "\n".join(f"- {name} was not measured: {escaped(why)}" for name, why in group.absent.items())
+
+
+def longest_text(result: Result) -> str:
+    """How many tokens fit into memory, a table for each head."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for entry in result.get("longest", []):
+        work = entry["work"]
+        found.setdefault(tuple(work[key] for key in ("kind", "head", "dtype", "direction")), []).append(entry)
+    parts = []
+    for asked, entries in found.items():
+        best = max(entry.get("tokens", 0) for entry in entries)
+        ordered = sorted(entries, key=lambda entry: -entry.get("tokens", -1))
+        lines = [[entry["contender"], tokens_cell(entry, best)] for entry in ordered]
+        parts += [f"## Most tokens before memory runs out: {', '.join(asked)}", "Powers of two were tried."]
+        parts += [markdown(["contender", "tokens"], lines)]
+    return "\n\n".join(parts)
+
+
+def tokens_cell(entry: Mapping[str, Any], best: int) -> str:
+    if "tokens" not in entry:
+        return f"{MISSING} ({entry.get('absent', entry.get('failed', 'not measured'))})"
+    tokens = entry["tokens"]
+    return bold(f"{tokens:,}", tokens == best) if tokens else "not even the first"
+
+
+def promises_text(result: Result) -> str:
+    promises = result.get("promises", [])
+    outcome = {True: "met", False: "**NOT MET**"}
+    # Four digits, so that none looks as if it were its bound.
+    lines = [[p["what"], p["group"], f"{p['value']:.4g}", p["bound"], outcome[bool(p["met"])]] for p in promises]
+    header = ["what", "group", "measured", "promised", ""]
+    return "## Promises\n\n" + markdown(header, lines, text=2) if lines else ""
+
+
+def settings_text(groups: Iterable[Group]) -> str:
+    """How each was run: once, unless it says different things in different groups."""
+    rows = [row for group in groups for row in group.rows if row.setting]
+    found = dict.fromkeys((row.contender, row.version, row.setting) for row in rows)
+    lines = [f"- {name}{f' {version}' if version else ''}: {escaped(setting)}" for name, version, setting in found]
+    return "\n".join(["## How each was run", "", *lines]) if lines else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables of a file, or write them."""
+    parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.tables", description="Tables of a result file.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--output", type=Path, help="write there instead of printing")
+    options = parser.parse_args(argv)
+    try:
+        text = render(read(options.file))
+    except FusedGRPOError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

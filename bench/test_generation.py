@@ -1,0 +1,68 @@
+"""One generate call per effective batch, against one per micro-batch: the same completions, the same vLLM engine.
+
+An engine fills its batch from what it has been given. Asked for a micro-batch at a time it waits for the longest
+completion of each; asked once, it waits once. Lengths are sampled: one token in 64 ends a completion.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fused_grpo.bench.turns import take_turns
+from fused_grpo.trainer.types import SamplingParams
+
+WAYS = {"once per effective batch": 1, "once per micro-batch, 4 of them": 4, "once per micro-batch, 16 of them": 16}
+PROMPTS, GROUP, LONGEST = 32, 8, 64
+
+pytestmark = pytest.mark.trainer
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    """vLLM in a process of its own, with a tiny model of random weights."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; fix: pip install 'fused-grpo[vllm]'")
+    import torch
+
+    from fused_grpo.bench.trainer_peers import Problem
+    from fused_grpo.trainer.rollout import make_engine
+
+    problem = Problem(vocab=64, hidden=128, layers=2, completions=8, longest=LONGEST)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model = problem.model().to(dtype)
+    found = make_engine("vllm", model, problem.tokenizer(), max_model_len=2 * LONGEST, dtype=dtype)
+    found.load_weights(((name, tensor) for name, tensor in model.state_dict().items()), version=0)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def seconds(engine: Any, pytestconfig: pytest.Config) -> dict[str, list[float]]:
+    tiny = pytestconfig.getoption("--tiny")
+    prompts = [[2 + number, 3 + number] for number in range(PROMPTS)]
+    turns = {name: generate(engine, prompts, parts) for name, parts in WAYS.items()}
+    take_turns(turns, rounds=1)
+    return take_turns(turns, rounds=1 if tiny else 5)
+
+
+def generate(engine: Any, prompts: list[list[int]], parts: int) -> Callable[[], None]:
+    """All prompts, in so many calls."""
+    sampling = SamplingParams(n=GROUP, max_tokens=LONGEST, temperature=1.0)
+    size = len(prompts) // parts
+
+    def run() -> None:
+        for start in range(0, len(prompts), size):
+            engine.generate(prompts[start : start + size], sampling)
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation(benchmark: Any, replay: Any, seconds: dict[str, list[float]], way: str) -> None:
+    benchmark.group = f"generation, {PROMPTS} prompts x {GROUP} completions"
+    replay.into(benchmark, seconds[way])
+    benchmark.extra_info |= {"contender": way, "calls": WAYS[way], "completions": PROMPTS * GROUP, "longest": LONGEST}

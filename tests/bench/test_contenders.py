@@ -1,0 +1,269 @@
+"""Contenders and the gate before them: who is right gets in, who is wrong does not, and nobody is handed padding."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from fused_grpo.bench import peers
+from fused_grpo.bench.contenders import Contender, dapo, exact, full_logits, over_scored, peer
+from fused_grpo.bench.gate import errors_of
+from fused_grpo.bench.memory import allocations_of
+from fused_grpo.bench.peers import PEERS, named
+from fused_grpo.bench.suites import EVERYONE
+from fused_grpo.bench.work import HEADS, Work, batch_of, mask_of
+
+COMPILED = {"full logits, compiled", "CCE, torch"}
+NAMES = sorted({*EVERYONE, *PEERS} - {"products alone"})
+WORKS = [
+    Work(kind=kind, head=head, tokens=2048, dtype=dtype, direction=direction, uneven=True, idle=0.5)
+    for kind, head, dtype, direction in product(
+        ("logprobs", "loss"), ("GPT-2", "Gemma-2-2B"), ("float32", "bfloat16"), ("no_grad", "frozen", "trainable")
+    )
+]
+# Each compilation takes seconds: all that differs in what is compiled, once.
+FEW = [
+    Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True),
+    Work(kind="loss", head="Gemma-2-2B", tokens=2048, dtype="bfloat16", direction="frozen", uneven=True, idle=0.5),
+    Work(kind="logprobs", head="Gemma-2-2B", tokens=2048, direction="no_grad"),
+]
+TRAINABLE = Work(kind="logprobs", head="tiny", tokens=96, sequences=4, uneven=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Past eight shapes of a function torch.compile gives up."""
+    yield
+    torch.compiler.reset()
+
+
+def works_of(contender: Contender) -> list[Work]:
+    found = [w for w in (FEW if contender.name in COMPILED else WORKS) if contender.why_not(w, "cpu") is None]
+    if not found:
+        pytest.skip(contender.why_not(WORKS[-1], "cpu"))
+    return found
+
+
+# torch.compile asks every tensor for its gradient, and hides the warning from those who do not make it an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_is_here_passes_the_gate(name):
+    contender = named(name)
+    assert contender.name == name
+    found = {work.name: errors_of(contender, work, "cpu") for work in works_of(contender)}
+    assert not {work.name: found[work.name] for work in works_of(contender) if found[work.name].too_large(work)}
+
+
+def test_on_a_cpu_only_kernels_for_gpus_are_left_out():
+    absent = {name for name in NAMES if all(named(name).why_not(work, "cpu") is not None for work in WORKS)}
+    assert absent <= {"CCE", "CCE, exact", "verl", "quack"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in COMPILED])
+def test_gradients_are_those_of_the_direction(name):
+    contender = named(name)
+    for work in works_of(contender):
+        result = contender.run(batch_of(work.small()), work.small())
+        assert (result.d_hidden is not None) == (work.direction != "no_grad")
+        assert (result.d_weight is not None) == (work.direction == "trainable")
+
+
+def negated(hidden, weight, targets, work):
+    logprobs = full_logits(hidden, weight, targets, work)
+    return 2 * logprobs.detach() - logprobs
+
+
+def off_by_one(hidden, weight, targets, work):
+    return full_logits(hidden, weight, (targets + 1) % len(weight), work)
+
+
+def at_another_temperature(hidden, weight, targets, work):
+    return full_logits(hidden / 0.9, weight, targets, work)
+
+
+def half_of_d_weight(hidden, weight, targets, work):
+    half = len(hidden) // 2
+    first, second = (
+        full_logits(h, w, t, work)
+        for h, w, t in (
+            (hidden[:half], weight, targets[:half]),
+            (hidden[half:], weight.detach(), targets[half:]),
+        )
+    )
+    return torch.cat([first, second])
+
+
+def without_softcap(hidden, weight, targets, work):
+    return full_logits(hidden, weight, targets, replace(work, head="tiny"))
+
+
+def nan_gradients(hidden, weight, targets, work):
+    weight = weight * 1
+    weight.register_hook(lambda gradient: gradient * torch.nan)
+    return full_logits(hidden, weight, targets, work)
+
+
+def one_nan(hidden, weight, targets, work):
+    spoiled = torch.zeros(len(hidden))
+    spoiled[3] = torch.nan
+    return full_logits(hidden, weight, targets, work) + spoiled
+
+
+def cut_off(hidden, weight, targets, work):
+    return full_logits(hidden, weight, targets, work).detach().requires_grad_()
+
+
+def unclipped(batch, work):
+    logprobs = over_scored(full_logits, batch, work)
+    ratio = torch.exp(logprobs - batch.old_logprobs) * batch.mask
+    return -(ratio * batch.advantages[:, None]).sum() / batch.mask.sum()
+
+
+def over_the_padding(batch, work):
+    return dapo(over_scored(full_logits, batch, work), batch) * batch.mask.float().mean()
+
+
+ANYWHERE = (off_by_one, at_another_temperature, one_nan)
+WITH_GRADIENT = (negated, cut_off)
+TRAINED = (half_of_d_weight, nan_gradients)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["logprobs", "loss"])
+@pytest.mark.parametrize("wrong", [*ANYWHERE, *WITH_GRADIENT, *TRAINED], ids=lambda wrong: wrong.__name__)
+def test_who_is_wrong_is_rejected(wrong, kind, dtype):
+    directions = ("trainable",) if wrong in TRAINED else ("frozen", "trainable")
+    directions += ("no_grad",) if wrong in ANYWHERE else ()
+    contender = Contender(name="wrong", version=None, setting="", logprobs=wrong)
+    for direction in directions:
+        work = Work(kind=kind, head="GPT-2", tokens=2048, dtype=dtype, direction=direction)
+        errors = errors_of(contender, work, "cpu")
+        assert errors.too_large(work), (direction, errors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [unclipped, over_the_padding], ids=lambda wrong: wrong.__name__)
+def test_a_wrong_loss_over_right_logprobs_is_rejected(wrong, dtype):
+    work = Work(kind="loss", head="GPT-2", tokens=2048, dtype=dtype, uneven=True)
+    assert errors_of(Contender(name="wrong", version=None, setting="", loss=wrong), work, "cpu").too_large(work)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gate_asks_about_softcap_where_the_work_has_it(dtype):
+    assert HEADS["Gemma-2-2B"].softcap == Work(kind="loss", head="Gemma-2-2B", tokens=8).small().shape.softcap
+    assert Work(kind="loss", head="GPT-2", tokens=8).small().shape.softcap is None
+    work = Work(kind="logprobs", head="Gemma-2-2B", tokens=2048, dtype=dtype)
+    contender = Contender(name="wrong", version=None, setting="", logprobs=without_softcap)
+    assert errors_of(contender, work, "cpu").too_large(work)
+
+
+def test_a_work_without_any_gradient_is_not_a_division_by_zero():
+    work = Work(kind="loss", head="GPT-2", tokens=2048, idle=1.0)
+    assert not errors_of(named("full logits"), work, "cpu").too_large(work)
+    contender = Contender(name="wrong", version=None, setting="", loss=lambda batch, work: batch.hidden.sum() * 1e-12)
+    assert errors_of(contender, work, "cpu").too_large(work)
+
+
+def test_a_small_work_keeps_somebody_busy():
+    for share in (0.1, 0.5, 0.9):
+        busy = batch_of(Work(kind="loss", head="GPT-2", tokens=2048, idle=share).small()).advantages != 0
+        assert busy.any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in COMPILED])
+def test_who_has_no_loss_of_its_own_is_handed_no_padding(name):
+    contender = named(name)
+    works_of(contender)
+    if contender.loss is not None:
+        pytest.skip("takes the padded batch, and the mask with it")
+    batch = batch_of(TRAINABLE)
+    right, padding = exact(batch, TRAINABLE), ~batch.mask.bool()
+    hidden = batch.hidden.detach().masked_fill(padding[..., None], torch.nan).requires_grad_()
+    poisoned = batch._replace(hidden=hidden, targets=batch.targets.masked_fill(padding, 10**9))
+    result = contender.run(poisoned, TRAINABLE)
+    assert padding.any()
+    torch.testing.assert_close(result.value.double(), right.value, rtol=0, atol=2e-5)
+    torch.testing.assert_close(result.d_hidden.double(), right.d_hidden, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(result.d_weight.double(), right.d_weight, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "uneven"), [(2048, False), (2048, True), (96, True), (100, False)])
+def test_lengths_add_up_to_the_tokens_that_are_scored(tokens, uneven):
+    mask = mask_of(Work(kind="loss", head="tiny", tokens=tokens, uneven=uneven))
+    lengths = mask.sum(1)
+    assert lengths.sum() == tokens
+    assert lengths.min() >= 1
+    assert (lengths.max() > 1.5 * lengths.double().mean()) == uneven
+    assert (mask == (torch.arange(mask.shape[1]) < lengths[:, None])).all()
+
+
+@pytest.mark.parametrize("direction", ["no_grad", "frozen", "trainable"])
+@pytest.mark.parametrize("kind", ["logprobs", "loss"])
+def test_the_floor_is_the_products_of_the_work_and_nothing_else(kind, direction, monkeypatch):
+    work, shapes, multiply = replace(TRAINABLE, kind=kind, direction=direction), Counter(), torch.mm
+    batch, floor = batch_of(work), named("products alone")
+    assert floor.why_not(work, "cpu") is None
+    floor.run(batch, work)
+
+    def counted(a, b, *, out):
+        shapes[tuple(out.shape)] += 1
+        return multiply(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    floor.run(batch, work)
+    n, d, v = work.tokens, *work.shape[:2]
+    expected = {(n, v): 2 if (kind, direction) == ("logprobs", "trainable") else 1}
+    expected |= {(n, d): 1} if direction != "no_grad" else {}
+    assert shapes == (expected | {(v, d): 1} if direction == "trainable" else expected)
+    assert shapes.total() == work.products
+    assert allocations_of(lambda: floor.run(batch, work), "cpu").peak == 0
+
+
+def test_the_floor_follows_when_the_work_changes():
+    floor = named("products alone")
+    for tokens in (96, 48):
+        work = replace(TRAINABLE, tokens=tokens)
+        assert floor.forward(batch_of(work), work).shape == (tokens, work.shape.vocab)
+
+
+def test_names_are_said_once_and_the_floor_comes_first():
+    everyone = peers.everyone()
+    names = [contender.name for contender in everyone]
+    assert set(names) == {*NAMES, "products alone"}
+    assert len(set(names)) == len(names)
+    assert names[0] == "products alone"
+    assert [contender.floor for contender in everyone] == [True] + [False] * (len(names) - 1)
+
+
+def test_who_is_not_installed_says_how_to_mend_it(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    for name, make in PEERS.items():
+        contender = make()
+        why = contender.why_not(TRAINABLE, "cpu")
+        assert contender.name == name
+        assert contender.version is None
+        assert why.startswith("is not installed; fix: pip install ")
+    assert PEERS["verl"]().missing.endswith("pip install verl==0.9.1")
+    assert PEERS["torch core"]().missing.endswith("pip install 'torch>=2.13'")
+
+
+def test_who_cannot_be_imported_is_absent_whatever_it_raises():
+    def load():
+        raise OSError("libcudart.so.99: cannot open shared object file")
+
+    why = peer("broken", "torch==1.0", "", load).why_not(TRAINABLE, "cpu")
+    assert why == "OSError: libcudart.so.99: cannot open shared object file; fix: pip install torch==1.0"
+
+
+def test_without_a_compiler_what_is_compiled_is_absent(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    for name in COMPILED:
+        assert "no C++ compiler, /nowhere/c++; fix:" in named(name).why_not(TRAINABLE, "cpu")
