@@ -24,7 +24,7 @@ from fused_grpo.bench.turns import quotient, take_turns
 
 FULL = Problem(vocab=32000, hidden=256, layers=4, completions=16, longest=256)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
-ROUNDS = 5
+ROUNDS = 3
 OURS, COMPACT = "fused-grpo trainer", "TRL, completions scored"
 TRAINERS = (OURS, "TRL, fused-grpo ops", COMPACT, "TRL")
 # The lowest quotients of medians, and the highest of bytes, against `OURS`.

@@ -86,6 +86,12 @@ class Work:
         """Of those products."""
         return self.unit * self.products
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that everybody hands over, [N, D] and [V, D]."""
+        rows = {"no_grad": 0, "frozen": self.tokens, "trainable": self.tokens + self.shape.vocab}[self.direction]
+        return rows * self.shape.hidden * getattr(torch, self.dtype).itemsize
+
     def small(self) -> Work:
         """The same question at a size for an oracle in fp64, over several of anyone's tiles."""
         head = "tiny, capped" if self.shape.softcap else "tiny"
