@@ -90,7 +90,8 @@ class Work:
     def gradient_bytes(self) -> int:
         """Of the gradients that everybody hands over, [N, D] and [V, D]."""
         rows = {"no_grad": 0, "frozen": self.tokens, "trainable": self.tokens + self.shape.vocab}[self.direction]
-        return rows * self.shape.hidden * getattr(torch, self.dtype).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return rows * self.shape.hidden * dtype.itemsize
 
     def small(self) -> Work:
         """The same question at a size for an oracle in fp64, over several of anyone's tiles."""
