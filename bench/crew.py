@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -40,10 +41,10 @@ class Measurement:
 
 
 class Crew:
-    """A process for each contender that is asked for, started when it is."""
+    """A process for each contender that is asked for, started when it is; ended where it takes `patience` seconds."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, *, patience: float = 300.0) -> None:
+        self.device, self.patience = device, patience
         self._workers: dict[str, subprocess.Popen[str]] = {}
 
     def measure(self, work: Work, names: Sequence[str], *, rounds: int, memory: bool = True) -> dict[str, Measurement]:
@@ -95,6 +96,10 @@ class Crew:
         assert worker.stdout is not None
         try:
             print(json.dumps(order), file=worker.stdin, flush=True)
+            # An answer is one line, so there is nothing of it in the buffer before there is all of it.
+            if not select.select([worker.stdout], [], [], self.patience)[0]:
+                worker.kill()
+                return {"failed": f"took longer than {self.patience:g} s over {order['do']!r}, and was ended"}
             line = worker.stdout.readline()
         except BrokenPipeError:
             line = ""

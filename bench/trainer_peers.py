@@ -91,7 +91,7 @@ class Problem:
             "max_completion_length": self.longest,
             "lr_scheduler_type": "constant",
             "gradient_checkpointing": False,
-            "bf16": False,
+            "bf16": torch.cuda.is_available(),
             "beta": 0.0,
             "max_steps": 1_000_000,
         }
@@ -189,7 +189,7 @@ def trl(
 
     class GivenBatch(FusedGRPOTrainer if fused else TheirTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, rows: Any) -> dict[str, Tensor]:
-            return dict(inputs)
+            return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
 
     args = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -198,7 +198,7 @@ def trl(
         loss_type=loss_type,
         learning_rate=learning_rate,
         report_to="none",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         **problem.options,
     )
     rows = datasets.Dataset.from_list([{"prompt": "2 3"}] * problem.completions)

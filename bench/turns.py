@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+import torch
+
 
 def take_turns(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
     """Seconds of every call: `rounds` of each contender, each round starting with the next of them."""
@@ -16,6 +18,8 @@ def take_turns(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -
             name = names[(turn + position) % len(names)]
             start = time.perf_counter()
             contenders[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
     return seconds
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fused_grpo.bench.trainer_peers import Problem
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
@@ -93,7 +95,7 @@ def trl(problem: Problem, rollout_func: Any, reward: Any) -> Any:
         args = GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             report_to="none",
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,

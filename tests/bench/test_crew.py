@@ -20,7 +20,7 @@ from fused_grpo.bench.worker import Worker
 WORK = Work(kind="logprobs", head="tiny", tokens=200, sequences=4, direction="no_grad")
 # A worker whose contenders write down when they do the work, as it is at full size; the gate's is smaller.
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from fused_grpo.bench import worker
 from fused_grpo.bench.contenders import Contender, full_logits
 
@@ -37,6 +37,8 @@ def made(name):
             raise RuntimeError("no such luck")
         if name == "dies" and done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "hangs" and done == 2:
+            time.sleep(600)
         return full_logits(hidden, weight, targets, work)
     return Contender(name=name, version="1", setting="", logprobs=logprobs)
 
@@ -105,6 +107,15 @@ def test_one_that_was_killed_while_others_had_their_turn_says_so(crew, measured)
     victim.wait()
     assert crew._ask("b", do="turn") == {"failed": f"its process ended with status -{int(signal.SIGKILL)}"}
     crew._end("b")
+
+
+def test_one_that_hangs_is_ended_and_said_to_be(crew):
+    crew.measure(WORK, ["b", "hangs"], rounds=0, memory=False)  # started, and its imports behind it
+    crew.patience, patience = 5.0, crew.patience
+    measured = crew.measure(WORK, ["b", "hangs"], rounds=2, memory=False)
+    crew.patience = patience
+    assert measured["hangs"].absent == "took longer than 5 s over 'prepare', and was ended"
+    assert len(measured["b"].seconds) == 2
 
 
 def test_full_logits_hold_the_logits_and_ours_do_not():
