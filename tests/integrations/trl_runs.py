@@ -129,6 +129,9 @@ def main(output: str, runs: str) -> None:
         if torch.distributed.get_rank() == 0:
             save_file(parameters, Path(output) / f"{name}.safetensors")
             (Path(output) / f"{name}.json").write_text(json.dumps(log))
+    # A rank that is gone while another still talks to it takes that one down as it exits.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
