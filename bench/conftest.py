@@ -9,10 +9,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ import torch
 
 from fused_grpo.bench.crew import Crew, Measurement
 from fused_grpo.bench.suites import Case, cases
+from fused_grpo.env import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
@@ -140,7 +139,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "suite": suite_of(config),
         "tiny": config.getoption("--tiny"),
     }
@@ -156,17 +155,6 @@ def machine_name() -> str:
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     return f"cpu-{os.cpu_count()}-cores"
-
-
-def versions() -> dict[str, str]:
-    """Of those that are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def commit() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
 
@@ -19,10 +20,10 @@ def environment() -> dict[str, str]:
     return {**versions(), **{name: str(value) for name, value in machine().items()}, **implementations()}
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those packages it builds on that are installed."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python, of this package and of those of `packages` that are installed."""
     found = {"python": platform.python_version(), "fused_grpo": __version__}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -54,9 +54,16 @@ def foreseen_logprobs(
         config: the loss.
         chunk_bytes, impl: as in `fused_linear_grpo_loss`, but for "reference".
 
+    Returns:
+        fp32 (fp64 for fp64 inputs), differentiable with respect to the head's hidden states, weight and bias, once.
+
     Memory: as `fused_linear_grpo_loss`, and hidden states and weight stay saved until the backward pass.
+
+    Raises:
+        UnavailableError: impl="triton" where Triton cannot run.
+        UnsupportedError: in the backward pass, create_graph=True.
     """
-    options = {"passes": _impl.passes(_impl.choose(impl, head.hidden)), "chunk_bytes": chunk_bytes}
+    options = {"impl": _impl.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
     return LogProbs(*_Foreseen.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
 
 
@@ -76,13 +83,13 @@ class _Foreseen(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         with full_precision(hidden):
-            done = fused_loss(head, inputs, config, options.pop("passes"), **options, wanted=wanted, score="all")
+            asked: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
+            done = fused_loss(head, inputs, config, _impl.passes(options["impl"]), **asked)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.foreseen, ctx.gradients = done.upstream, done.gradients
-        ctx.targets, ctx.options = head.targets, head.row_arguments(slice(None)) | {"bias": None}
-        assert done.entropy is not None
-        return _with_masked_rows(done, head, inputs)
+        ctx.targets, ctx.options = head.targets, head.row_arguments(slice(None)) | options | {"bias": None}
+        return _with_masked_rows(done, head, inputs, options)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -100,16 +107,16 @@ class _Foreseen(torch.autograd.Function):
         return *scaled(gradients, factor, in_place=not kept), None, None, None, None
 
 
-def _with_masked_rows(done: Done, head: Head, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+def _with_masked_rows(done: Done, head: Head, inputs: LossInputs, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all rows: a caller may look at those, too, that its loss leaves out."""
     assert done.entropy is not None
     left_out = rows_of(~inputs.tokens.mask)
     if left_out is not None and not len(left_out):
         return done.logprobs, done.entropy
     rows = slice(None) if left_out is None else left_out
-    options = {**head.row_arguments(slice(None)), "temperature": head.temperature[rows]}
+    arguments = {**head.row_arguments(slice(None)), "temperature": head.temperature[rows], **options}
     with torch.no_grad():
-        values = linear_logprobs_and_entropy(head.hidden[rows], head.weight, head.targets[rows], **options)
+        values = linear_logprobs_and_entropy(head.hidden[rows], head.weight, head.targets[rows], **arguments)
     logprobs, entropy = done.logprobs.clone(), done.entropy.clone()
     logprobs[rows], entropy[rows] = values
     return logprobs, entropy
@@ -127,9 +134,9 @@ def factor_between(foreseen: tuple[Tensor, Tensor | None], upstream: tuple[Tenso
     if not len(expected):
         return expected.new_ones(())
     sizes = expected.abs()
-    largest = sizes.argmax()
-    something = sizes[largest] > 0
-    ratio = torch.where(something, actual[largest] / expected[largest], 1.0)
+    # Gathered, since an index of one number would be waited for.
+    largest, at = sizes.max(0, keepdim=True)
+    ratio = torch.where(largest > 0, actual.gather(0, at) / expected.gather(0, at), 1.0)[0]
     # A gradient that nobody has scaled differs by rounding only, and need not be touched.
     ratio = torch.where((ratio - 1).abs() <= TOLERANCE, 1.0, ratio)
     middling = torch.where(sizes > 0, sizes, torch.nan).nanmedian().nan_to_num(0.0)

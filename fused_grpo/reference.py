@@ -240,8 +240,12 @@ def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPO
     if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
         rho = sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
         log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
-    log_w = sequences.spread(log_w.clamp(lowest, 20.0), len(current))
-    risen = tokens.advantages >= 0
+    return vespo_phi(sequences.spread(log_w.clamp(lowest, 20.0), len(current)), tokens.advantages, config)
+
+
+def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tensor:
+    """phi(w) of the same shape as `log_w` and the advantages."""
+    risen = advantages >= 0
     k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
     decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)
     return torch.exp(decay + k * log_w - decay * log_w.exp())

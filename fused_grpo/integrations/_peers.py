@@ -31,13 +31,18 @@ def check_version(package: str, versions: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner.name` be `value` for a while. What was there comes back, or goes again if it was inherited."""
+    """Have `owner.name` be `value` for a while. What was there comes back, or goes again if it was inherited.
+
+    What somebody has put around it in the meantime stays: they have it to undo.
+    """
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if vars(owner).get(name) is not value:
+            pass
+        elif own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

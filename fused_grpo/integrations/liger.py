@@ -34,7 +34,7 @@ from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.logprobs import linear_logprobs
-from fused_grpo.reference import compute_dtype, kl_term, policy_term
+from fused_grpo.reference import compute_dtype, kl_term, policy_term, vespo_phi
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0
@@ -151,7 +151,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if with_padding:
             logprobs = linear_logprobs(_input, lin_weight, ids, **options)
             return self._loss_with_padding(logprobs, tokens, config), self._metrics(logprobs.detach(), tokens)
-        inputs = self._loss_inputs(tokens, num_items_in_batch)
+        inputs = self._loss_inputs(tokens, num_items_in_batch, config)
         output = fused_linear_grpo_loss(_input, lin_weight, ids, **options, **inputs, entropy=False, config=config)
         return output.loss, self._metrics(output.logprobs, tokens)
 
@@ -214,13 +214,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             max_completion_length=self.max_completion_length,
         )
 
-    def _loss_inputs(self, tokens: _Tokens, num_items: float | Tensor | None) -> dict[str, Any]:
+    def _loss_inputs(self, tokens: _Tokens, num_items: float | Tensor | None, config: GRPOLossConfig) -> dict[str, Any]:
         """The arguments of `fused_linear_grpo_loss` that give Liger's loss."""
         advantages, rho, sampling = tokens.advantages, tokens.rho, None
         if rho is not None and self.loss_type == "vespo":
             log_w = rho.log().clamp(_LOWEST, _HIGHEST).sum(1, keepdim=True)
             if tokens.old is None:
-                advantages = advantages * self._phi(advantages, log_w.clamp(_LOWEST, _HIGHEST))
+                advantages = advantages * vespo_phi(log_w.clamp(_LOWEST, _HIGHEST), advantages, config)
             else:
                 sampling = tokens.old - _on_few_tokens(log_w, tokens.mask)
         elif rho is not None:
@@ -235,13 +235,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             # The clipping of a token counts whatever its rho is; that of a token without an advantage does not.
             "score": "needed" if rho is None else "all",
         }
-
-    def _phi(self, advantages: Tensor, log_w: Tensor) -> Tensor:
-        """The weight of "vespo" where that of a sequence is known: e^lambda w^k e^(-lambda w), [B, 1]."""
-        risen = advantages >= 0
-        k = torch.where(risen, self.vespo_k_pos, self.vespo_k_neg)
-        decay = torch.where(risen, self.vespo_lambda_pos, self.vespo_lambda_neg).clamp_min(1e-4)
-        return torch.exp(decay + k * log_w - decay * log_w.exp())
 
     def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
         """ "luspo" where padding counts: [B, T] log-probs to the loss."""

@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._impl import Impl
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.integrations._peers import replaced
 from fused_grpo.integrations.logit_transform import head_transform, transformed
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.reference import compute_dtype
@@ -90,7 +91,7 @@ def return_logprobs(
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
     scorer = _Scorer(causal_lm, temperature, entropy, options)
     try:
-        with _instead(causal_lm, "forward", scorer.wrap(causal_lm.forward)):
+        with replaced(causal_lm, "forward", scorer.wrap(causal_lm.forward)):
             yield
     finally:
         scorer.open = False
@@ -174,7 +175,7 @@ class _Scorer:
         name = "_old_forward" if hasattr(head, "_hf_hook") else "forward"
         hook = head.register_forward_hook(swap)
         try:
-            with _instead(head, name, answer):
+            with replaced(head, name, answer):
                 output = own(**arguments)
         finally:
             hook.remove()
@@ -367,25 +368,3 @@ def _output_class(base: Any) -> Any:
     fields = [(name, Any, dataclasses.field(default=None, repr=name != "unrounded")) for name in ours]
     namespace = {"__post_init__": restore, "__module__": __name__}
     return dataclasses.make_dataclass(f"{base.__name__}WithLogProbs", fields, bases=(base,), namespace=namespace)
-
-
-_NOTHING = object()
-
-
-@contextmanager
-def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` for an instance attribute; afterwards again what there was, or nothing.
-
-    What somebody has put around it in the meantime stays: they have it to undo.
-    """
-    before = vars(module).get(name, _NOTHING)
-    vars(module)[name] = function
-    try:
-        yield
-    finally:
-        if vars(module).get(name) is not function:
-            pass
-        elif before is _NOTHING:
-            del vars(module)[name]
-        else:
-            vars(module)[name] = before

@@ -13,7 +13,7 @@ gradient with the one foreseen. A trainer that computes something else gets the 
 Two ways in:
 
     from fused_grpo.integrations.trl import FusedGRPOTrainer       # a GRPOTrainer; nothing else is touched
-    with fused_grpo.integrations.trl.patched(): ...                # every trainer of TRL's, until the end of the block
+    with fused_grpo.integrations.trl.patched(): ...                # TRL's own GRPO and RLOO, until the end of the block
 """
 
 from __future__ import annotations
