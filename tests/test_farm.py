@@ -1,0 +1,41 @@
+"""The farm starts what it says: scripts with their own arguments, environment, output and end."""
+
+from __future__ import annotations
+
+import pytest
+
+SCRIPT = """
+import os, sys, time
+print(sys.argv[1:], os.environ["WHO"], "torch" in sys.modules, flush=True)
+if sys.argv[1] == "sleep":
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_runs_and_ends_as_it_would_alone(farm, script):
+    process = farm.start(script, 3, env={"WHO": "me"})
+    assert process.wait(timeout=30) == 3
+    assert process.output == "['3'] me True\n"
+
+
+def test_a_script_can_be_killed(farm, script):
+    process = farm.start(script, "sleep", env={"WHO": "me"})
+    with pytest.raises(TimeoutError, match="goes on"):
+        process.wait(timeout=0.5)
+    process.kill()
+    assert process.wait(timeout=30) == -9
+
+
+def test_two_at_a_time_are_two_processes(farm, script):
+    first, second = (farm.start(script, 0, env={"WHO": name}) for name in ("one", "two"))
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert "one" in first.output
+    assert "two" in second.output
