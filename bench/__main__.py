@@ -5,7 +5,7 @@
     --tiny         small sizes, to see that everything runs
     --only EXPR    some of the tests, as pytest -k has it; -m MARKERS as pytest has it
 
-A run that was interrupted goes on where it stopped if it is started again with the same commit. Ends with pytest's
+A run that was interrupted goes on where it stopped if it is started again with the same code. Ends with pytest's
 status: 1 where a promise was not met, too.
 """
 
@@ -40,22 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         raise UnavailableError(f"got no {error.name}; fix: pip install 'fused-grpo[bench]'") from error
     options.output.mkdir(parents=True, exist_ok=True)
+    kept = options.output / ".partial.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "result.json"
-        arguments = [str(HERE), "--import-mode=importlib", "-q", "-rfE", f"--benchmark-json={raw}"]
-        arguments += [f"--resume={options.output / '.partial.jsonl'}", "--benchmark-columns=median,iqr,rounds"]
+        arguments = [str(HERE), "--import-mode=importlib", "-q", "-rfE", "-Wignore", f"--benchmark-json={raw}"]
+        arguments += [f"--resume={kept}", "--benchmark-columns=median,iqr,rounds"]
         for flag, value in (("--suite", options.suite), ("-k", options.only), ("-m", options.markers)):
             arguments += [flag, value] if value else []
         status = int(pytest.main([*arguments, "--tiny"] if options.tiny else arguments))
+        if status == pytest.ExitCode.INTERRUPTED:
+            print(f"interrupted; what was measured is kept in {kept}: the same command goes on from there")
+            return status
         if not raw.exists():
             return status or 1
         result = json.loads(raw.read_text())
     write(result, options.output)
+    kept.unlink(missing_ok=True)  # it has served its purpose
     return status
 
 
 def write(result: dict, output: Path) -> None:  # type: ignore[type-arg]
-    """The raw file, its tables and its charts; the partial one has served its purpose."""
+    """The raw file, its tables and its charts."""
     from fused_grpo.bench import charts, tables
 
     machine = result["machine_info"]
@@ -66,7 +71,6 @@ def write(result: dict, output: Path) -> None:  # type: ignore[type-arg]
     text = tables.render(result)
     path.with_suffix(".md").write_text(text)
     charts.write(result, folder / path.stem)
-    (output / ".partial.jsonl").unlink(missing_ok=True)
     print(text, f"raw figures, tables and charts: {path}, {path.with_suffix('.md').name}, {path.stem}/", sep="\n")
 
 

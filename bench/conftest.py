@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from fused_grpo._version import __version__
 from fused_grpo.bench.crew import Crew, Measurement
 from fused_grpo.bench.suites import Case, cases
 from fused_grpo.env import versions
@@ -67,16 +70,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
 
 
+def keep_figures(kept: Path, case: str, found: dict[str, Measurement]) -> None:
+    """Add a case to the file of an unfinished run."""
+    entry = {"run": run_identity(), "case": case, "found": {name: vars(m) for name, m in found.items()}}
+    with kept.open("a") as file:
+        # With a newline before it, so that half a line of a run that was killed spoils itself alone.
+        file.write("\n" + json.dumps(entry))
+
+
+def kept_figures(kept: Path) -> dict[str, dict[str, Measurement]]:
+    """By case, those that this code has measured on this device."""
+    figures = {}
+    for line in kept.read_text().splitlines() if kept.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["run"] == run_identity():
+            figures[entry["case"]] = {name: Measurement(**values) for name, values in entry["found"].items()}
+    return figures
+
+
 class Figures:
     """What has been measured, each case once, when its first contender is asked for."""
 
     def __init__(self, crew: Crew, notes: dict[str, list[dict[str, Any]]], kept: Path | None) -> None:
         self._crew, self._notes, self._kept = crew, notes, kept
-        self._found: dict[str, dict[str, Measurement]] = {}
-        for line in kept.read_text().splitlines() if kept is not None and kept.exists() else ():
-            entry = json.loads(line)
-            if entry["commit"] == commit():
-                self._found[entry["case"]] = {name: Measurement(**values) for name, values in entry["found"].items()}
+        self._found = {} if kept is None else kept_figures(kept)
 
     def of(self, case: Case) -> dict[str, Measurement]:
         if case.name not in self._found:
@@ -84,9 +104,7 @@ class Figures:
                 case.work, case.names, rounds=case.rounds, memory=case.memory
             )
             if self._kept is not None:
-                entry = {"commit": commit(), "case": case.name, "found": {name: vars(m) for name, m in found.items()}}
-                with self._kept.open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
+                keep_figures(self._kept, case.name, found)
         return self._found[case.name]
 
     def note(self, kind: str, **entry: Any) -> None:
@@ -157,7 +175,10 @@ def machine_name() -> str:
     return f"cpu-{os.cpu_count()}-cores"
 
 
-def commit() -> str:
-    """Of the sources, where they are in a repository."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+@functools.cache
+def run_identity() -> str:
+    """What figures have in common that are of one run: the code, with what is not committed of it, and the machine."""
+    asked = ("rev-parse HEAD", "diff HEAD")
+    done = [subprocess.run(["git", *what.split()], cwd=ROOT, capture_output=True) for what in asked]
+    code = hashlib.sha256(b"".join(run.stdout for run in done)).hexdigest()[:16]
+    return f"{__version__} {code} {machine_name()} torch {torch.__version__}"

@@ -6,16 +6,19 @@ device and the other values are taken as given; shapes, dtypes and devices are c
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.option_types import LARGEST, is_held
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
 IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INT64 = 2**63
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def check_head(
@@ -30,7 +33,9 @@ def check_head(
     sharded: bool = False,
 ) -> None:
     """Everything that decides the logits, but for values. `targets` may be any leading shape of `hidden`."""
-    check_whole(hidden=hidden, weight=weight)
+    check_dense(hidden=hidden, weight=weight, targets=targets)
+    if bias is not None:
+        check_dense(bias=bias)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             raise InputError(f"got {name} of dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATS))}")
@@ -55,15 +60,27 @@ def check_head(
         raise InputError(f"got bias {tuple(bias.shape)} {bias.dtype}, want [V] = {tuple(weight.shape[:1])}, floating")
     check_same_device(hidden=hidden, weight=weight, targets=targets, bias=bias)
     check_temperature(temperature, targets)
-    if not -math.inf < logit_scale < math.inf:
-        raise InputError(f"got logit_scale={logit_scale}, want a finite number")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise InputError(f"got softcap={softcap}, want a finite number > 0, or None for no cap")
+    if not is_number(logit_scale, -LARGEST, LARGEST):
+        raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
+    if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
+        raise InputError(f"got softcap={softcap!r}, want a finite number > 0, or None for no cap")
 
 
-def check_whole(**tensors: Tensor) -> None:
-    """No DTensor. It is known by what only a DTensor has: its module takes long to import."""
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether it is a plain number from `low` to `high`: no text, no tensor."""
+    return isinstance(value, int | float) and low <= value <= high and is_held(value)
+
+
+def check_dense(**tensors: Any) -> None:
+    """Tensors, a number per element, all of them here. A DTensor is known by what only it has: its module is slow."""
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
+        if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+            raise InputError(
+                f"got {name} as a nested, quantized or sparse tensor, want a dense one; "
+                "fix: .to_padded_tensor(), .dequantize() or .to_dense()"
+            )
         if hasattr(tensor, "full_tensor"):
             raise InputError(
                 f"got {name} as a DTensor, of which each process has a part, want a plain tensor; fix: call this in "
@@ -81,12 +98,29 @@ def check_differentiated_once() -> None:
         )
 
 
-def check_plan(impl: str, chunk_bytes: int | None) -> None:
-    """How to get there: which implementation, in how much memory."""
-    if impl not in IMPLS:
+def check_plan(
+    impl: str,
+    chunk_bytes: int | None = None,
+    *,
+    ignore_index: int = -100,
+    process_group: Any = None,
+    **flags: bool,
+) -> None:
+    """How to get there: which implementation, in how much memory, with whom, and what is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"got {name}={value!r}, want True or False")
+    if not isinstance(impl, str) or impl not in IMPLS:
         raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
-    if chunk_bytes is not None and chunk_bytes <= 0:
-        raise InputError(f"got chunk_bytes={chunk_bytes}, want a number of bytes > 0, or None for the default")
+    if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
+        raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
+    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise InputError(
+            f"got process_group of type {type(process_group).__name__}, want a torch.distributed.ProcessGroup; "
+            "fix: that of a DeviceMesh is mesh.get_group(name)"
+        )
+    if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and 0 < chunk_bytes < INT64):
+        raise InputError(f"got chunk_bytes={chunk_bytes!r}, want a whole number of bytes > 0, or None for the default")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
@@ -94,13 +128,16 @@ def check_same_device(**tensors: Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise InputError(f"got {listing}; want all on one device; fix: .to({next(iter(devices.values()))!s})")
+    if any(device.type == "meta" for device in devices.values()):
+        raise InputError(f"got {', '.join(devices)} on the device meta, want tensors with values; fix: load them")
 
 
 def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
     if not isinstance(temperature, Tensor):
-        if not 0.0 < temperature < math.inf:
-            raise InputError(f"got temperature={temperature}, want a finite number > 0; {_GREEDY}")
+        if not is_number(temperature, SMALLEST, LARGEST):
+            raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
         return
+    check_dense(temperature=temperature)
     if temperature.shape != targets.shape or not temperature.is_floating_point():
         raise InputError(
             f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
@@ -111,7 +148,7 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
 
 def check_temperature_values(temperature: Tensor) -> None:
     """Every temperature of a tensor [N]."""
-    allowed = (temperature > 0) & (temperature < math.inf)
+    allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
     if temperature.device.type == "cuda":
         torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")
     elif not bool(allowed.all()):

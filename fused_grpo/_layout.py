@@ -14,16 +14,16 @@ micro-batches is the loss of the step, however it is cut.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo._checks import check_same_device
+from fused_grpo._checks import check_dense, check_same_device, is_number
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError
+from fused_grpo.option_types import LARGEST
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,16 @@ def loss_inputs(
     Raises:
         InputError: shapes, dtypes or devices that disagree, or normalisers that are not positive.
     """
-    sequences = Sequences(sequence_lengths(shape, cu_seqlens))
     per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     per_token["sampling_logprobs"] = sampling_logprobs
+    given = {name: x for name, x in {"cu_seqlens": cu_seqlens, **per_token}.items() if x is not None}
+    check_dense(advantages=advantages, **given)
+    sequences = Sequences(sequence_lengths(shape, cu_seqlens))
     for name, tensor in per_token.items():
         if tensor is not None and tensor.shape != shape:
             raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
+        if tensor is not None and name != "mask" and not tensor.is_floating_point():
+            raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
     if config.beta > 0 and ref_logprobs is None:
         raise InputError(f"got beta={config.beta} without ref_logprobs; fix: pass ref_logprobs, or beta=0.0")
     check_same_device(advantages=advantages, cu_seqlens=cu_seqlens, **per_token)
@@ -117,7 +121,8 @@ def loss_inputs(
         raise InputError(f"got advantages on {advantages.device} and tokens on {device}, want one device")
     counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_entropy_tokens": num_entropy_tokens}
     for name, value in counts.items():
-        check_normaliser(name, value)
+        check_normaliser(name, value, device)
+    check_threshold(entropy_threshold, device)
     flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
     flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in per_token.items()}
@@ -191,11 +196,28 @@ def token_weights(
     return on / (sequences.spread(sequences.sum(mask).clamp_min(1.0), len(mask)) * num_sequences)
 
 
-def check_normaliser(name: str, value: float | Tensor | None) -> None:
+def check_normaliser(name: str, value: float | Tensor | None, device: torch.device) -> None:
+    want = "a finite number > 0: the count over the whole optimizer step"
     if isinstance(value, Tensor):
-        if value.ndim != 0:
-            raise InputError(f"got {name} of shape {tuple(value.shape)}, want a number or a 0-d tensor")
+        check_scalar(name, value, device)
         if value.device.type != "cpu":
             return
-    if value is not None and not 0 < value < math.inf:
-        raise InputError(f"got {name}={value}, want a finite number > 0: the count over the whole optimizer step")
+        value = value.item()
+    if value is not None and not (is_number(value, 0, LARGEST) and value):
+        raise InputError(f"got {name}={value!r}, want {want}")
+
+
+def check_threshold(value: float | Tensor | None, device: torch.device) -> None:
+    if isinstance(value, Tensor):
+        check_scalar("entropy_threshold", value, device)
+    elif value is not None and not is_number(value, -LARGEST, LARGEST):
+        raise InputError(f"got entropy_threshold={value!r}, want a finite number, a 0-d tensor or None")
+
+
+def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
+    """One real number, where a pass over tokens on `device` can read it."""
+    check_dense(**{name: value})
+    if value.ndim != 0 or value.is_complex():
+        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")
+    if value.device.type not in ("cpu", device.type):
+        raise InputError(f"got {name} on {value.device} and tokens on {device}, want one device")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fused_grpo.errors import InputError
+from fused_grpo.option_types import check_option_types
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -74,6 +75,7 @@ class GRPOLossConfig:
     """"dr_grpo": the constant length that it divides by."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         for name, values in {
             "loss_type": LOSS_TYPES,
             "importance_sampling_level": LEVELS,
@@ -118,6 +120,13 @@ class GRPOLossConfig:
             )
         if self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold):
             raise InputError("got off_policy_mask_threshold=nan, want a number")
+
+
+def loss_config(config: GRPOLossConfig | None) -> GRPOLossConfig:
+    """The config given, or the default one."""
+    if not isinstance(config, GRPOLossConfig | None):
+        raise InputError(f"got config of type {type(config).__name__}, want a GRPOLossConfig, or None for the default")
+    return GRPOLossConfig() if config is None else config
 
 
 class TokenTerms(NamedTuple):

@@ -9,6 +9,7 @@
     +-- WeightSyncError(RuntimeError)       the rollout engine does not serve the trainer's weights
     +-- CheckpointError(RuntimeError)       an output directory or checkpoint that cannot be used
     +-- NonFiniteError(ArithmeticError)     a loss or gradient that is NaN or infinite; nothing was updated
+    +-- PeerError(RuntimeError)             another process of the run failed, and this one stopped with it
 
 Messages say what was got, what is wanted and how to fix it.
 """
@@ -50,3 +51,7 @@ class CheckpointError(FusedGRPOError, RuntimeError):
 
 class NonFiniteError(FusedGRPOError, ArithmeticError):
     """A loss or gradient that is NaN or infinite. Parameters were not updated."""
+
+
+class PeerError(FusedGRPOError, RuntimeError):
+    """Another process of the run failed, and this one stopped with it."""

@@ -15,15 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo import _impl, reference
-from fused_grpo._checks import check_differentiated_once, check_plan, check_targets, check_temperature_values
+from fused_grpo._checks import (
+    check_dense,
+    check_differentiated_once,
+    check_plan,
+    check_targets,
+    check_temperature_values,
+)
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs, loss_inputs
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, full_precision
 from fused_grpo.logprobs import asks_gradient, flatten_head
 from fused_grpo.loss import GRPOLossOutput, value_and_gradient
 from fused_grpo.loss_plans import Score, fused_loss
+from fused_grpo.vocab_parallel import Shards, shards_of
 
 
 @outside_graphs
@@ -61,8 +68,8 @@ def fused_linear_grpo_loss(
             `grpo_loss(logprobs, entropy=entropy, advantages=advantages, ...)`
 
     Args:
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group, impl: as in
-            `linear_logprobs`. Tokens are padded (hidden [B, T, D]) or packed (hidden [N, D] with `cu_seqlens`).
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, impl: as in `linear_logprobs`.
+            Tokens are padded (hidden [B, T, D]) or packed (hidden [N, D] with `cu_seqlens`).
         advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
             num_sequences, num_entropy_tokens, config: as in `grpo_loss`. Rows whose target is `ignore_index` are
             masked.
@@ -74,6 +81,10 @@ def fused_linear_grpo_loss(
             no gradient.
         chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB, 96 on a CPU. At least one row
             is always taken.
+        process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`,
+            `bias` and `weight_main_grad` is the same on all of them, `targets` count over the whole vocabulary. So are
+            the results, and the gradient of `hidden`: a sum over ranks that the forward pass makes. Budgets are per
+            rank; the largest shard decides how many rows a chunk has.
 
     Returns:
         `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of
@@ -83,24 +94,24 @@ def fused_linear_grpo_loss(
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
         their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,
         small ones are lost; take bf16, or `grpo_loss(linear_logprobs(...))`.
-    Memory: the chunk, O(N), the gradients asked for and their fp32 accumulators. Gradients are handed over, not copied:
-        a second backward pass needs `retain_graph=True` on the first, which costs that copy.
+    Memory: the chunk, O(N), the gradients asked for and their fp32 accumulators (with a process_group, that of a 16-bit
+        `hidden`, too: [N, D]). Gradients are handed over, not copied: a second backward pass needs `retain_graph=True`
+        on the first, which costs that copy.
 
     Raises:
-        InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`.
+        InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`; with a process_group, on
+            all ranks alike where they differ in the number of tokens, D, `chunk_bytes` or whether dH is wanted.
     """
-    config = GRPOLossConfig() if config is None else config
-    check_plan(impl, chunk_bytes)
-    if score not in ("all", "needed"):
+    config = loss_config(config)
+    check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, entropy=entropy)
+    if not isinstance(score, str) or score not in ("all", "needed"):
         raise InputError(f"got score={score!r}, want 'all' or 'needed'")
-    if process_group is not None:
-        raise UnsupportedError("got a process_group; this loss does not shard the head yet; fix: linear_logprobs does")
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options)
-    check_targets(head.targets, len(weight), ignore_index)
-    check_temperature_values(head.temperature)
+    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
     kept = head.targets != ignore_index
     head = replace(head, targets=torch.where(kept, head.targets, 0))
+    head = head if shards is None else shards.own(head)
     inputs = loss_inputs(
         targets.shape,
         dtype=head.dtype,
@@ -138,6 +149,7 @@ def fused_linear_grpo_loss(
                     score=score,
                     entropy=entropy,
                     rounded=weight_main_grad is None,
+                    shards=shards,
                 )
             leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad)
             loss = _AttachGradients.apply(*leaves)  # type: ignore[no-untyped-call]
@@ -155,27 +167,41 @@ class FusedLinearGRPOLoss(nn.Module):
 
     Args:
         config: the variant and its constants. None: `GRPOLossConfig()`.
-        chunk_bytes: as in `fused_linear_grpo_loss`.
-        impl: as in `fused_linear_grpo_loss`.
+        chunk_bytes, process_group, impl: as in `fused_linear_grpo_loss`.
     """
 
     def __init__(
-        self, config: GRPOLossConfig | None = None, *, chunk_bytes: int | None = None, impl: _impl.Impl = "auto"
+        self,
+        config: GRPOLossConfig | None = None,
+        *,
+        chunk_bytes: int | None = None,
+        process_group: Any = None,
+        impl: _impl.Impl = "auto",
     ) -> None:
         super().__init__()
-        check_plan(impl, chunk_bytes)
-        self.config = GRPOLossConfig() if config is None else config
-        self.chunk_bytes, self.impl = chunk_bytes, impl
+        check_plan(impl, chunk_bytes, process_group=process_group)
+        self.config = loss_config(config)
+        self.chunk_bytes, self.process_group, self.impl = chunk_bytes, process_group, impl
 
     def forward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, advantages: Tensor, **inputs: Any
     ) -> GRPOLossOutput:
         """The arguments of `fused_linear_grpo_loss` other than the options above."""
         options: dict[str, Any] = {"config": self.config, "chunk_bytes": self.chunk_bytes, "impl": self.impl}
+        options |= {"process_group": self.process_group}
         return fused_linear_grpo_loss(hidden, weight, targets, advantages=advantages, **inputs, **options)
 
     def extra_repr(self) -> str:
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"
+
+
+def _shards(head: Head, group: Any, *, ignore_index: int, impl: str, chunk_bytes: int | None) -> Shards | None:
+    """Who has the rest of the head, or None for nobody, once targets and temperatures are looked at."""
+    if group is not None:
+        return shards_of(head, group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes or 0)
+    check_targets(head.targets, len(head.weight), ignore_index)
+    check_temperature_values(head.temperature)
+    return None
 
 
 def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -194,6 +220,7 @@ def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
         raise UnsupportedError(
             "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
         )
+    check_dense(weight_main_grad=main_grad)
     if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
         raise InputError(
             f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "

@@ -93,11 +93,11 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_shape(self, chunk_bytes: int | None) -> TileShape:
-        """Whole rows, as many as the budget allows."""
+    def chunk_shape(self, chunk_bytes: int | None, *, vocab_size: int | None = None) -> TileShape:
+        """Whole rows, as many as the budget allows; as many as if they had `vocab_size` columns, if given."""
         rows = planner.chunk_rows(
             len(self.targets),
-            len(self.weight),
+            len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
             itemsize=self.dtype.itemsize,
             row_bytes=self._row_bytes(weight_gradient=True),
@@ -152,7 +152,7 @@ class Head:
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
             group = slice(rows.start, rows.start + count)
-            for columns in planner.chunks(len(head_weight), shape.columns) if len(head_weight) else ():
+            for columns in planner.chunks(len(head_weight), shape.columns):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = buffer[: count * len(weight)].view(count, len(weight))
                 logits_into(logits, hidden, weight)

@@ -130,7 +130,13 @@ class _Plan(NamedTuple):
 def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor, ...]:
     """(log p,) or (log p, entropy), each [N]; the targets of `head` may be `ignore_index`."""
     ignore_index, process_group, chunk_bytes, batch_invariant, impl = plan
-    check_plan(impl, chunk_bytes)
+    check_plan(
+        impl,
+        chunk_bytes,
+        ignore_index=ignore_index,
+        process_group=process_group,
+        batch_invariant=batch_invariant,
+    )
     if process_group is not None:
         from fused_grpo.vocab_parallel import vocab_parallel_logprobs
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo import _impl, reference
-from fused_grpo._checks import check_differentiated_once
+from fused_grpo._checks import check_dense, check_differentiated_once, check_plan, check_same_device
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs, loss_inputs
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import GRPOLossConfig, TokenTerms, loss_config
 from fused_grpo.errors import InputError
 from fused_grpo.reference import compute_dtype
 
@@ -83,7 +83,8 @@ def grpo_loss(
 
     Source: arXiv:2402.03300 eq. 3 (GRPO), arXiv:2503.14476 eq. 8 (DAPO); formulas and names as in TRL.
     """
-    config = GRPOLossConfig() if config is None else config
+    config = loss_config(config)
+    check_plan(impl)
     check_loss_tokens(logprobs, entropy, config)
     dtype = compute_dtype(logprobs)
     inputs = loss_inputs(
@@ -123,8 +124,12 @@ def grpo_loss(
 
 def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLossConfig) -> None:
     """What can be wrong with the log-probs and entropies themselves."""
-    if not logprobs.is_floating_point():
-        raise InputError(f"got logprobs of dtype {logprobs.dtype}, want a floating dtype")
+    given = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+    check_dense(**given)
+    for name, tensor in given.items():
+        if not tensor.is_floating_point():
+            raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
+    check_same_device(logprobs=logprobs, entropy=entropy)
     if entropy is not None and entropy.shape != logprobs.shape:
         raise InputError(f"got entropy {tuple(entropy.shape)}, want {tuple(logprobs.shape)}: one per token")
     if entropy is None and (config.entropy_coef or config.top_entropy_quantile < 1.0):

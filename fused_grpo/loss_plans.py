@@ -8,6 +8,11 @@ In two phases, where it needs its sequence, or a threshold over all tokens: log-
 loss, then d-logits. The last logits are still there, those of other chunks are made again: 4U less what is left of the
 chunk budget, and 3U where everything fits it.
 
+With a head in shards, each rank makes the logits of its own columns, chunks of as many rows on all ranks; their
+statistics are merged over the group before the loss, once per chunk. From there on all ranks know the same, to the bit,
+and decide alike. What the shards add to dH is summed once, at the end, in fp32: one large message, and no rank has to
+know whether another found rows with a gradient in a chunk.
+
 Rows that cannot have a gradient (masked, zero advantage) are sorted out before, rows that turn out to have none
 (clipped, left out by a correction) before the d-logits: neither takes part in the GEMMs of dH and dW.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +35,8 @@ from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
 from fused_grpo.planner import BLOCK_BYTES, TileShape
 from fused_grpo.plans import power_of_two_scale, rows_of, takes_weights
-from fused_grpo.statistics import finish_rows, start_rows
+from fused_grpo.statistics import RowState, finish_rows, start_rows
+from fused_grpo.vocab_parallel import Shards
 
 Score = Literal["all", "needed"]
 
@@ -73,20 +79,30 @@ def fused_loss(
     score: Score,
     entropy: bool = True,
     rounded: bool = True,
+    shards: Shards | None = None,
 ) -> Done:
-    """Log-probs, loss and the gradients that are wanted of hidden, weight (in fp32 if not `rounded`) and bias."""
+    """Log-probs, loss and the gradients that are wanted of hidden, weight (in fp32 if not `rounded`) and bias.
+
+    With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it.
+    """
     differentiated = any(wanted.values())
     rows = head.select(_rows_in_order(inputs, config, score, differentiated))
-    shape, scale = rows.chunk_shape(chunk_bytes), _scale(rows, inputs)
-    gradients = HeadGradients(rows, shape, **wanted, scale=scale, every_row=False, rounded=rounded)  # type: ignore[arg-type]
-    as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef
-    step = _Step(rows, shape, inputs, config, passes, gradients if differentiated else None, as_weights, entropy)
+    shape = rows.chunk_shape(chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
+    how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs), "every_row": False, "rounded": rounded}
+    gradients = HeadGradients(rows, shape, **how, hidden_dtype=None if shards is None else head.dtype)
+    # The weights of a shard would be relative to the maximum of its own columns.
+    as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef and shards is None
+    taken = gradients if differentiated else None
+    step = _Step(rows, shape, inputs, config, passes, taken, as_weights, entropy, shards)
     statistics, seen, upstream = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
     per_token = [
         None if values is None else _everywhere(values, rows.index, len(head.targets))
         for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)
     ]
-    return Done(statistics, per_token[0], per_token[1], (per_token[2], per_token[3]), gradients.finish())  # type: ignore[arg-type]
+    d_hidden, d_weight, d_bias = gradients.finish()
+    if shards is not None and d_hidden is not None:
+        d_hidden = shards.add_up(d_hidden).to(head.hidden.dtype)
+    return Done(statistics, per_token[0], per_token[1], (per_token[2], per_token[3]), (d_hidden, d_weight, d_bias))  # type: ignore[arg-type]
 
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -143,6 +159,7 @@ class _Step:
     as_weights: bool
     """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
     entropy: bool  # whether anybody asks for it
+    shards: Shards | None
 
     def chunk_by_chunk(self) -> tuple[dict[str, Tensor], _Rows, LossGradients]:
         seen, parts = [], []
@@ -188,14 +205,18 @@ class _Step:
         return {**done.statistics, "recomputed": again}, rows, done
 
     def _statistics(self, tile: Tile) -> _Rows:
-        if not self.as_weights:
-            logprobs, entropy, (maximum, total, *_) = self.passes.row_statistics(
-                tile.logits, tile.targets, **tile.arguments, entropy=self.entropy
-            )
+        """Of whole rows, of which a rank of several has a stretch."""
+        options = {**tile.arguments, "entropy": self.entropy}
+        if self.shards is None and not self.as_weights:
+            logprobs, entropy, (maximum, total, *_) = self.passes.row_statistics(tile.logits, tile.targets, **options)
             return _Rows(logprobs, entropy, maximum, total)
         state = start_rows(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-        options = {**tile.arguments, "entropy": self.entropy, "weights": tile.logits.dtype}
-        self.passes.fold_tile_(tile.logits, tile.targets, state, **options)
+        if self.shards is None:
+            self.passes.fold_tile_(tile.logits, tile.targets, state, **options, weights=tile.logits.dtype)
+        else:
+            if tile.logits.shape[1]:
+                state = RowState(*self.passes.row_statistics(tile.logits, tile.targets, **options)[2])
+            state = self.shards.merge(state)
         logprobs, entropy = finish_rows(state)
         return _Rows(logprobs, entropy if self.entropy else None, state.maximum, state.total)
 
@@ -208,7 +229,7 @@ class _Step:
         order = kept_first_(tile.logits, rows_of(_has_gradient(done))) if ask else None
         if order is not None:
             tile, rows, done = tile.select(order), rows.of(order), done.of(order)
-        if not len(rows.logprobs):
+        if not tile.logits.numel():
             return
         upstream = self.gradients.scaled(done.logprobs)
         if self.as_weights:

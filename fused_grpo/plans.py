@@ -149,7 +149,7 @@ def backward(
     gradients = HeadGradients(head, shape, **wanted, scale=scale, hidden_dtype=hidden_dtype)
     grad_logprobs, grad_entropy = (None if x is None else gradients.scaled(x) for x in (grad_logprobs, grad_entropy))  # type: ignore[assignment]
     with full_precision(head.hidden):
-        for tile in head.tiles(shape):
+        for tile in head.tiles(shape) if len(head.weight) else ():
             rows = tile.rows
             if grad_entropy is None and takes_weights(head, passes):
                 weights = passes.weights_(tile.logits, tile.targets, maximum=maximum[rows], **tile.arguments)

@@ -1,19 +1,20 @@
-"""Log-probs under a head that is sharded along the vocabulary, as tensor parallelism leaves it.
+"""A head that is sharded along the vocabulary, as tensor parallelism leaves it, and log-probs under it.
 
 Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight, in shards of any sizes. Each rank folds its
-own shard into four numbers per row, one all-gather of these lets all of them merge the same parts in the same order,
-and the backward pass of a shard needs nothing but the merged statistics. Hidden states are the same on every rank, so
-dH is a sum over ranks: one all-reduce at the end, in fp32, never inside a loop whose length may differ.
+own shard into four numbers per row, an all-gather of these lets all of them merge the same parts in the same order, and
+the gradients of a shard need nothing but the merged statistics. Hidden states are the same on every rank, so dH is a
+sum over ranks: one all-reduce at the end, in fp32.
 
-Collectives: the sizes of the shards and the statistics in the forward pass, dH in the backward pass. They take place
-whatever the shapes (empty shards, no rows), so no rank waits for one that another skipped.
+Collectives: the sizes of the shards, the statistics (of log-probs all at once, of a loss once per chunk), dH. They take
+place whatever the shapes (empty shards, no rows), and how many there are depends only on what every rank knows, so no
+rank waits for one that another skipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,61 @@ from torch.autograd.function import once_differentiable
 
 from fused_grpo import _impl, plans
 from fused_grpo._checks import check_targets, check_temperature_values
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, local_targets
+from fused_grpo.logprobs import asks_gradient
 from fused_grpo.statistics import RowState, merge_rows, start_rows
+
+
+class Shards(NamedTuple):
+    """Who has the head: the ranks of a group, and how many rows of the weight each of them holds."""
+
+    group: Any
+    sizes: list[int]
+
+    def own(self, head: Head) -> Head:
+        """The head with its targets, in [0, V), relative to this rank's shard."""
+        start = sum(self.sizes[: dist.get_rank(self.group)])
+        return replace(head, targets=local_targets(head.targets, slice(start, start + len(head.weight))))
+
+    def merge(self, own: RowState) -> RowState:
+        """The state of whole rows from each rank's own, the same on all of them to the bit. A collective."""
+        mine, count = torch.stack(own), len(self.sizes)
+        parts = mine.new_empty((count * len(mine), mine.shape[1]))
+        gather_into(parts, mine, self.group)
+        return merge_rows(RowState(*parts.view(count, *mine.shape).unbind(1)))
+
+    def add_up(self, d_hidden: Tensor) -> Tensor:
+        """dH from what each shard has to add, in place. A collective."""
+        dist.all_reduce(d_hidden, group=self.group)
+        return d_hidden
+
+
+def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: int) -> Shards:
+    """Who has the rest of this head; its inputs, whose targets count over the whole of it, are checked. A collective.
+
+    Raises:
+        InputError: a target outside the whole vocabulary, on every rank alike; tokens, features, a wish for dH, or one
+            of `same`, that are not the same on all ranks: some would wait for others.
+        UnsupportedError: impl="reference", which has the whole weight by definition.
+    """
+    if impl == "reference":
+        raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
+    count, features = head.hidden.shape
+    same |= {"tokens": count, "D": features, "requires_grad of hidden": asks_gradient(head.hidden)}
+    mine = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
+    everyones = mine.new_empty(dist.get_world_size(group) * len(mine))
+    gather_into(everyones, mine, group)
+    sizes, *others = everyones.view(-1, len(mine)).t().tolist()
+    for name, values in zip(same, others, strict=True):
+        if len(set(values)) > 1:
+            raise InputError(
+                f"got {name} = {values} on the ranks of the process_group, want one number; "
+                "fix: pass every rank the same, but for its own rows of weight and bias"
+            )
+    check_targets(head.targets, sum(sizes), ignore_index)
+    check_temperature_values(head.temperature)
+    return Shards(group, sizes)
 
 
 def vocab_parallel_logprobs(
@@ -37,23 +90,12 @@ def vocab_parallel_logprobs(
     batch_invariant: bool,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard; targets are global.
-
-    Raises:
-        InputError: a target outside the whole vocabulary, on every rank alike.
-        UnsupportedError: impl="reference", which has the whole weight by definition.
-    """
-    if impl == "reference":
-        raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
-    sizes = shard_sizes(head.weight, group)
-    check_targets(head.targets, sum(sizes), ignore_index)
-    check_temperature_values(head.temperature)
-    start = sum(sizes[: dist.get_rank(group)])
+    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard; errors as of `shards_of`."""
+    shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
     kept = head.targets != ignore_index
-    columns = slice(start, start + len(head.weight))
-    head = replace(head, targets=local_targets(torch.where(kept, head.targets, 0), columns))
+    head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
-    inputs = (head.hidden, head.weight, head.bias, head, group, _impl.passes(_impl.choose(impl, head.hidden)), options)
+    inputs = (head.hidden, head.weight, head.bias, head, shards, _impl.passes(_impl.choose(impl, head.hidden)), options)
     logprobs, entropies = _VocabParallel.apply(*inputs)  # type: ignore[no-untyped-call]
     return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
 
@@ -63,15 +105,6 @@ def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
     # torch 2.13 renamed it and warns under the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, mine, group=group)
-
-
-def shard_sizes(weight: Tensor, group: Any) -> list[int]:
-    """Rows of the weight on each rank of the group."""
-    mine = torch.tensor([len(weight)], device=weight.device)
-    everyones = mine.new_empty(dist.get_world_size(group))
-    gather_into(everyones, mine, group)
-    sizes: list[int] = everyones.tolist()
-    return sizes
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -84,19 +117,17 @@ class _VocabParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         head: Head,
-        group: Any,
+        shards: Shards,
         passes: ModuleType,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         rows, needs = len(head.targets), dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         if len(weight):
-            own = torch.stack(plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None))
+            own = plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None)
         else:
-            own = torch.stack(start_rows(rows, dtype=head.dtype, device=hidden.device))
-        parts = own.new_empty((dist.get_world_size(group) * len(own), rows))
-        gather_into(parts, own, group)
-        statistics = plans.finish(merge_rows(RowState(*parts.view(-1, len(own), rows).unbind(1))), entropy=True)
-        ctx.needs, ctx.plan = needs, (passes, group, options["chunk_bytes"], head.logit_scale, head.softcap)
+            own = start_rows(rows, dtype=head.dtype, device=hidden.device)
+        statistics = plans.finish(shards.merge(own), entropy=True)
+        ctx.needs, ctx.plan = needs, (passes, shards, options["chunk_bytes"], head.logit_scale, head.softcap)
         ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
         ctx.set_materialize_grads(False)
         assert statistics.entropy is not None
@@ -106,7 +137,7 @@ class _VocabParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
-        passes, group, chunk_bytes, logit_scale, softcap = ctx.plan
+        passes, shards, chunk_bytes, logit_scale, softcap = ctx.plan
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
         d_hidden, d_weight, d_bias = plans.backward(
             head,
@@ -119,6 +150,5 @@ class _VocabParallel(torch.autograd.Function):
             hidden_dtype=head.dtype,
         )
         if d_hidden is not None:
-            dist.all_reduce(d_hidden, group=group)
-            d_hidden = d_hidden.to(hidden.dtype)
+            d_hidden = shards.add_up(d_hidden).to(hidden.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None

@@ -1,19 +1,23 @@
 """Bugs planted on purpose: `python tests/planted_bugs.py [name]` says of each whether the tests catch it.
 
 Each is one replacement in one file of a copy of this repository, where a few of its tests then run: those that ought to
-go red. A bug that survives is a hole in the tests.
+go red. A bug that survives is a hole in the tests; so is a test that is red without one, which `--none` shows.
+
+The tests run in children of a process that has imported everything but the package: each takes its own copy of that.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
@@ -139,12 +143,12 @@ BUGS = {
     ),
     "a shard starts where its rank says": Bug(
         "fused_grpo/vocab_parallel.py",
-        "start = sum(sizes[: dist.get_rank(group)])",
-        "start = dist.get_rank(group) * len(head.weight)",
+        "start = sum(self.sizes[: dist.get_rank(self.group)])",
+        "start = dist.get_rank(self.group) * len(head.weight)",
         SHARDS,
     ),
     "dH of a shard is not summed over ranks": Bug(
-        "fused_grpo/vocab_parallel.py", "dist.all_reduce(d_hidden, group=group)", "pass", SHARDS
+        "fused_grpo/vocab_parallel.py", "dist.all_reduce(d_hidden, group=self.group)", "pass", SHARDS
     ),
     "ignored rows keep their log-prob": Bug(
         "fused_grpo/_ops.py",
@@ -272,11 +276,10 @@ BUGS = {
 }
 
 
-def copy_of_the_project(folder: Path) -> Path:
+def copy_of_the_project(folder: Path) -> None:
     for name in ("fused_grpo", "kernels", "trainer", "tests"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder
 
 
 def plant(bug: Bug, folder: Path) -> None:
@@ -287,43 +290,81 @@ def plant(bug: Bug, folder: Path) -> None:
     path.write_text(text.replace(bug.old, bug.new))
 
 
-def run(selection: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """These tests, in and of the copy: the current folder is the first that `python -m` imports from."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_ADDOPTS": "",
-        "PYTHONPATH": str(folder),
-    }
-    probe = (
-        "import fused_grpo, pytest, sys; print('imported', fused_grpo.__file__); sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", probe, "-x", "-q", "-p", "no:cacheprovider", *selection]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+def preload() -> None:
+    """Import what the tests do, but for the package."""
+    import datasets
+    import hypothesis
+    import pytest
+    import torch
+    import transformers
+    from trl import import_utils
+
+    # No test here uses vLLM, and importing it takes longer than all the rest.
+    with mock.patch.object(import_utils, "is_vllm_available", return_value=False):
+        from trl.trainer.grpo_trainer import GRPOTrainer
+    assert all((datasets, hypothesis, pytest, torch, transformers.LlamaForCausalLM, GRPOTrainer))
 
 
-def survives(name: str) -> str | None:
-    """None for a bug that was caught; else what the tests said."""
-    bug = BUGS[name]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = copy_of_the_project(Path(temporary).resolve())
+def run(selection: list[str], folder: Path) -> int:
+    """pytest's status for these tests, in and of the copy."""
+    assert not any(name.split(".")[0] == "fused_grpo" for name in sys.modules), "the tests would see no bug"
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)  # for what the tests start
+    sys.path.insert(0, str(folder))
+    import pytest
+
+    import fused_grpo
+
+    assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
+    # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
+    return pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *selection])
+
+
+def start(bug: Bug | None, selection: list[str], folder: Path) -> int:
+    """The process that plants the bug and runs these tests."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    copy_of_the_project(folder)
+    if bug is not None:
         plant(bug, folder)
-        done = run(bug.caught_by, folder)
-        assert f"imported {folder / 'fused_grpo'}" in done.stdout, done.stdout + done.stderr
+    sys.exit(run(selection, folder))
+
+
+def run_all(todo: Iterable[tuple[str, Bug | None, list[str]]], *, jobs: int = 2) -> Iterator[tuple[str, int, str]]:
+    """(name, status, output) of each (name, bug to plant, tests), in the order in which they end."""
+    waiting, running = list(todo), dict[int, tuple[str, Path]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, bug, selection = waiting.pop(0)
+            folder = Path(tempfile.mkdtemp(prefix="planted-")).resolve()
+            running[start(bug, selection, folder)] = name, folder
+        pid, status = os.wait()
+        name, folder = running.pop(pid)
+        yield name, os.waitstatus_to_exitcode(status), (folder / "output").read_text(errors="replace")
+        shutil.rmtree(folder)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints {"name", "passed", "said"} as JSON, a line for each; returns how many are not as they should be."""
+    none = arguments == ["--none"]
+    if none:
+        todo = {" ".join(bug.caught_by): (None, bug.caught_by) for bug in BUGS.values()}
+    else:
+        todo = {name: (BUGS[name], BUGS[name].caught_by) for name in arguments or BUGS}
+    preload()
+    wrong = 0
+    for name, status, output in run_all((name, *what) for name, what in todo.items()):
         # 1: tests ran and some failed. Anything else, an import error included, proves nothing.
-        return None if done.returncode == 1 and "failed" in done.stdout else done.stdout[-2000:] + done.stderr[-2000:]
-
-
-def main(names: list[str]) -> int:
-    with ThreadPoolExecutor(2) as pool:
-        verdicts = dict(zip(names, pool.map(survives, names), strict=True))
-    for name, said in verdicts.items():
-        print(f"{'caught' if said is None else 'SURVIVES':8}  {name}  ({BUGS[name].file})")
-        if said is not None:
-            print(said)
-    return sum(said is not None for said in verdicts.values())
+        passed = status == 0 if none else status == 1 and re.search(r"^\d+ failed", output, re.MULTILINE) is not None
+        wrong += not passed
+        print(json.dumps({"name": name, "passed": passed, "said": "" if passed else output[-4000:]}), flush=True)
+    return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(BUGS)))
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "HF_HUB_OFFLINE": "1"}
+    sys.exit(main(sys.argv[1:]))

@@ -241,13 +241,9 @@ def test_the_pages_lora_trains_the_adapter_against_the_base(monkeypatch):
     assert all("lora_" in name for name in trained)
 
 
-def test_two_processes_of_the_page_make_the_gradients_of_one(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    both = [subprocess.Popen([*command, rank], env=env, stderr=subprocess.PIPE, text=True) for rank in "01"]
-    for process in both:
-        errors = process.communicate(timeout=200)[1]
-        assert process.returncode == 0, errors
+def test_two_processes_of_the_page_make_the_gradients_of_one(farm, tmp_path):
+    for process in [farm.start(__file__, tmp_path, rank) for rank in (0, 1)]:
+        assert process.wait(timeout=200) == 0, process.output
     model, batch = page_model(), page_batch()
     expected = textbook_gradients(model, batch, [x.detach() for x in textbook_logprobs(model, batch)])
     for name, gradient in torch.load(tmp_path / "gradients.pt", weights_only=True).items():

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.training_state import read_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -216,7 +216,7 @@ def load_adapter(model: Any, directory: Path) -> None:
             f"got {directory}, which has no {ADAPTER_FILE}, to resume a run with an adapter; want a checkpoint of such "
             "a run; fix: resume without peft_config"
         )
-    saved, here = load_file(path), adapter_weights(model)
+    saved, here = read_tensors(path.parent, path.name), adapter_weights(model)
     strange = sorted(name for name in saved.keys() | here.keys() if _shape(saved, name) != _shape(here, name))
     if strange:
         raise CheckpointError(

@@ -56,10 +56,14 @@ def join(batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
         values = [getattr(batch, name) for batch in batches]
         return None if any(value is None for value in values) else [entry for some in values for entry in some]
 
-    learns = [batch.learns for batch in batches if batch.learns is not None]
+    def tensors(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches if getattr(batch, name) is not None]
+        return torch.cat(values) if values else None
+
     names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")
     return EffectiveBatch(
         **{name: lists(name) for name in names},
         advantages=torch.cat([batch.advantages for batch in batches]),
-        learns=torch.cat(learns) if learns else None,
+        rewards=tensors("rewards"),
+        learns=tensors("learns"),
     )

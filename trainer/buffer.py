@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_grpo.trainer.types import EffectiveBatch
 
 # Per-sequence fields of a batch, and what their values are kept as; tensors stay what they are.
-_RAGGED = {
+RAGGED = {
     "prompt_ids": torch.int64,
     "completion_ids": torch.int64,
     "sampling_logprobs": torch.float64,
@@ -94,8 +94,9 @@ def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> lis
 
 def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
     """What `batch_from_tensors` makes the same batch of."""
-    tensors = {"advantages": batch.advantages} | ({} if batch.learns is None else {"learns": batch.learns})
-    for name, dtype in _RAGGED.items():
+    per_sequence = {"advantages": batch.advantages, "rewards": batch.rewards, "learns": batch.learns}
+    tensors = {name: values for name, values in per_sequence.items() if values is not None}
+    for name, dtype in RAGGED.items():
         rows = getattr(batch, name)
         if rows is not None:
             tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _flat(rows, dtype)
@@ -111,9 +112,10 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def batch_from_tensors(tensors: dict[str, Tensor]) -> EffectiveBatch:
     """The inverse of `batch_as_tensors`."""
-    ragged: dict[str, Any] = {}
-    for name in _RAGGED:
+    ragged: dict[str, Any] = {"sampling_logprobs": None}
+    for name in RAGGED:
         if f"{name}.values" in tensors:
             rows = list(tensors[f"{name}.values"].split(tensors[f"{name}.lengths"].tolist()))
             ragged[name] = rows if name in _TENSORS else [row.tolist() for row in rows]
-    return EffectiveBatch(advantages=tensors["advantages"], learns=tensors.get("learns"), **ragged)
+    ragged |= {name: tensors.get(name) for name in ("rewards", "learns")}
+    return EffectiveBatch(advantages=tensors["advantages"], **ragged)

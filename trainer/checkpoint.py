@@ -1,9 +1,10 @@
-"""Checkpoints that are whole or absent, and an output directory that no other run is lost in.
+"""Checkpoints that are whole or absent.
 
 A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), `trainer_state.json` and a manifest with
 the sum of every file. It is written beside its final place, synced to the disk, and renamed: whoever finds the name
 finds all of it. Where one of that name exists, it steps aside to `.<name>.previous` until the new one is in place. A
-process killed between those two renames leaves both of them whole; the next save puts the old one back first.
+process killed between those two renames leaves both of them whole; resuming finds the old one where it is, and the next
+save of that name puts it back first. What a killed save left half-written goes when the next run starts there.
 
 The price is that every file is read once more for its sum, a second or two per GB. What a run needs to resume lies
 beside the weights (`training_state.py`). No file of ours is a pickle.
@@ -14,22 +15,33 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.manifest import MANIFEST_FILE, damaged, fsync, is_sealed, read_manifest, seal, verify_file
-from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.manifest import (
+    MANIFEST_FILE,
+    damaged,
+    fsync,
+    is_sealed,
+    read_manifest,
+    refuse_payloads,
+    seal,
+    verify_file,
+)
+from fused_grpo.trainer.stored_json import read_json
 
 _log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-REPORT_FILES = ("report.html", "reward.png")
-RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, RUN_FILE, *REPORT_FILES)
+# The name that a save works under, and the one that an earlier checkpoint has meanwhile.
+SIBLING = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")
 
 
 class SavesModel(Protocol):
@@ -42,46 +54,6 @@ class SavesTokenizer(Protocol):
     """A transformers tokenizer or processor."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
-
-
-def check_output_dir(
-    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
-) -> list[Path]:
-    """What `prepare_output_dir` would remove; raises what it would raise. Nothing is written or removed."""
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
-    found = _run_files(path)
-    if found and not (resume or overwrite):
-        raise CheckpointError(
-            f"got {path}, which holds another run ({', '.join(sorted(file.name for file in found))}); "
-            "want an output directory of its own; fix: choose another --output-dir, or pass --overwrite-output-dir"
-        )
-    if resume:
-        return []
-    _refuse_to_lose(keep, found)
-    return found
-
-
-def prepare_output_dir(
-    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
-) -> Path:
-    """Make `path` ready for a run. Nothing is written or removed where this raises.
-
-    Args:
-        path: the directory; made where it is missing. Files that are not of a run stay, always.
-        resume: keep the run that is there and go on in its files.
-        overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
-        keep: what this run is going to read, its model; `overwrite` refuses to remove that.
-
-    Raises:
-        CheckpointError: another run is there and neither `resume` nor `overwrite` is set; or it holds `keep`; or
-            `path` is a file.
-    """
-    path = Path(path)
-    _remove(check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep))
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def save_checkpoint(
@@ -101,38 +73,42 @@ def save_checkpoint(
         tokenizer: saved by its own `save_pretrained`.
         trainer_state: what JSON can hold.
         state_dict: full weights by name, where `model` itself is sharded.
-        write_more: puts further files into the directory that it is given.
+        write_more: puts further files into the directory that it is given; about `nbytes` of them, where it has that.
 
     Raises:
-        CheckpointError: `directory` holds files that no checkpoint of ours wrote, or the state is not JSON.
+        CheckpointError: `directory` holds files that no checkpoint of ours wrote; the state is not JSON; or the disk is
+            full or does not let itself be written. Nothing half-made is left then, and an earlier one is as it was.
     """
     directory = Path(directory)
     state = _encode_state(trainer_state)
     partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
-    if previous.exists() and not directory.exists():
-        os.rename(previous, directory)
-    _refuse_foreign(directory)
-    for leftover in (partial, previous):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        model.save_pretrained(str(partial), state_dict=state_dict)
-        tokenizer.save_pretrained(str(partial))
-        (partial / STATE_FILE).write_text(state, encoding="utf-8")
-        if write_more is not None:
-            write_more(partial)
-        seal(partial)
-        _swap_in(partial, directory, previous)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    wanted = _num_bytes(model) + getattr(write_more, "nbytes", 0)
+    with _disk_errors(directory, wanted):
+        if previous.exists() and not directory.exists():
+            os.rename(previous, directory)
+        _refuse_foreign(directory)
+        for leftover in (partial, previous):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            model.save_pretrained(str(partial), state_dict=state_dict)
+            tokenizer.save_pretrained(str(partial))
+            (partial / STATE_FILE).write_text(state, encoding="utf-8")
+            if write_more is not None:
+                write_more(partial)
+            seal(partial)
+            _swap_in(partial, directory, previous)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return directory
 
 
-def verify_checkpoint(directory: Path) -> None:
+def verify_checkpoint(directory: Path, *, custom_code: bool = False) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 
     Raises:
-        CheckpointError: there is no manifest, or a file is missing, truncated or changed; the message names it.
+        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle, or without
+            `custom_code` code, beside them; the message names it.
     """
     directory = Path(directory)
     previous = _sibling(directory, "previous")
@@ -141,26 +117,28 @@ def verify_checkpoint(directory: Path) -> None:
             f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
             f"fix: the one before it is whole, rename {previous.name} to {directory.name}"
         )
-    for name, expected in read_manifest(directory).items():
+    files = read_manifest(directory)
+    for name, expected in files.items():
         verify_file(directory, name, expected)
+    refuse_payloads(directory, custom_code=custom_code)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The `checkpoint-<step>` directories of a run, oldest first; whether they are whole is not looked at."""
     found = Path(output_dir).glob("checkpoint-*")
-    numbered = [path for path in found if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    numbered = [path for path in found if path.is_dir() and re.fullmatch(r"checkpoint-\d{1,18}", path.name, re.ASCII)]
+    return sorted(numbered, key=_step_of)
 
 
-def newest_checkpoint(output_dir: Path) -> Path:
+def newest_checkpoint(output_dir: Path, *, custom_code: bool = False) -> Path:
     """The newest checkpoint of a run that is whole; newer ones that are not are named in a warning.
 
     Raises:
         CheckpointError: there is none.
     """
-    for path in reversed(checkpoints(output_dir)):
+    for path in reversed(_candidates(output_dir)):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(path, custom_code=custom_code)
         except CheckpointError as error:
             _log.warning("leaving out %s: %s", path, error)
             continue
@@ -171,10 +149,27 @@ def newest_checkpoint(output_dir: Path) -> Path:
     )
 
 
-def remove_old_checkpoints(output_dir: Path, keep: int | None) -> None:
-    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files that are not ours stay."""
-    old = [] if keep is None else checkpoints(output_dir)[:-keep]
-    _remove([path for path in old if _is_ours(path)])
+def whole_checkpoint_in(output_dir: Path, *, but: Path | None = None) -> str:
+    """Where the newest whole checkpoint is, other than `but`: part of an error message."""
+    for path in reversed(_candidates(output_dir)):
+        try:
+            if path != but:
+                verify_checkpoint(path)
+                return f"the newest whole checkpoint is {path}"
+        except (CheckpointError, OSError):
+            continue
+    return f"there is no {'other ' if but else ''}whole checkpoint in {output_dir}"
+
+
+def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | None = None) -> None:
+    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files that are not ours stay.
+
+    Those after `step` do not count, and stay: a run that went on from an earlier one may have been unable to use them.
+    """
+    if keep is None:
+        return
+    found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
+    remove([path for path in found[:-keep] if is_ours(path)])
 
 
 def load_trainer_state(directory: Path) -> dict[str, Any]:
@@ -188,7 +183,10 @@ def load_trainer_state(directory: Path) -> dict[str, Any]:
     if STATE_FILE not in files:
         raise damaged(directory, STATE_FILE, "is not in the manifest")
     verify_file(directory, STATE_FILE, files[STATE_FILE])
-    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_bytes())
+    try:
+        state: dict[str, Any] = read_json(directory / STATE_FILE, dict)
+    except (ValueError, OSError) as error:
+        raise damaged(directory, STATE_FILE, f"cannot be used ({error})") from error
     return state
 
 
@@ -200,6 +198,55 @@ def _encode_state(state: Mapping[str, object]) -> str:
             f"got a trainer_state that is not JSON ({error}); want numbers, strings, lists and dicts; "
             "fix: turn tensors and objects into those"
         ) from error
+
+
+@contextmanager
+def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
+    """Turn what a file system refuses into an error that says how much was wanted, and what is left."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors and tokenizers write from Rust, which names the system's errors like this.
+        if isinstance(error, CheckpointError) or not (isinstance(error, OSError) or "(os error" in str(error)):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"got {reason} while saving {directory}; want about {_readable(wanted)}, {_free(directory)} are free; "
+            f"nothing half-written is left, and {whole_checkpoint_in(directory.parent)}; "
+            "fix: free some space (save_total_limit, save_only_model), or another output_dir"
+        ) from error
+
+
+def _num_bytes(model: Any) -> int:
+    """Of the weights: about what saving them takes. What writes an adapter alone does not say."""
+    return sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
+
+
+def _free(directory: Path) -> str:
+    there = next((path for path in directory.parents if os.path.exists(path)), directory.parent)
+    try:
+        return _readable(shutil.disk_usage(there).free)
+    except OSError:
+        return "an unknown number of bytes"
+
+
+def _readable(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
+
+
+def _candidates(output_dir: Path) -> list[Path]:
+    """Checkpoints, oldest first, with those that a save had stepped aside for when it was killed."""
+    aside = [
+        path
+        for path in Path(output_dir).glob(".checkpoint-*.previous")
+        if SIBLING.fullmatch(path.name) and not path.with_name(path.name.split(".")[1]).exists()
+    ]
+    return sorted([*checkpoints(output_dir), *aside], key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
+    return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
 
 
 def _sibling(directory: Path, role: str) -> Path:
@@ -235,41 +282,25 @@ def _refuse_foreign(directory: Path) -> None:
         )
 
 
-def _run_files(path: Path) -> list[Path]:
-    """Logs, reports and checkpoints of a run in `path`; a report alone, without logs, is somebody's copy."""
-    if not path.is_dir():
-        return []
-    logs = [path / name for name in (METRICS_FILE, RUN_FILE) if (path / name).is_file()]
-    checkpoints = [child for child in sorted(path.iterdir()) if _is_ours(child)]
-    files = [path / name for name in RUN_FILES if (path / name).is_file()] if logs else []
-    return [*files, *checkpoints]
-
-
-def _is_ours(child: Path) -> bool:
+def is_ours(child: Path) -> bool:
+    """Whether it is a checkpoint that may be removed."""
     # A link to a checkpoint elsewhere is not this directory's to remove.
     return child.is_dir() and not child.is_symlink() and is_sealed(child)
 
 
-def _refuse_to_lose(keep: str | Path | None, found: list[Path]) -> None:
-    kept = [entry for entry in found if keep is not None and Path(keep).resolve().is_relative_to(entry.resolve())]
-    if kept:
-        raise CheckpointError(
-            f"got {keep} as the model and --overwrite-output-dir for the directory that holds it; "
-            "want the model to survive; fix: choose another --output-dir"
-        )
-
-
-def _remove(found: list[Path]) -> None:
+def remove(found: list[Path]) -> None:
+    """Remove files, and of checkpoints what their manifest names: what else is in them stays."""
     for entry in found:
         if not entry.is_dir():
             entry.unlink()
             continue
-        for name in (*read_manifest(entry), MANIFEST_FILE):
-            (entry / name).unlink(missing_ok=True)
-        _remove_empty(entry)
+        for path in (entry / name for name in (*read_manifest(entry), MANIFEST_FILE)):
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        remove_empty(entry)
 
 
-def _remove_empty(directory: Path) -> None:
+def remove_empty(directory: Path) -> None:
     """Remove the empty directories of a tree; what holds a file of somebody's stays."""
     for path in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         _rmdir_if_empty(path)

@@ -61,7 +61,7 @@ def train(options: TrainOptions) -> None:
     """Run what the options ask for, or show it."""
     from transformers.utils.logging import disable_progress_bar
 
-    from fused_grpo.trainer.checkpoint import check_output_dir
+    from fused_grpo.trainer.output_dir import check_output_dir
 
     disable_progress_bar()  # bars for single files, between our own lines
     # Before anything slow: a demo that has made its model should not then find its directory taken.
@@ -119,7 +119,7 @@ def train_demo(options: TrainOptions) -> None:
     say("no --model given: making a small one for the built-in arithmetic task")
     splits = arithmetic.build_splits()
     model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"))
-    result = GRPOTrainer(
+    trainer = GRPOTrainer(
         model,
         arithmetic.accuracy_reward,
         options.trainer_args(),
@@ -127,7 +127,9 @@ def train_demo(options: TrainOptions) -> None:
         eval_dataset=splits.heldout,
         processing_class=tokenizer,
         **adapter(options),
-    ).train()
+    )
+    result = trainer.train()
+    trainer.accelerator.end_training()  # takes the process group down, which it made
     say(f"report: {result.report}")
     if result.eval_before is not None and result.eval_after is not None:
         say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
@@ -138,14 +140,16 @@ def train_given(options: TrainOptions) -> None:
     from fused_grpo.trainer.loop import GRPOTrainer
 
     assert options.model is not None
-    result = GRPOTrainer(
+    trainer = GRPOTrainer(
         options.model,
         options.reward_funcs,
         options.trainer_args(),
         load_prompts(options, held_out=False),
         eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
         **adapter(options),
-    ).train()
+    )
+    result = trainer.train()
+    trainer.accelerator.end_training()
     say(f"report: {result.report}")
     say(f"model: {result.checkpoint}")
 

@@ -7,7 +7,7 @@ Advantages are taken over whole groups, before anything is cut. Groups that a fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -24,12 +24,13 @@ from fused_grpo.trainer.buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import Row
 from fused_grpo.trainer.groups import choose_groups, join, num_groups
+from fused_grpo.trainer.peers import anywhere, together
 from fused_grpo.trainer.prompt_sampler import PromptSampler
 from fused_grpo.trainer.prompts import encode_prompts
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.calling import in_thread
 from fused_grpo.trainer.rollout import RolloutEngine
-from fused_grpo.trainer.rollout.function import FunctionEngine
+from fused_grpo.trainer.rollout.answers import complete
 from fused_grpo.trainer.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.run_output import Phases
 from fused_grpo.trainer.scoring import ScoredRollouts, score_rollouts
@@ -40,10 +41,17 @@ class Collector:
     """Draws prompts, has them completed, and scores the completions."""
 
     def __init__(
-        self, args: GRPOConfig, accelerator: Accelerator, sampler: PromptSampler, rewards: Rewards, tokenizer: Any
+        self,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        sampler: PromptSampler,
+        rewards: Rewards,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
     ) -> None:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
-        self.rewards, self.tokenizer = rewards, tokenizer
+        self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
         self.generate_calls = 0
         self.ahead: Ahead | None = None
 
@@ -66,11 +74,11 @@ class Collector:
         if self.args.dynamic_sampling:
             wanted, scored = num_groups(scored), self._with_something_to_learn(scored)
             # All processes go on together: they draw from one sequence of prompts.
-            while rounds <= self.args.dynamic_sampling and self._anywhere(num_groups(scored) < wanted):
+            while rounds <= self.args.dynamic_sampling and anywhere(self.accelerator, num_groups(scored) < wanted):
                 more = self._with_something_to_learn(self._round(engine, phases, trainer_state))
                 scored, rounds = join([scored, more]), rounds + 1
             scored = choose_groups(scored, range(min(wanted, num_groups(scored))))
-        elif not self._anywhere(not bool(scored.dropped.all())):
+        elif not anywhere(self.accelerator, not bool(scored.dropped.all())):
             raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
         with phases("reward"):
             advantages = self._advantages(scored)
@@ -92,7 +100,7 @@ class Collector:
         count, seed = self.args.num_generations_eval, self.args.seed
         greedy = self.sampling(seed=seed, n=1, temperature=0.0)
         sampling = greedy if count is None else self.sampling(seed=seed, n=count)
-        rollouts = self._complete(engine, rows, sampling)
+        rollouts = self._complete(engine, rows, sampling, range(len(rows)))
         scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer)
         means = {
             f"rewards/{name}/mean": column
@@ -100,9 +108,20 @@ class Collector:
         }
         return {name: values.nanmean().item() for name, values in ({"reward": scored.rewards} | means).items()}
 
-    def encode(self, rows: list[Row]) -> list[list[int]]:
-        """Token ids of the rows' prompts."""
-        return encode_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs)
+    def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:
+        """Token ids of the rows' prompts.
+
+        Raises:
+            DataError: a prompt that cannot be encoded, or leaves no room for a completion; named by the row's number.
+        """
+        longest = self.args.vllm_max_model_length
+        return encode_prompts(
+            rows,
+            self.tokenizer,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            row_numbers=row_numbers,
+            max_tokens=None if longest is None else longest - self.args.max_completion_length,
+        )
 
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
         """How completions are drawn."""
@@ -112,8 +131,11 @@ class Collector:
         """Have the engine sample the next batch in the background, from the weights that it has now."""
         before = self._place()
         rows = self.sampler.next_batch()
-        prompts, sampling = self.encode(rows), self.sampling(seed=self._next_seed())
-        rollouts = in_thread(lambda: engine.generate(prompts, sampling), name="generate-ahead")
+        prompts = self.encode(rows, self.sampler.row_numbers)
+        sampling = self.sampling(seed=self._next_seed())
+        rollouts = in_thread(
+            lambda: complete(engine, prompts, sampling, vocab_size=self.vocab_size), name="generate-ahead"
+        )
         self.ahead = Ahead(rows=rows, rollouts=rollouts, before=before)
 
     def settle(self) -> None:
@@ -143,16 +165,25 @@ class Collector:
         self, engine: RolloutEngine, phases: Phases, trainer_state: Any, then: Callable[[], None] | None = None
     ) -> ScoredRollouts:
         """One generation, scored."""
-        with phases("generate"):
-            if self.ahead is None:
-                rows = self.sampler.next_batch()
-                rollouts = self._complete(engine, rows, self.sampling(seed=self._next_seed()))
-            else:
-                rows, rollouts, self.ahead = self.ahead.rows, self.ahead.rollouts.result(), None
+        drawn = None
         if then is not None:
+            with together(self.accelerator, "sampling"):
+                drawn = self._draw(engine, phases)
             then()
-        with phases("reward"):
-            return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+        with together(self.accelerator, "scoring" if drawn else "sampling and scoring"):
+            rows, rollouts = drawn or self._draw(engine, phases)
+            with phases("reward"):
+                return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+
+    def _draw(self, engine: RolloutEngine, phases: Phases) -> tuple[list[Row], Rollouts]:
+        """Rows of the dataset and their completions: those sampled ahead, or new ones."""
+        with phases("generate"):
+            if self.ahead is not None:
+                rows, rollouts, self.ahead = self.ahead.rows, self.ahead.rollouts.result(), None
+                return rows, rollouts
+            rows = self.sampler.next_batch()
+            sampling = self.sampling(seed=self._next_seed())
+            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers)
 
     def _with_something_to_learn(self, scored: ScoredRollouts) -> ScoredRollouts:
         """Those groups whose rewards differ, and on which no reward function failed."""
@@ -167,10 +198,11 @@ class Collector:
         self.generate_calls += 1
         return seed
 
-    def _complete(self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams) -> Rollouts:
-        if isinstance(engine, FunctionEngine):  # which may want to see what the prompts were made from
-            return engine.generate(self.encode(rows), sampling, prompts=[row["prompt"] for row in rows])
-        return engine.generate(self.encode(rows), sampling)
+    def _complete(
+        self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
+    ) -> Rollouts:
+        prompts = [row["prompt"] for row in rows]
+        return complete(engine, self.encode(rows, row_numbers), sampling, vocab_size=self.vocab_size, prompts=prompts)
 
     def _advantages(self, scored: ScoredRollouts) -> Tensor:
         """This process' advantages [B]: groups never span processes, the scale of "batch" spans them all."""
@@ -193,6 +225,17 @@ class Collector:
         ended = [scored.rollouts.finish_reasons[index] == "stop" for index in kept]
         return replace(batch, learns=torch.tensor(ended, dtype=torch.bool))
 
-    def _anywhere(self, here: bool) -> bool:
-        flag = torch.tensor([float(here)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, reduction="sum").item())
+
+def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
+    """The reward functions, called as `args` says."""
+    return Rewards(
+        functions,
+        weights=args.reward_weights,
+        processing_classes=processing_classes,
+        failure=args.reward_failure,
+        retries=args.reward_retries,
+        timeout=args.reward_timeout,
+        device=device,
+        chat_template_kwargs=args.chat_template_kwargs,
+        trust_remote_code=args.trust_remote_code,
+    )

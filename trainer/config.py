@@ -11,11 +11,13 @@ of these mean something else than there.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError
+from fused_grpo.option_types import check_option_types
 from fused_grpo.trainer.config_checks import check_config
 from fused_grpo.trainer.trl_fields import refusing_unsupported
 from fused_grpo.trainer.types import SamplingParams
@@ -91,6 +93,11 @@ class GRPOConfig:
     """Arguments of `torch.utils.checkpoint`. None: non-reentrant."""
     chunk_bytes: int | None = None
     """Budget for the one chunk of logits that exists at a time, in bytes. None: 256 MiB (96 MiB on a CPU)."""
+
+    ddp_timeout: int = 1800
+    """Seconds that the processes of a run wait for one of them before they give up."""
+    max_skipped_steps: int = 0
+    """Steps in a row that may be passed over because their loss or gradient is not finite. 0: none."""
 
     learning_rate: float = 1e-6
     """Peak learning rate."""
@@ -218,6 +225,8 @@ class GRPOConfig:
     """Seconds to wait for a server: to be up, and to answer."""
     vllm_server_allow_remote: bool = False
     """Call a server that is not on this machine. Whoever can reach it in development mode controls it."""
+    vllm_weight_transfer: Literal["auto", "files", "nccl"] = "auto"
+    """How weights reach servers. "auto": nccl where they were started for it and it can run, files otherwise."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of the GPU's memory that vLLM may take."""
     vllm_max_model_length: int | None = None
@@ -271,8 +280,12 @@ class GRPOConfig:
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         self.report_to = _listed(self.report_to)
+        for name in ("output_dir", "resume_from_checkpoint"):
+            if isinstance(getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(getattr(self, name)))
         for name in DICTS:
             setattr(self, name, _mapping(name, getattr(self, name)))
+        check_option_types(self, but=("report_to",))
         check_config(self)
         self.loss_config()
 
@@ -363,7 +376,9 @@ class GRPOConfig:
 
 def _listed(names: str | list[str] | None) -> list[str]:
     """`report_to` as TRL takes it: a name, several, or "none"."""
-    listed = [names] if isinstance(names, str) else list(names or [])
+    if not isinstance(names, str | list | tuple | None):
+        raise InputError(f"got report_to={names!r}, want the names of trackers")
+    listed = [names] if isinstance(names, str) else names or []
     return [name for name in listed if name != "none"]
 
 
@@ -373,8 +388,8 @@ def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | 
         return value
     try:
         parsed = json.loads(value)
-    except ValueError as error:
-        raise InputError(f"got {name}={value!r}, which is not JSON ({error}); want a mapping") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a mapping") from error
     if not isinstance(parsed, dict):
         raise InputError(f"got {name}={value!r}, want a mapping")
     return parsed

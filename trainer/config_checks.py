@@ -20,6 +20,7 @@ AT_LEAST_1 = (
     "log_completions_steps",
     "max_completion_length",
     "ref_model_sync_steps",
+    "ddp_timeout",
 )
 AT_LEAST_1_OR_NONE = (
     "steps_per_generation",
@@ -81,11 +82,17 @@ def _check_numbers(args: GRPOConfig) -> None:
     want(args, "ref_model_mixup_alpha", 0 <= args.ref_model_mixup_alpha <= 1, "in [0, 1]")
     want(args, "vllm_server_timeout", args.vllm_server_timeout > 0, "seconds > 0")
     want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")
-    for name in ("warmup_steps", "weight_decay", "dynamic_sampling", "reward_retries"):
+    for name in ("warmup_steps", "weight_decay", "dynamic_sampling", "reward_retries", "max_skipped_steps"):
         want(args, name, getattr(args, name) >= 0, "at least 0")
 
 
 def _check_together(args: GRPOConfig) -> None:
+    for name in ("model_init_kwargs", "vllm_engine_kwargs"):
+        if "trust_remote_code" in (getattr(args, name) or {}):
+            raise InputError(
+                f"got trust_remote_code in {name}, want it said once, for transformers and vLLM alike; "
+                "fix: trust_remote_code=True beside it"
+            )
     if args.steps_per_generation is not None and args.generation_batch_size is not None:
         raise InputError(
             f"got steps_per_generation={args.steps_per_generation} and "

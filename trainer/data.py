@@ -8,7 +8,9 @@ reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+import re
+from collections.abc import Iterator, Mapping
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,7 @@ from fused_grpo.trainer.prompts import is_conversational, prompt_problem
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+NULL_ROW = re.compile(rb"\A\s*null|^null\s*$", re.MULTILINE)
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -49,7 +52,7 @@ class RowCheck:
             self.first = row
         elif row.keys() != self.first.keys():
             raise DataError(
-                f"got columns {sorted(row)} in row {number} of {self.name}, want those of row 0: {sorted(self.first)}"
+                f"got columns {list(row)} in row {number} of {self.name}, want those of row 0: {list(self.first)}"
             )
         self.prompt(number, row["prompt"])
         return row
@@ -64,6 +67,8 @@ class RowCheck:
             raise DataError(f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row 0")
 
     def _columns(self, number: int, row: Row) -> None:
+        if strange := [column for column in row if not isinstance(column, str)]:
+            raise DataError(f"got {self.name} with a column {strange[0]!r}, want names: rewards get them as arguments")
         if reserved := RESERVED & row.keys():
             raise DataError(
                 f"got {self.name} with a column {min(reserved)!r}, a name that reward functions know as the model's "
@@ -109,7 +114,7 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
             "fix: datasets.Dataset.from_list(list(itertools.islice(dataset, 200)))"
         )
     check = RowCheck(name)
-    for entry in islice(entries, 1):
+    for entry in islice(read_rows(dataset, name=name), 1):
         if not isinstance(entry, Mapping):
             raise DataError(got)
         check(0, entry)
@@ -120,9 +125,32 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
         for number, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"]):
             check.prompt(number, prompt)
     elif not is_stream(dataset):
-        for number, entry in zip(range(1, len(dataset)), entries, strict=False):
+        for number, entry in islice(enumerate(read_rows(dataset, name=name)), 1, None):
             check(number, entry)
     return dataset
+
+
+def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
+    """The entries of a dataset, which is read, and mapped by the user's functions, while they are drawn.
+
+    Raises:
+        DataError: one that cannot be read.
+    """
+    number = 0
+    try:
+        for entry in dataset:
+            yield entry
+            number += 1
+    except Exception as error:  # of the file format, of the file system, of the user's own code
+        raise unreadable(number, name, error) from error
+
+
+def unreadable(number: int, name: str, error: Exception) -> DataError:
+    """The error for a row that raises another one when it is read."""
+    return DataError(
+        f"got {type(error).__name__} when reading row {number} of {name}: {error}; fix: the file, or the function that "
+        "makes its rows"
+    )
 
 
 def load_rows(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
@@ -150,8 +178,11 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
     from datasets import load_dataset, load_from_disk
 
     if path.suffix in FILE_FORMATS:
-        if not glob(source) and not path.is_file():
+        files = [path] if path.is_file() else [Path(name) for name in glob(source)]
+        if not files:
             raise FileNotFoundError("no such file")
+        for file in files if FILE_FORMATS[path.suffix] == "json" else ():
+            _refuse_null_rows(file)
         return load_dataset(FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming)
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         saved = load_from_disk(source)
@@ -161,6 +192,16 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
     return load_dataset(source, config, split=split, streaming=streaming)
+
+
+def _refuse_null_rows(path: Path) -> None:
+    """Arrow's reader does not raise at a row that is null: it takes the process down (apache/arrow issue 47409)."""
+    if not path.stat().st_size:
+        raise ValueError("the file is empty")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if found := NULL_ROW.search(content):
+            row = content[: found.start()].count(b"\n")
+            raise ValueError(f"row {row} of {path.name} is null, want an object")
 
 
 def _is_arrow(dataset: Any) -> bool:

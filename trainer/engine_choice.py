@@ -56,6 +56,7 @@ def _named_engine(trainer: GRPOTrainer) -> RolloutEngine:
         base_urls=[urls] if isinstance(urls, str) else urls,
         server_timeout=args.vllm_server_timeout,
         allow_remote=args.vllm_server_allow_remote,
+        weight_transfer=args.vllm_weight_transfer,
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from fused_grpo.errors import NonFiniteError
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.adapters import as_reference, is_adapted
 from fused_grpo.trainer.batching import micro_batches
+from fused_grpo.trainer.buffer import batch_as_tensors
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models import attention_cost, disable_dropout, model_weights, row_layout
+from fused_grpo.trainer.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.rollout import checkpoint_weights
+from fused_grpo.trainer.sharding import prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
@@ -57,28 +60,34 @@ class Learner:
         optimizers: Optimizers = (None, None),
         corrected: bool = True,
     ) -> None:
+        prepare_sharding(accelerator)
         self.args, self.accelerator, self.step = args, accelerator, 0
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
+        self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
         _prepare_model(model, args)
         self.adapted = is_adapted(model)
         policy = PolicyLoss(model, self.loss_config, temperature=args.temperature, chunk_bytes=args.chunk_bytes)
         # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
         needs_copy = args.beta > 0 and not self.adapted
         frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
-        self.reference = None if frozen is None else frozen.to(accelerator.device)
         optimizer = optimizers[0] or make_optimizer(policy, args)
         self.rows, self.attention = row_layout(model), attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def learn(self, batch: EffectiveBatch, *, check: Check | None = None) -> tuple[EffectiveBatch, dict[str, float]]:
+    def learn(
+        self, batch: EffectiveBatch, *, check: Check | None = None, also: Mapping[str, float] | None = None
+    ) -> tuple[EffectiveBatch, dict[str, float]]:
         """One update. Returns the batch with the log-probs that were computed on the way, and the step's metrics.
 
         `check` is asked before the optimizer moves, with the metrics of all processes; it raises where it must not.
+        `also` are numbers of this process that go into those metrics.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; nothing has been updated.
+            NonFiniteError: the loss or the gradient norm is not finite, and `max_skipped_steps` does not say to pass
+                over the step; nothing has been updated.
         """
         batch, packed = self._with_reference(batch, self._pack(batch))
         options = self._counts(packed, len(batch.completion_ids)) | self._entropy_options(packed)
@@ -87,20 +96,21 @@ class Learner:
             outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
             mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
             # Of all processes, so that either every one of them goes on from here or none does.
-            metrics = merge_floats(gather_object([mine]))
-            metrics["grad_norm"] = float(
-                self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
-            )
-            if check is not None:
+            metrics = merge_floats(gather_object([mine | dict(also or {})]))
+            metrics["grad_norm"] = self._clip()
+            admitted = self.nonfinite.admits(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
+            if check is not None and admitted:
                 check(metrics)
-            self._check_finite(metrics)
             metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
-            self.optimizer.step()
+            if admitted:
+                self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
-        self.scheduler.step()
+        if admitted:
+            self.scheduler.step()
         self.step += 1
-        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] else None)
+        metrics |= self.nonfinite.metrics()
+        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] and admitted else None)
         self._follow_with_reference()
         if batch.old_logprobs is None:
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
@@ -127,13 +137,12 @@ class Learner:
         return dataclasses.replace(batch, ref_logprobs=ref_logprobs), packed
 
     def weights(self) -> dict[str, Tensor]:
-        """The causal LM's full state dict; every process has to ask."""
+        """The causal LM's full state dict, for the first process to save; every process has to ask."""
         return model_weights(self.accelerator.get_state_dict(self.policy))
 
     def served_weights(self) -> Iterable[tuple[str, Tensor]]:
         """What an engine is given: full tensors under the names of a checkpoint, with an adapter merged into them."""
-        model = self.accelerator.unwrap_model(self.policy).model
-        return checkpoint_weights(model, None if self.adapted else self.weights())
+        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model)
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:
@@ -166,10 +175,12 @@ class Learner:
         was_training = policy.training
         policy.eval()
         try:
-            with self.accelerator.autocast():
+            # FSDP2 has a mixed precision of its own.
+            with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
                 return [getattr(policy, what)(part) for part in packed]
         finally:
             policy.train(was_training)
+            reshard(policy)
 
     def _counts(self, packed: Sequence[MicroBatch], sequences: int) -> dict[str, Any]:
         """The normalisers of the whole step, over all micro-batches and processes."""
@@ -195,28 +206,27 @@ class Learner:
         return options
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
-        # DDP averages over processes what has to be a sum, and needs to reduce only once.
-        with nullcontext() if last else self.accelerator.no_sync(self.policy):
+        # DDP and FSDP average over processes what has to be a sum. DDP needs to reduce only once; FSDP would have to
+        # keep every gradient whole until then, which is what it is there to avoid.
+        with nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy):
             output: GRPOLossOutput = self.policy(part, **options)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output
 
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteError(
-                f"got loss {metrics['loss']} and gradient norm {metrics['grad_norm']} in step {self.step + 1}; "
-                "nothing was updated; fix: a lower learning_rate, or look at this step's rewards and log-probs"
-            )
+    def _clip(self) -> float:
+        """Clip the gradient of all processes to `max_grad_norm`; its norm before."""
+        norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""
         if self.reference is None or not self.args.sync_ref_model or self.step % self.args.ref_model_sync_steps:
             return
-        share = self.args.ref_model_mixup_alpha
+        share, policy = self.args.ref_model_mixup_alpha, self.accelerator.unwrap_model(self.policy)
         with torch.no_grad():
-            theirs = self.weights()
-            for name, value in self.reference.model.named_parameters():  # a tied tensor once
-                value.lerp_(theirs[name].to(value), share)
+            # A tied tensor once; where they are divided, each process its part of both.
+            for mine, theirs in zip(self.reference.parameters(), policy.parameters(), strict=True):
+                mine.lerp_(theirs.to(mine), share)
 
 
 class EntropyController:
@@ -276,6 +286,16 @@ def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: 
         for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
             found[index] = piece.clone()
     return found
+
+
+def evidence(
+    batch: EffectiveBatch, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
+) -> dict[str, Tensor]:
+    """The batch as tensors, and the log-probs that the policy gave its tokens."""
+    logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
+    lengths = torch.tensor([len(values) for values in logprobs], dtype=torch.int64)
+    own = {"logprobs.values": torch.cat([torch.zeros(0), *logprobs]), "logprobs.lengths": lengths}
+    return batch_as_tensors(batch) | own
 
 
 def make_optimizer(policy: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:

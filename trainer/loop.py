@@ -18,12 +18,10 @@ precision, schedulers, trackers, weights on disk) it takes from Accelerate and t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedModel, TrainerState
 
@@ -32,46 +30,25 @@ from fused_grpo.trainer.adapters import adapt, files_of
 from fused_grpo.trainer.arguments import refuse_function_ahead, refuse_missing
 from fused_grpo.trainer.balancing import balanced
 from fused_grpo.trainer.buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint import (
-    check_output_dir,
-    checkpoints,
-    prepare_output_dir,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
-from fused_grpo.trainer.collecting import Collector
+from fused_grpo.trainer.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.collecting import Collector, make_rewards
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.data import check_dataset, is_stream
 from fused_grpo.trainer.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.model_card import push_to_hub, write_model_card
 from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
+from fused_grpo.trainer.output_dir import check_output_dir, prepare_output_dir
+from fused_grpo.trainer.peers import last_words, make_accelerator, settle, together
 from fused_grpo.trainer.prompt_sampler import PromptSampler
 from fused_grpo.trainer.resume import find_checkpoint, restore, training_state
-from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement
+from fused_grpo.trainer.rollout.answers import sync
 from fused_grpo.trainer.rollout.function import FunctionEngine
 from fused_grpo.trainer.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.run_facts import card_facts, run_facts
-from fused_grpo.trainer.run_output import Phases, RunOutput
-from fused_grpo.trainer.trackers import tracker_arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """How a run went."""
-
-    steps: int
-    metrics: dict[str, Any]  # of the last step
-    eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
-    eval_after: dict[str, float] | None
-    checkpoint: Path
-    report: Path
-
-    @property
-    def global_step(self) -> int:
-        """`steps`, as transformers calls it."""
-        return self.steps
+from fused_grpo.trainer.run_output import Phases, RunOutput, TrainResult
+from fused_grpo.trainer.stopping import EXIT_STATUS, StopOnSigterm
 
 
 class GRPOTrainer:
@@ -125,53 +102,58 @@ class GRPOTrainer:
         self.eval_dataset = (
             None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset", indexed=True)
         )
-        # Without cpu=True, Accelerate on a machine without an accelerator lets every rank train by itself.
-        on_cpu = not torch.accelerator.is_available()
-        precision, trackers = "bf16" if wants_bf16(args) else "no", tracker_arguments(args)
-        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, **trackers)
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        self.output_dir = Path(args.output_dir)
-        self.model_path = str(model) if isinstance(model, str | Path) else None
-        self.prompts_per_process = args.prompts_per_process(processes)
-        check_output_dir(
-            self.output_dir,
-            # Where there are checkpoints, `train` will be told whether to go on from them.
-            resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
-            overwrite=args.overwrite_output_dir,
-            keep=self.model_path,
-        )
-        self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
-        if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
-            self.rewards.check_columns(self.dataset[0])  # an engine of the user's may add columns
-        self.sampler = PromptSampler(
-            self.dataset,
-            prompts_per_batch=self.prompts_per_process,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.shuffle_dataset,
-            rank=rank,
-            world_size=processes,
-        )
-        self.max_steps = self._planned_steps()
-        set_seed(args.seed, device_specific=True)  # of dropout, and of adapters that are to be made
-        model = str(model) if isinstance(model, Path) else model
-        self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
-        self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
-        self.model = adapt(self.model, peft_config, args, self.accelerator)
-        of_trainer = rollout_engine is None and rollout_func is None and engine_name(self.args) == "transformers"
-        self.learner = Learner(
-            self.model,
-            args,
-            self.accelerator,
-            max_steps=self.max_steps,
-            optimizers=optimizers,
-            corrected=not of_trainer,
-        )
-        self.collector = Collector(args, self.accelerator, self.sampler, self.rewards, self.processing_class)
-        self.buffer: RolloutBuffer | None = None
-        self.state = TrainerState(max_steps=self.max_steps)
-        self.output = RunOutput.silent(args)
-        self.eval_before: dict[str, float] | None = None
-        self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
+        self.accelerator = make_accelerator(args)
+        # Models and engines are made from here on, which may fail on one process alone.
+        with last_words(self.accelerator):
+            rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+            self.output_dir = Path(args.output_dir)
+            self.model_path = str(model) if isinstance(model, str | Path) else None
+            self.prompts_per_process = args.prompts_per_process(processes)
+            check_output_dir(
+                self.output_dir,
+                # Where there are checkpoints, `train` will be told whether to go on from them.
+                resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
+                overwrite=args.overwrite_output_dir,
+                keep=self.model_path,
+            )
+            self.rewards = make_rewards(
+                reward_funcs, args, processing_classes=reward_processing_classes, device=self.accelerator.device
+            )
+            if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
+                self.rewards.check_columns(self.dataset[0])  # an engine of the user's may add columns
+            self.sampler = PromptSampler(
+                self.dataset,
+                prompts_per_batch=self.prompts_per_process,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                shuffle=args.shuffle_dataset,
+                rank=rank,
+                world_size=processes,
+            )
+            self.max_steps = self._planned_steps()
+            set_seed(args.seed, device_specific=True)  # of dropout, and of adapters that are to be made
+            model = str(model) if isinstance(model, Path) else model
+            self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
+            self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
+            self.model = adapt(self.model, peft_config, args, self.accelerator)
+            of_trainer = rollout_engine is None and rollout_func is None and engine_name(self.args) == "transformers"
+            self.learner = Learner(
+                self.model,
+                args,
+                self.accelerator,
+                max_steps=self.max_steps,
+                optimizers=optimizers,
+                corrected=not of_trainer,
+            )
+            vocab_size = self.model.config.get_text_config().vocab_size
+            self.collector = Collector(
+                args, self.accelerator, self.sampler, self.rewards, self.processing_class, vocab_size=vocab_size
+            )
+            self.buffer: RolloutBuffer | None = None
+            self.stop = StopOnSigterm()
+            self.state = TrainerState(max_steps=self.max_steps)
+            self.output = RunOutput.silent(args)
+            self.eval_before: dict[str, float] | None = None
+            self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
 
     @property
     def step(self) -> int:
@@ -188,24 +170,30 @@ class GRPOTrainer:
             RewardError: a reward function raised, or returned something unusable.
             WeightSyncError: the engine does not serve the trainer's weights.
             NonFiniteError: the loss or a gradient is not finite.
-            In all three cases the step that failed has updated nothing.
+            PeerError: another process failed; the message has its reason.
+            In all four cases the step that failed has updated nothing.
             CheckpointError: the checkpoint to resume from is damaged, or of another run.
+            SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
         """
         metrics: dict[str, Any] = {}
         try:
-            self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
-            while self.step < self.max_steps:
-                phases = Phases()
-                if self.buffer is None or self.buffer.is_used_up:
-                    self.buffer = self._collect(phases)
-                with phases("train"):
-                    metrics = self._learn(self.buffer)
-                self._record(metrics, phases)
-                if self._due(self.args.eval_steps):
-                    self.evaluate()
-                if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
-                    self.save_checkpoint()
-            return self._finish(metrics)
+            with last_words(self.accelerator), self.stop:
+                self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
+                while self.step < self.max_steps:
+                    phases = Phases()
+                    if self.buffer is None or self.buffer.is_used_up:
+                        self.buffer = self._collect(phases)
+                    with phases("train"):
+                        metrics = self._learn(self.buffer)
+                    asked_to_stop = metrics.pop("stop_requests") > 0
+                    self._record(metrics, phases)
+                    if asked_to_stop:
+                        self._stop()
+                    if self._due(self.args.eval_steps):
+                        self.evaluate()
+                    if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
+                        self.save_checkpoint()
+                return self._finish(metrics)
         finally:
             self.engine.close()
             self.output.close()
@@ -216,7 +204,8 @@ class GRPOTrainer:
             return None
         self.engine.wake()
         self._sync_engine()
-        result = self.collector.evaluate(self.engine, self.eval_dataset)
+        with together(self.accelerator, "evaluating"):
+            result = self.collector.evaluate(self.engine, self.eval_dataset)
         self.engine.sleep()
         self.output.evaluation(self.step, result, len(self.eval_dataset))
         return result
@@ -229,10 +218,10 @@ class GRPOTrainer:
         if output_dir is None:
             return self._save(self.output_dir / "final")
         weights = self.learner.weights()
-        if self.accelerator.is_main_process:
-            files_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
-            self.processing_class.save_pretrained(str(output_dir))
-        self.accelerator.wait_for_everyone()
+        with together(self.accelerator, f"saving {output_dir}"):
+            if self.accelerator.is_main_process:
+                files_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
+                self.processing_class.save_pretrained(str(output_dir))
         return Path(output_dir)
 
     def save_checkpoint(self) -> Path:
@@ -241,12 +230,13 @@ class GRPOTrainer:
         write = None if self.args.save_only_model else training_state(self)
         self._save(directory, write_more=write)
         if self.accelerator.is_main_process:
-            remove_old_checkpoints(self.output_dir, self.args.save_total_limit)
+            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, step=self.step)
         return directory
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
-        checkpoint = find_checkpoint(self.output_dir, resume) if resume else None
+        custom_code = self.args.trust_remote_code
+        checkpoint = find_checkpoint(self.output_dir, resume, custom_code=custom_code) if resume else None
         is_main = self.accelerator.is_main_process
         if is_main:
             overwrite = self.args.overwrite_output_dir
@@ -264,10 +254,8 @@ class GRPOTrainer:
         if self.collector.ahead is None:
             with phases("sync"):
                 self._sync_engine()
-        collected = self.collector.collect(
-            self.engine, phases, trainer_state=self.state, then=lambda: self._ask_ahead(phases)
-        )
-        buffer, scored, advantages = collected
+        ask = (lambda: self._ask_ahead(phases)) if self.args.generate_ahead else None
+        buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state, then=ask)
         self.engine.sleep()
         self.output.rollouts(self.step + 1, scored, advantages)
         with phases("train"):
@@ -278,9 +266,9 @@ class GRPOTrainer:
         return buffer
 
     def _ask_ahead(self, phases: Phases) -> None:
-        """With `generate_ahead`: have the next batch sampled while this one is learned from, if there will be one."""
+        """Have the next batch sampled while this one is learned from, if there will be one."""
         steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
-        if self.args.generate_ahead and self.step + steps < self.max_steps:
+        if self.step + steps < self.max_steps:
             with phases("sync"):
                 self._sync_engine()
             self.collector.begin(self.engine)
@@ -288,7 +276,11 @@ class GRPOTrainer:
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the buffer's next part."""
         on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
-        batch, metrics = self.learner.learn(buffer.current, check=self._check_agreement if on_policy else None)
+        batch, metrics = self.learner.learn(
+            buffer.current,
+            check=self._check_agreement if on_policy else None,
+            also={"stop_requests": float(self.stop.asked)},
+        )
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
@@ -316,7 +308,8 @@ class GRPOTrainer:
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
-        self.state.log_history.append(metrics)
+        if self.step % self.args.logging_steps == 0:  # as in transformers: a line for every step would grow for ever
+            self.state.log_history.append(metrics)
         self.output.step(metrics, phases)
 
     def epoch(self) -> float | None:
@@ -326,33 +319,43 @@ class GRPOTrainer:
 
     def _save(self, directory: Path, write_more: Any = None) -> Path:
         weights = self.learner.weights()
-        if self.accelerator.is_main_process:
-            state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
-            save_checkpoint(
-                directory,
-                model=files_of(self.model),
-                tokenizer=self.processing_class,
-                trainer_state=state,
-                state_dict=weights,
-                write_more=write_more,
-            )
-        self.accelerator.wait_for_everyone()
+        with together(self.accelerator, f"saving {directory.name}"):
+            if self.accelerator.is_main_process:
+                state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
+                save_checkpoint(
+                    directory,
+                    model=files_of(self.model),
+                    tokenizer=self.processing_class,
+                    trainer_state=state,
+                    state_dict=weights,
+                    write_more=write_more,
+                )
         return directory
+
+    def _stop(self) -> None:
+        """Save, and leave: SIGTERM has reached one of the processes."""
+        where = self.save_checkpoint()
+        self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
+        settle(self.accelerator)
+        raise SystemExit(EXIT_STATUS)
 
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
         """Measure, save and describe the trained model."""
         after, final = self.evaluate(), self.output_dir / "final"
         facts = card_facts(self, metrics, after)
         self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
-        if self.args.push_to_hub and self.accelerator.is_main_process:
-            push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
+        with together(self.accelerator, "finishing the run"):
+            if self.args.push_to_hub and self.accelerator.is_main_process:
+                push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
+            report = self.output.report()
+        settle(self.accelerator)
         return TrainResult(
             steps=self.step,
             metrics=metrics,
             eval_before=self.eval_before,
             eval_after=after,
             checkpoint=final,
-            report=self.output.report(),
+            report=report,
         )
 
     def _sync_engine(self) -> None:
@@ -360,7 +363,9 @@ class GRPOTrainer:
         self.collector.settle()
         if self.engine.weight_version != self.step:
             self.accelerator.wait_for_everyone()  # processes may share a server: none of them samples from it now
-            self.engine.load_weights(self.learner.served_weights(), version=self.step)
+            weights = self.learner.served_weights()
+            with together(self.accelerator, "handing weights to the engine"):
+                sync(self.engine, weights, version=self.step)
 
     def _planned_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -371,19 +376,6 @@ class GRPOTrainer:
         prompts = self.sampler.num_prompts * self.args.num_train_epochs
         generations: int = math.ceil(prompts / (self.prompts_per_process * processes))
         return generations * self.args.steps_per_rollout(processes) * self.args.num_iterations
-
-    def _make_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
-        return Rewards(
-            functions,
-            weights=self.args.reward_weights,
-            processing_classes=processing_classes,
-            failure=self.args.reward_failure,
-            retries=self.args.reward_retries,
-            timeout=self.args.reward_timeout,
-            device=self.accelerator.device,
-            chat_template_kwargs=self.args.chat_template_kwargs,
-            trust_remote_code=self.args.trust_remote_code,
-        )
 
     def _due(self, every: float | None) -> bool:
         """True at every so many steps, except at the last, which has its own."""

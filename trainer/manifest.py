@@ -1,7 +1,8 @@
 """The list of a checkpoint's files with their sizes and sha256 sums: written last, believed first.
 
 A directory without a readable manifest is not a checkpoint. The names in it are checked before they are used, so a
-manifest from elsewhere cannot point outside its own directory.
+manifest from elsewhere cannot point outside its own directory. Sums say that nothing has changed since, not who wrote
+it: what a file holds is checked where it is read, and what could run when it is read is refused by its name.
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.stored_json import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "fused-grpo checkpoint 1"
+
+# Formats that are pickles, or may be one; nothing here writes them. And code, which `trust_remote_code` speaks for.
+_PICKLES = frozenset(
+    (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
+)
+_CODE = frozenset((".dll", ".dylib", ".py", ".pyc", ".pyd", ".sh", ".so"))
 
 FileSums = dict[str, dict[str, Any]]
 
@@ -58,18 +66,18 @@ def read_manifest(directory: Path) -> FileSums:
         CheckpointError: there is no manifest, or it is not one of ours, or it names a file outside `directory`.
     """
     path = directory / MANIFEST_FILE
-    if not path.is_file():
-        raise damaged(directory, MANIFEST_FILE, "is missing")
     try:
-        content = json.loads(path.read_bytes())
-        files: FileSums = content["files"]
+        if not path.is_file():
+            raise damaged(directory, MANIFEST_FILE, "is missing")
+        content = read_json(path, {"format": str, "files": {str: {"size": int, "sha256": str}}})
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+            raise ValueError(f"its format is {content['format'][:80]!r}, not {FORMAT!r}")
+        files: FileSums = content["files"]
         outside = [name for name in files if not _is_inside(directory, name)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, OSError) as error:
         raise damaged(directory, MANIFEST_FILE, f"cannot be read ({error})") from error
     if outside:
-        raise damaged(directory, MANIFEST_FILE, f"names files outside of it ({outside[0]})")
+        raise damaged(directory, MANIFEST_FILE, f"names files outside of it ({outside[0][:200]})")
     return files
 
 
@@ -80,21 +88,63 @@ def verify_file(directory: Path, name: str, expected: Mapping[str, Any]) -> None
         CheckpointError: it is missing, truncated or changed.
     """
     path = directory / name
-    if not path.is_file():
-        raise damaged(directory, name, "is missing")
-    size = path.stat().st_size
+    try:
+        if not path.is_file():
+            raise damaged(directory, name, "is missing")
+        size, sha256 = path.stat().st_size, None
+        if size == expected["size"]:
+            sha256 = _sha256(path)
+    except OSError as error:
+        raise damaged(directory, name, f"cannot be read ({error.strerror})") from error
     if size != expected["size"]:
         kind = "truncated" if size < expected["size"] else "changed"
         raise damaged(directory, name, f"is {kind} ({size} bytes, {expected['size']} when saved)")
-    if _sha256(path) != expected["sha256"]:
+    if sha256 != expected["sha256"]:
         raise damaged(directory, name, "is changed (its sha256 is not the one it was saved with)")
+
+
+def refuse_payloads(directory: Path, *, custom_code: bool = False) -> None:
+    """Refuse what could run when it is loaded, listed in the manifest or not: pickles, and unless asked for, code.
+
+    Raises:
+        CheckpointError: there is such a file, or a configuration that names code in this directory.
+    """
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.suffix.lower() in _PICKLES:
+            raise _payload(directory, name, "is of a format that can run code when it is read")
+        if custom_code:
+            continue
+        if path.suffix.lower() in _CODE:
+            raise _payload(directory, name, "is code")
+        if path.name.endswith("config.json") and _names_code(directory, name):
+            raise _payload(directory, name, "names code that lies beside it (auto_map)")
 
 
 def damaged(directory: Path, name: str, what: str) -> CheckpointError:
     """The error for a checkpoint whose file `name` cannot be used."""
     return CheckpointError(
-        f"got {directory}, whose {name} {what}; want a complete checkpoint; fix: use an earlier one, or copy it anew"
+        f"got {directory}, whose {name[:200]} {what}; want a complete checkpoint; "
+        "fix: use an earlier one, or copy it anew"
     )
+
+
+def _payload(directory: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"got {directory}, whose {name[:200]} {what}; want weights as safetensors and state as JSON, as this trainer "
+        "writes them; fix: remove that file if you know where it is from, or use another checkpoint"
+    )
+
+
+def _names_code(directory: Path, name: str) -> bool:
+    """Whether a configuration has classes in this directory: "module.Class", or of another "a/b--module.Class"."""
+    try:
+        names = read_json(directory / name, dict).get("auto_map", {})
+    except (ValueError, OSError) as error:
+        raise damaged(directory, name, f"cannot be read ({error})") from error
+    entries = names.values() if isinstance(names, dict) else [names]
+    flat = [name for entry in entries for name in (entry if isinstance(entry, list) else [entry])]
+    return any(name is not None and "--" not in str(name) for name in flat)
 
 
 def _is_inside(directory: Path, name: str) -> bool:

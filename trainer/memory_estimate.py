@@ -24,8 +24,8 @@ from fused_grpo.trainer.config import GRPOConfig
 
 LEFT_OUT = (
     "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, the copy of the "
-    "weights while they go to an engine, CUDA's own context (about 0.5 GB), and what the allocator wastes. Under FSDP2 "
-    "or ZeRO-3, weights, gradients, AdamW state and the reference are divided by the number of processes."
+    "weights while they go to an engine, CUDA's own context (about 0.5 GB), and what the allocator wastes. Under "
+    "FSDP2, weights, gradients, AdamW state and the reference are divided by the number of processes."
 )
 
 

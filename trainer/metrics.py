@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ from fused_grpo.trainer.publishable import publishable, to_json
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 RUN_FILE = "run.json"
+# What the logs are called while they are cut back.
+REWOUND = {name: f".{name}.rewound" for name in (METRICS_FILE, ROLLOUTS_FILE)}
 
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss"})
+SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "stop_requests"})
 
 # The loss op names its metrics with underscores, TRL with slashes; readers take either.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -100,16 +103,32 @@ def iterate_records(path: Path) -> Iterator[dict[str, float | int | str | None]]
 
 
 def rewind_logs(output_dir: Path, step: int) -> None:
-    """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made."""
-    for name in (METRICS_FILE, ROLLOUTS_FILE):
-        path = Path(output_dir) / name
+    """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
+
+    Raises:
+        CheckpointError: a line is no record; that log is as it was.
+    """
+    for name, rewound in REWOUND.items():
+        path, kept = Path(output_dir) / name, Path(output_dir) / rewound
         if not path.is_file():
             continue
-        kept = path.with_name(f".{name}.rewound")
         with path.open("rb") as file, kept.open("wb") as out:
-            # A last line without an end is of a record that a killed run did not finish.
-            out.writelines(line for line in file if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step)
+            for number, line in enumerate(file, start=1):
+                if _is_record_until(step, line, where=f"line {number} of {path}"):
+                    out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
         kept.replace(path)
+
+
+def _is_record_until(step: int, line: bytes, *, where: str) -> bool:
+    # A last line without an end is of a record that a killed run did not finish.
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        return bool(json.loads(line).get("step", 0) <= step)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"got {where}, which is no record of a run; fix: remove it, and resume again") from error
 
 
 def metric(record: Mapping[str, object], name: str) -> float | None:
@@ -124,7 +143,7 @@ def metric(record: Mapping[str, object], name: str) -> float | None:
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
 
-    `num_tokens`, `loss` and `policy_loss` are summed, `*_max` and `*_min` are extremes, all else is a mean weighted by
+    Those in SUMMED are summed, `*_max` and `*_min` are extremes, all else is a mean weighted by
     `num_tokens`. A micro-batch without tokens has no say in the means, whatever it holds.
 
     Args:
@@ -161,8 +180,16 @@ def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     lines = [json.dumps(to_json(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     # A lone surrogate cannot be UTF-8; its backslash form is how JSON spells it.
-    with path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-        file.write("".join(lines))
+    text = "".join(lines).encode("utf-8", errors="backslashreplace")
+    try:
+        with path.open("ab") as file:
+            file.write(text)
+    except OSError as error:
+        # What came of it is cut off when a run goes on here.
+        raise CheckpointError(
+            f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
+            "fix: free some space and resume"
+        ) from error
 
 
 def _mend_tail(path: Path) -> None:

@@ -48,6 +48,9 @@ SECTIONS = {
 # Flags that are asked for and never taken back.
 COMMANDS = ("dry_run", "resume")
 
+# Of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
+MAX_DEPTH = 20
+
 
 @dataclass(kw_only=True)
 class TrainOptions(GRPOConfig):
@@ -152,9 +155,11 @@ def as_arguments(values: dict[str, Any]) -> list[str]:
         if types[name] is bool and isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, dict):
-            arguments += [f"--{option}", json.dumps(value)]
+            arguments.append(f"--{option}={_as_json(name, value)}")
+        elif isinstance(value, list):
+            arguments += [f"--{option}", *map(str, value)]
         else:
-            arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+            arguments.append(f"--{option}={value}")
     return arguments
 
 
@@ -175,8 +180,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
         raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        values = _plain_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
@@ -188,6 +193,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
+
+
+def _plain_yaml(text: str) -> Any:
+    """What the text says, where that is no more than it looks.
+
+    A few lines of aliases can stand for more than fits into memory, and brackets in brackets for hours of parsing.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise InputError("got an alias (*name), want every value where it is used")
+        if depth > MAX_DEPTH:
+            raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
+    return yaml.safe_load(text)
+
+
+def _as_json(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"got {name} with a value that JSON does not have ({error}), want text or a number") from error
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -225,7 +252,10 @@ def _sectioned(defaults: TrainOptions) -> type:
 
 
 def _read_object(texts: list[str]) -> dict[str, Any] | None:
-    value = json.loads(texts[0]) if texts[0] != "None" else None
+    try:
+        value = json.loads(texts[0]) if texts[0] != "None" else None
+    except RecursionError as error:
+        raise ValueError("got brackets in brackets without end, want a JSON object") from error
     if not isinstance(value, dict | None):
         raise ValueError(f"got {texts[0]}, want a JSON object")
     return value

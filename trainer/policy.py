@@ -2,12 +2,13 @@
 
 The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
 calls the fused loss with the head's weight. That is why DDP sees every gradient and FSDP gathers the head once; a loss
-computed on the unwrapped model beside it would never be reduced over the ranks.
+computed on the unwrapped model beside it would never be reduced over the ranks. Log-probs and entropies without
+gradients go the same way, because that is where FSDP gathers the weights for them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,14 @@ class PolicyLoss(nn.Module):
         check_head(model.get_output_embeddings())
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
+        # Where Accelerate looks for the layers that FSDP is to gather one at a time.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
 
-    def forward(
+    def forward(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"] = "loss", **step: Any) -> Any:
+        """The loss of `_loss`, or what the method of that name returns: whatever runs the model comes through here."""
+        return getattr(self, f"_{what}")(batch, **step)
+
+    def _loss(
         self,
         batch: MicroBatch,
         *,
@@ -84,12 +91,20 @@ class PolicyLoss(nn.Module):
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs [N] of the completion tokens, without gradients."""
-        hidden, weight, options = self._head_inputs(batch)
-        return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
+        found: Tensor = self(batch, "logprobs")
+        return found
 
     @torch.no_grad()
     def entropies(self, batch: MicroBatch) -> Tensor:
         """Entropies [N] of the distributions that completion tokens were drawn from, in nats."""
+        found: Tensor = self(batch, "entropies")
+        return found
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        hidden, weight, options = self._head_inputs(batch)
+        return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
+
+    def _entropies(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
         options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy

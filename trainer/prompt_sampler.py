@@ -12,15 +12,21 @@ when it does so, and is asked to only where there is none.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
+import reprlib
 from array import array
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import CheckpointError, DataError
-from fused_grpo.trainer.data import Row, RowCheck, is_stream
+from fused_grpo.trainer.data import Row, RowCheck, is_stream, read_rows, unreadable
+from fused_grpo.trainer.stored_json import check
 
 END = object()
+_COMPARED_ROWS = 256
 
 
 class PromptSampler:
@@ -42,7 +48,7 @@ class PromptSampler:
         self, dataset: Any, *, prompts_per_batch: int, seed: int, shuffle: bool, rank: int = 0, world_size: int = 1
     ) -> None:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
-        self._identity = {"num_prompts": self.num_prompts, "seed": seed, "shuffle": shuffle}
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._size = prompts_per_batch * world_size
         self._share = slice(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
         self._rows: _IndexedRows | _StreamedRows
@@ -56,6 +62,11 @@ class PromptSampler:
         """
         return self._rows.take(self._size, self._share)
 
+    @property
+    def row_numbers(self) -> list[int]:
+        """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
+        return self._rows.row_numbers
+
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence stands, as JSON: {"prompts": used so far by all ranks, ...}. The same on every rank."""
         return {**self._identity, **self._rows.state_dict()}
@@ -64,15 +75,46 @@ class PromptSampler:
         """Go on from there, with whatever number of processes and size of batch.
 
         Raises:
-            CheckpointError: the state is that of another dataset, seed or order.
+            CheckpointError: the state is that of another dataset, seed or order, or of no sampler at all.
         """
         for name, here in self._identity.items():
             if state.get(name) != here:
                 raise CheckpointError(
-                    f"got a train_dataset with {name}={here}, want {name}={state.get(name)} as in the checkpoint; "
+                    f"got a train_dataset with {name}={here}, want {name}={reprlib.repr(state.get(name))} as in the "
+                    "checkpoint; "
                     "fix: the dataset, seed and shuffle_dataset of that run, or a new run"
                 )
-        self._rows.load_state_dict(state)
+        try:
+            self._rows.load_state_dict(state)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a place in a stream is for `datasets` to understand
+            raise CheckpointError(
+                f"got a place in the data that cannot be gone to ({type(error).__name__}: {error}); want one that a "
+                "run has saved; fix: resume from another checkpoint"
+            ) from error
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "contents": None if is_stream(self._dataset) else fingerprint(self._dataset),
+        }
+
+
+def fingerprint(dataset: Any) -> str:
+    """Tells datasets of one length apart: a sum over rows spread evenly over it, all of them where there are few.
+
+    What is no JSON (an image, an audio file) counts by its type alone.
+    """
+    total = hashlib.sha256()
+    for place in range(_COMPARED_ROWS):
+        if place < len(dataset):
+            row = dict(dataset[place * len(dataset) // min(_COMPARED_ROWS, len(dataset))])
+            total.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    return total.hexdigest()[:16]
 
 
 class _IndexedRows:
@@ -80,19 +122,27 @@ class _IndexedRows:
 
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._used = 0
+        self._used, self.row_numbers = 0, list[int]()
         self._order: tuple[int, array[int]] | None = None
 
     def take(self, size: int, share: slice) -> list[Row]:
         places = range(self._used, self._used + size)[share]
         self._used += size
-        return [dict(self._dataset[self._index(place)]) for place in places]
+        self.row_numbers = [self._index(place) for place in places]
+        return [self._row(number) for number in self.row_numbers]
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check(state["prompts"], int)
         self._used = state["prompts"]
+
+    def _row(self, index: int) -> Row:
+        try:
+            return dict(self._dataset[index])
+        except Exception as error:  # of the disk, or of a transform
+            raise unreadable(index, "train_dataset", error) from error
 
     def _index(self, place: int) -> int:
         number, offset = divmod(place, len(self._dataset))
@@ -121,18 +171,23 @@ class _StreamedRows:
         self._shuffles, self._seeks = shuffle, is_own and not shuffle
         self._check = RowCheck("train_dataset")
         self._used = self._pass = self._used_of_pass = 0
+        self.row_numbers: list[int] = []
         self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
         self._place: dict[str, Any] | None = None
 
     def take(self, size: int, share: slice) -> list[Row]:
-        return [self._next() for _ in range(size)][share]
+        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)][share]
+        self.row_numbers = [number for _, number in drawn]
+        return [row for row, _ in drawn]
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
         return {"prompts": self._used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
+        places = (state["prompts"], state["pass"], state["prompts_of_pass"])
+        check(list(places), [int])
+        self._used, self._pass, self._used_of_pass = places
         self._rows, self._place = None, state["stream"]
         if self._seeks:
             return
@@ -163,4 +218,4 @@ class _StreamedRows:
         if self._seeks:
             # A stream starts every pass from the state it was given last: an empty one is its own start.
             self._dataset.load_state_dict(self._place or {})
-        self._rows = iter(self._dataset)
+        self._rows = read_rows(self._dataset, name="train_dataset")

@@ -15,11 +15,16 @@ REDACTED = "<redacted>"
 
 # `hub_token` and `token` are secrets; `eos_token`, `max_tokens` and `pad_token` are not.
 _SECRET_KEY = re.compile(
-    r"(^|_)(password|passwd|secret|credentials?|(api|access|secret|private)_?key|(hub|hf|api|auth|access|bearer)_?token)$"
-    r"|^token$",
+    r"(^|[_-])(password|passwd|passphrase|secret|credentials?|cookie|(api|access|secret|private)[_-]?key"
+    r"|(hub|hf|api|auth|access|bearer)[_-]?token)$|^((proxy-)?authorization|auth|token)$",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)\w[\w-]{15,}|(?<=://)[^/@\s]+(?=@)")
+# Of known forms, after "Bearer", before the @ of an address, and behind a telling name in its query.
+_SECRET_VALUE = re.compile(
+    r"\b(hf_|sk-|ghp_|github_pat_)\w[\w-]{15,}|(?<=://)[^/@\s]+(?=@)|(?<=bearer )\S+|(?<=basic )\S+"
+    r"|(?<=key=)[^&\s]+|(?<=token=)[^&\s]+|(?<=secret=)[^&\s]+|(?<=password=)[^&\s]+",
+    re.IGNORECASE,
+)
 _HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
 
 

@@ -1,47 +1,75 @@
 """Saving a run in the middle of it, and going on as if nothing had happened.
 
-The order in `restore` is that of dependence: weights, then what moves them, then data and rollouts in progress, then
-the logs, cut back to the checkpoint, and the random generators last, after everything that may draw from them.
+All of a checkpoint is read and looked at before any of it is put in: its sums say that it is what was saved, not that
+this run has saved it. The order in `restore` is that of dependence: weights, then what moves them, then data and
+rollouts in progress, then the logs, cut back to the checkpoint, and the random generators last, after everything that
+may draw from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import reprlib
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import training_state as files
 from fused_grpo.trainer.adapters import adapter_identity, is_adapted, load_adapter
 from fused_grpo.trainer.buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint import newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint import newest_checkpoint, verify_checkpoint, whole_checkpoint_in
+from fused_grpo.trainer.manifest import damaged, read_manifest
 from fused_grpo.trainer.metrics import rewind_logs
+from fused_grpo.trainer.saved_rollouts import check_ahead, check_buffer
+from fused_grpo.trainer.sharding import whole_state
+from fused_grpo.trainer.stored_json import AnyNumber, Maybe, check, shape_of
 
 if TYPE_CHECKING:
+    from fused_grpo.trainer.learner import Learner
     from fused_grpo.trainer.loop import GRPOTrainer
 
 _BUFFER, _AHEAD = "buffer.", "ahead."
+_BUFFER_NUMBERS = {"iterations": int, "weight_version": int, "metrics": {str: AnyNumber}, "done": int, "batches": int}
+# Of training.json, as `training_state` writes it. The rest of it depends on the run, and is compared with that.
+_NUMBERS = {
+    "step": int,
+    "run": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "collector": {"sampler": dict, "generate_calls": int},
+    "entropy": {"coefficient": Maybe(float), "last_entropy": Maybe(float)},
+    "skipped": {"in_a_row": int, "total": int},
+    "eval_before": Maybe({str: AnyNumber}),
+    "buffers": {str: Maybe(_BUFFER_NUMBERS)},
+}
 
 
-def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
-    """The checkpoint that `resume_from_checkpoint` means.
+def find_checkpoint(output_dir: Path, resume: bool | str | Path, *, custom_code: bool = False) -> Path:
+    """The checkpoint that `resume_from_checkpoint` means, every file of it compared with its manifest.
+
+    Args:
+        custom_code: whether code may lie in it, as that of a model which needs `trust_remote_code`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, or it is damaged; then it names the newest one that is whole.
     """
     if resume is True:
-        return newest_checkpoint(output_dir)
+        return newest_checkpoint(output_dir, custom_code=custom_code)
     path = Path(str(resume))
-    verify_checkpoint(path)
+    try:
+        verify_checkpoint(path, custom_code=custom_code)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {whole_checkpoint_in(path.parent, but=path)}") from error
     return path
 
 
-def training_state(trainer: GRPOTrainer) -> Callable[[Path], None]:
+def training_state(trainer: GRPOTrainer) -> files.TrainingFiles:
     """What puts the state of the run into a directory. Every process has to ask, the first one has to write."""
     learner, rank = trainer.learner, trainer.accelerator.process_index
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
@@ -59,49 +87,121 @@ def training_state(trainer: GRPOTrainer) -> Callable[[Path], None]:
         "scheduler": learner.scheduler.state_dict(),
         "collector": place,
         "entropy": learner.entropy.state(),
+        "skipped": learner.nonfinite.state(),
         "eval_before": trainer.eval_before,
         "buffers": {str(process["rank"]): process["buffer"] for process in everyone},
     }
     by_file = {files.OPTIMIZER_FILE: tensors}
     if learner.reference is not None and trainer.args.sync_ref_model:
-        by_file[files.REFERENCE_FILE] = dict(learner.reference.model.state_dict())
+        by_file[files.REFERENCE_FILE] = whole_state(_reference(learner))
     by_file |= {files.process_file(process["rank"]): process["tensors"] for process in everyone}
-    return lambda directory: files.write_training_state(directory, numbers=numbers, tensors=by_file)
+    return files.TrainingFiles(numbers, by_file)
 
 
 def restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
     """Put a run that has just been made to where `checkpoint` was saved.
 
     Raises:
-        CheckpointError: a checkpoint without a training state, or of a run with other options or processes.
+        CheckpointError: a checkpoint without a training state, one of a run with other options, data or processes, or
+            one that no run has written.
     """
-    numbers = files.read_training_state(checkpoint)
-    _check_same_run(trainer, numbers["run"], checkpoint)
-    learner = trainer.learner
-    _load_weights(trainer, checkpoint)
-    tensors = files.read_tensors(checkpoint, files.OPTIMIZER_FILE)
-    files.load_optimizer_state(learner.policy, learner.optimizer.optimizer, tensors, numbers["optimizer"])
+    saved, learner = _read(trainer, checkpoint), trainer.learner
+    if is_adapted(trainer.model):
+        load_adapter(trainer.model, checkpoint)
+    else:
+        with torch.no_grad():
+            set_model_state_dict(learner.policy, saved.weights, options=StateDictOptions(full_state_dict=True))
+    numbers, optimizer = saved.numbers, learner.optimizer.optimizer
+    files.load_optimizer_state(learner.policy, optimizer, saved.optimizer, numbers["optimizer"])
     learner.scheduler.load_state_dict(numbers["scheduler"])
     learner.entropy.load_state(numbers["entropy"])
-    if reference := files.read_tensors(checkpoint, files.REFERENCE_FILE):
-        assert learner.reference is not None
-        learner.reference.model.load_state_dict(reference, strict=False)
+    learner.nonfinite.load_state(numbers["skipped"])
+    if saved.reference:
+        set_model_state_dict(_reference(learner), saved.reference, options=StateDictOptions(full_state_dict=True))
     learner.step = trainer.state.global_step = numbers["step"]
     trainer.eval_before = numbers["eval_before"]
-    mine = files.read_tensors(checkpoint, files.process_file(trainer.accelerator.process_index))
-    trainer.collector.load_state(numbers["collector"], _named(mine, _AHEAD))
+    trainer.collector.load_state(numbers["collector"], saved.ahead)
     trainer.state.epoch = trainer.epoch()  # type: ignore[assignment]
-    buffer = numbers["buffers"][str(trainer.accelerator.process_index)]
-    if buffer is not None:
-        trainer.buffer = RolloutBuffer.from_state(buffer, _named(mine, _BUFFER))
+    trainer.buffer = saved.buffer
     if trainer.accelerator.is_main_process:
         rewind_logs(trainer.output_dir, numbers["step"])
     trainer.accelerator.wait_for_everyone()
-    files.set_random_state(mine)
+    files.set_random_state(saved.random)
 
 
-def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds, for this process."""
+
+    numbers: dict[str, Any]
+    weights: dict[str, Any]  # none of a run with an adapter
+    optimizer: dict[str, Tensor]
+    reference: dict[str, Any]  # none of a run whose reference stays as it is
+    ahead: dict[str, Tensor]
+    buffer: RolloutBuffer | None
+    random: dict[str, Tensor]
+
+
+def _read(trainer: GRPOTrainer, checkpoint: Path) -> _Saved:
+    """All that `restore` needs. The trainer is as it was afterwards."""
+    learner, rank = trainer.learner, str(trainer.accelerator.process_index)
+    numbers = files.read_training_state(checkpoint, _NUMBERS)
+    _check_same_run(trainer, numbers["run"], checkpoint)
+    try:
+        check(numbers["scheduler"], shape_of(learner.scheduler.state_dict()), where="its scheduler")
+        if rank not in numbers["buffers"]:
+            raise ValueError(f"it has no buffer of process {rank}")
+    except ValueError as error:
+        raise damaged(checkpoint, files.TRAINING_FILE, f"cannot be used: {error}") from error
+    optimizer = files.check_optimizer_state(
+        learner.policy, learner.optimizer.optimizer, directory=checkpoint, numbers=numbers["optimizer"]
+    )
+    reference: dict[str, Tensor] = {}
+    if learner.reference is not None and trainer.args.sync_ref_model:
+        reference = files.read_tensors(checkpoint, files.REFERENCE_FILE, like=_reference(learner).state_dict())
+    name = files.process_file(trainer.accelerator.process_index)
+    mine = files.read_tensors(checkpoint, name)
+    ahead, rollouts = _take(mine, _AHEAD), _take(mine, _BUFFER)
+    try:
+        buffer = _read_rollouts(trainer, numbers["buffers"][rank], rollouts, ahead)
+    except ValueError as error:
+        raise damaged(checkpoint, name, f"cannot be used: {error}") from error
+    files.check_tensors(checkpoint, name, found=mine, like=files.random_state_like(mine))
+    return _Saved(
+        numbers=numbers,
+        weights={} if is_adapted(trainer.model) else _read_weights(trainer, checkpoint),
+        optimizer=optimizer,
+        reference=reference,
+        ahead=ahead,
+        buffer=buffer,
+        random=mine,
+    )
+
+
+def _read_rollouts(
+    trainer: GRPOTrainer, numbers: dict[str, Any] | None, tensors: dict[str, Tensor], ahead: dict[str, Tensor]
+) -> RolloutBuffer | None:
+    """The rollouts in progress; raises ValueError for those, or ones sampled ahead, that this run cannot have left."""
+    args = trainer.args
+    sizes = {"num_generations": args.num_generations, "vocab_size": trainer.collector.vocab_size}
+    check_ahead(ahead, prompts=trainer.prompts_per_process, **sizes)
+    if numbers is None:
+        return None
+    batches = args.steps_per_rollout(trainer.accelerator.num_processes)
+    check_buffer(numbers, tensors, batches=batches, iterations=args.num_iterations, **sizes)
+    return RolloutBuffer.from_state(numbers, tensors)
+
+
+def _reference(learner: Learner) -> nn.Module:
+    """The reference model, of a learner that has a copy."""
+    model: Any = learner.reference
+    return cast(nn.Module, model.model)
+
+
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin like this, out of `tensors`."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _identity(trainer: GRPOTrainer) -> dict[str, Any]:
@@ -131,19 +231,36 @@ def _check_same_run(trainer: GRPOTrainer, saved: dict[str, Any], checkpoint: Pat
     changed = [name for name in here if saved.get(name) != here[name]]
     if changed:
         raise CheckpointError(
-            f"got {', '.join(f'{name}={here[name]!r}' for name in changed)} to resume from {checkpoint}, want "
-            f"{', '.join(f'{name}={saved.get(name)!r}' for name in changed)} as it was saved with; fix: resume with "
-            "those options, or start a new run with the checkpoint as its model"
+            f"got {_values(here, changed)} to resume from {checkpoint}, want {_values(saved, changed)} as it was saved "
+            "with; fix: resume with those options, or start a new run with the checkpoint as its model"
         )
 
 
-def _load_weights(trainer: GRPOTrainer, checkpoint: Path) -> None:
-    """The weights of a checkpoint into the policy, however it is wrapped or sharded."""
-    if is_adapted(trainer.model):
-        load_adapter(trainer.model, checkpoint)
-        return
-    dtype = next(trainer.model.parameters()).dtype
-    loaded = type(trainer.model).from_pretrained(checkpoint, dtype=dtype)
-    weights: dict[str, Any] = {f"model.{name}": value for name, value in loaded.state_dict().items()}
-    with torch.no_grad():
-        set_model_state_dict(trainer.learner.policy, weights, options=StateDictOptions(full_state_dict=True))
+def _values(options: dict[str, Any], names: list[str]) -> str:
+    shortened = reprlib.Repr()
+    shortened.maxdict = shortened.maxstring = shortened.maxother = 100  # an adapter's options, and not a file of them
+    return ", ".join(f"{name}={shortened.repr(options.get(name))}" for name in names)
+
+
+def _read_weights(trainer: GRPOTrainer, checkpoint: Path) -> dict[str, Any]:
+    """The weights of a checkpoint, whole, under the policy's names.
+
+    Read are the tensors that the manifest lists, and no configuration: that of the model which is here counts.
+    """
+    model, saved = trainer.model, dict[str, Tensor]()
+    for name in sorted(read_manifest(checkpoint)):
+        if fnmatch(name, "model*.safetensors"):
+            saved |= files.read_tensors(checkpoint, name)
+    dtypes = {value.dtype for value in model.state_dict().values()}
+    try:
+        if strange := sorted(str(value.dtype) for value in saved.values() if value.dtype not in dtypes):
+            raise ValueError(f"it has {strange[0]}, where this run has {sorted(map(str, dtypes))}")
+        # transformers knows the names that a checkpoint has for the weights of its models.
+        load: Any = type(model).from_pretrained
+        dtype = next(model.parameters()).dtype
+        loaded, report = load(None, config=model.config, state_dict=saved, dtype=dtype, output_loading_info=True)
+        if wrong := sorted(str(name) for problem in report.values() for name in problem):
+            raise ValueError(f"{wrong[0][:200]} is missing, unknown or of another shape")
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise damaged(checkpoint, "model.safetensors", f"does not fit the model of this run ({error})") from error
+    return {f"model.{name}": value for name, value in loaded.state_dict().items()}

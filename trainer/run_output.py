@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,23 @@ from fused_grpo.trainer.metrics import RunLog
 from fused_grpo.trainer.report import write_report
 from fused_grpo.trainer.scoring import ScoredRollouts
 from fused_grpo.trainer.trackers import Trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run went."""
+
+    steps: int
+    metrics: dict[str, Any]  # of the last step
+    eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
+    eval_after: dict[str, float] | None
+    checkpoint: Path
+    report: Path
+
+    @property
+    def global_step(self) -> int:
+        """`steps`, as transformers calls it."""
+        return self.steps
 
 
 class RunOutput:
@@ -73,6 +91,10 @@ class RunOutput:
         """Mean rewards on held-out prompts."""
         self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
         self.console.note(f"step {step}: held-out reward {result['reward']:.3f} on {num_prompts} prompts")
+
+    def note(self, text: str) -> None:
+        """A line on the console."""
+        self.console.note(text)
 
     def report(self) -> Path:
         """Write report.html, on the main process; its path everywhere."""

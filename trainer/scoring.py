@@ -40,6 +40,7 @@ class ScoredRollouts:
             completion_ids=rollouts.completion_ids,
             sampling_logprobs=rollouts.sampling_logprobs,
             advantages=advantages,
+            rewards=self.rewards,
         )
         return batch.take((~self.dropped).nonzero().flatten().tolist()) if self.dropped.any() else batch
 

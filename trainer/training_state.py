@@ -5,13 +5,16 @@
     process-<rank>.safetensors random generators and the rollouts in progress of one process
     training.json              everything else, of all processes
 
-Nothing is pickled: what comes back is tensors, numbers and strings, whoever wrote the file.
+Nothing is pickled: what comes back is tensors, numbers and strings, whoever wrote the file. They are compared with what
+this run would write itself, name by name and shape by shape, before any of it is put in.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.manifest import damaged
+from fused_grpo.trainer.stored_json import check, read_json, shape_of
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
@@ -34,6 +39,7 @@ TRAINING_FILE = "training.json"
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _OF = " of "  # "exp_avg of model.lm_head.weight"
+_MERSENNE_WORDS = 624
 
 
 def process_file(rank: int) -> str:
@@ -42,7 +48,10 @@ def process_file(rank: int) -> str:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of an optimizer by parameter name: (tensors, all else). All processes ask, the first gets it."""
-    state: Any = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    return _by_name(get_optimizer_state_dict(model, optimizer, options=_OPTIONS))
+
+
+def _by_name(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
     for parameter, values in state.get("state", {}).items():
@@ -55,7 +64,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
-    """The inverse of `optimizer_state`.
+    """The inverse of `optimizer_state`, of a state that `check_optimizer_state` has accepted.
 
     Raises:
         CheckpointError: the state is that of another model or optimizer.
@@ -79,6 +88,26 @@ def load_optimizer_state(
         ) from error
 
 
+def check_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, directory: Path, numbers: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a saved optimizer, known to be those of this one; `numbers` are what was saved with them.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape or dtype, or an option of another kind.
+    """
+    is_new = not optimizer.state
+    # Without options: no process gathers anything. It makes the first state of an optimizer that has none.
+    wanted, options = _by_name(get_optimizer_state_dict(model, optimizer))
+    if is_new:
+        optimizer.state.clear()
+    try:
+        check(numbers, shape_of(options), where="its optimizer")
+    except ValueError as error:
+        raise damaged(directory, TRAINING_FILE, f"cannot be used: {error}") from error
+    return read_tensors(directory, OPTIMIZER_FILE, like=wanted)
+
+
 def random_state() -> dict[str, Tensor]:
     """The generators of Python, NumPy and torch (CPU, and this process' GPU), each as a tensor."""
     version, python, gauss = random.getstate()
@@ -98,11 +127,26 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """The inverse of `random_state`."""
+    """The inverse of `random_state`.
+
+    Raises:
+        CheckpointError: it is of none of these generators.
+    """
+    try:
+        _set_random_state(state)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"got a state of the random generators that they do not take ({error}); fix: resume from another checkpoint"
+        ) from error
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
     version, *python = state["random.python"].tolist()
     gauss = state["random.python_gauss"].tolist()
     random.setstate((version, tuple(python), gauss[0] if gauss else None))
     position, has_gauss, cached = state["random.numpy_rest"].tolist()
+    if not 0 <= position <= _MERSENNE_WORDS:  # NumPy reads there, whatever is there
+        raise ValueError(f"NumPy's is at word {position} of {_MERSENNE_WORDS}")
     key = state["random.numpy_key"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(position), int(has_gauss), cached))
     torch.set_rng_state(state["random.torch"])
@@ -110,19 +154,41 @@ def set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["random.cuda"])
 
 
-def write_training_state(directory: Path, *, numbers: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
-    """Put the files of a training state into `directory`; `tensors` by file name, those without any left out."""
-    for name, named in tensors.items():
-        if named:
-            save_file({key: value.detach().contiguous().clone() for key, value in named.items()}, directory / name)
-    (directory / TRAINING_FILE).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+def random_state_like(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `random_state` would be if it had been saved as `found`: with or without a cached number, and a GPU."""
+    wanted = random_state()
+    gauss, cuda = "random.python_gauss", "random.cuda"
+    if gauss in found and found[gauss].shape in ((0,), (1,)):
+        wanted[gauss] = torch.zeros(found[gauss].shape, dtype=torch.float64)
+    wanted.pop(cuda, None)
+    return wanted | ({cuda: found[cuda]} if cuda in found else {})
 
 
-def read_training_state(directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TrainingFiles:
+    """A training state on its way to the disk: tensors by file name, and everything else."""
+
+    numbers: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """About what writing them takes."""
+        return sum(tensor.nbytes for named in self.tensors.values() for tensor in named.values())
+
+    def __call__(self, directory: Path) -> None:
+        """Put them into `directory`; a file that would hold no tensors is left out."""
+        for name, named in self.tensors.items():
+            if named:
+                save_file({key: value.detach().contiguous().clone() for key, value in named.items()}, directory / name)
+        (directory / TRAINING_FILE).write_text(json.dumps(self.numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def read_training_state(directory: Path, shape: Any) -> dict[str, Any]:
     """The numbers of a training state.
 
     Raises:
-        CheckpointError: the checkpoint was saved without one.
+        CheckpointError: the checkpoint was saved without one, or it is not of this shape.
     """
     path = directory / TRAINING_FILE
     if not path.is_file():
@@ -130,22 +196,40 @@ def read_training_state(directory: Path) -> dict[str, Any]:
             f"got {directory}, a checkpoint of a model alone; want one with its training state; "
             "fix: resume from another, save without save_only_model, or pass it as the model of a new run"
         )
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        state: dict[str, Any] = read_json(path, shape)
+    except (ValueError, OSError) as error:
+        raise damaged(directory, TRAINING_FILE, f"cannot be used: {error}") from error
     return state
 
 
-def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a training state; none where there is no such file.
+def read_tensors(directory: Path, name: str, *, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of one file of a checkpoint; none where there is no such file.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or its names, shapes and dtypes are not those of `like`.
     """
     path = directory / name
-    if not path.is_file():
-        return {}
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"got {path}, which cannot be read: {error}; fix: resume from another checkpoint"
-        ) from error
+        found = load_file(path) if path.is_file() else {}
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise damaged(directory, name, f"cannot be read ({error})") from error
+    if like is not None:
+        check_tensors(directory, name, found=found, like=like)
+    return found
+
+
+def check_tensors(directory: Path, name: str, *, found: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Compare what a file holds with what it should.
+
+    Raises:
+        CheckpointError: a name is missing or unknown, or a tensor of another shape or dtype.
+    """
+    for tensor in sorted(found.keys() | like.keys()):
+        got, want = _form(found.get(tensor)), _form(like.get(tensor))
+        if got != want:
+            raise damaged(directory, name, f"has {got} as {tensor[:200]!r}, where this run has {want}")
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -55,6 +55,7 @@ _TOOLS = "no tools or environments; rollout_func can run an agent"
 _TRANSFORMERS = "an option of transformers.Trainer's own loop, which this is not"
 _ENGINE = "vllm_engine_kwargs passes any option to vLLM"
 _ACCELERATE = "set by `accelerate launch` and its configuration file"
+_DEEPSPEED = "DDP or FSDP2 by `accelerate launch`; DeepSpeed is refused"
 _PRECISION = "bf16 or fp32; weights stay in fp32"
 _LOADER = "rows are read as they are needed, by one process"
 _HUB = "push_to_hub uploads the final model, once, with the account that is logged in"
@@ -66,7 +67,7 @@ _COMPILE = "compile the model before you pass it"
 MISSING: dict[str, Missing] = {
     "router_aux_loss_coef": Missing(None, "no auxiliary loss of mixture-of-experts routers: " + _LATER),
     "cast_lm_head_to_fp32": Missing(False, "log-probs are computed in fp32 always, at no such cost"),
-    "ds3_gather_for_generation": Missing(True, "ZeRO-3 weights are gathered for each sync"),
+    "ds3_gather_for_generation": Missing(True, _DEEPSPEED),
     "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded"),
     "cache_implementation": Missing(None, "generation_kwargs={'cache_implementation': ...}"),
     "vllm_model_impl": Missing("vllm", _ENGINE + " (model_impl)"),
@@ -100,7 +101,9 @@ MISSING: dict[str, Missing] = {
     "logging_strategy": Missing("steps", "every step is logged; logging_steps is of the console"),
     "logging_first_step": Missing(False, "the first step is always shown"),
     "log_on_each_node": Missing(True, "the first process alone logs"),
-    "logging_nan_inf_filter": Missing(True, "a step whose loss is not finite stops the run"),
+    "logging_nan_inf_filter": Missing(
+        True, "a step whose loss is not finite stops the run, or is passed over (max_skipped_steps)"
+    ),
     "include_num_input_tokens_seen": Missing("no", "num_tokens is logged"),
     "log_level": Missing("passive", "logging.getLogger('fused_grpo').setLevel(...)"),
     "log_level_replica": Missing("warning", "logging.getLogger('fused_grpo').setLevel(...)"),
@@ -118,7 +121,7 @@ MISSING: dict[str, Missing] = {
     "include_for_metrics": Missing([], _TRANSFORMERS),
     "batch_eval_metrics": Missing(False, _TRANSFORMERS),
     "save_on_each_node": Missing(False, "the first process alone writes"),
-    "enable_jit_checkpoint": Missing(False, _LATER),
+    "enable_jit_checkpoint": Missing(False, "always so: SIGTERM ends a run with a checkpoint after the step it is in"),
     "hub_token": Missing(None, _HUB),
     "hub_strategy": Missing("every_save", _HUB),
     "hub_always_push": Missing(False, _HUB),
@@ -148,10 +151,9 @@ MISSING: dict[str, Missing] = {
     "ddp_broadcast_buffers": Missing(None, _ACCELERATE),
     "ddp_static_graph": Missing(None, _ACCELERATE),
     "ddp_backend": Missing(None, _ACCELERATE),
-    "ddp_timeout": Missing(1800, _ACCELERATE),
     "fsdp": Missing(None, _ACCELERATE),
     "fsdp_config": Missing(None, _ACCELERATE),
-    "deepspeed": Missing(None, _ACCELERATE),
+    "deepspeed": Missing(None, _DEEPSPEED),
     "debug": Missing("", _TRANSFORMERS),
     "skip_memory_metrics": Missing(True, "docs/trainer.md says what is logged"),
     "do_train": Missing(False, "the script decides"),

@@ -63,6 +63,7 @@ class EffectiveBatch:
     completion_ids: list[list[int]]  # B
     sampling_logprobs: list[list[float]] | None  # B; None: the engine does not say
     advantages: Tensor  # [B] fp32
+    rewards: Tensor | None = None  # [B] fp32, NaN: not scored; to look at, nothing is computed from them
     learns: Tensor | None = None  # [B] bool, False: counted among the step's sequences, and that is all; None: all True
     old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
     ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
@@ -78,6 +79,7 @@ class EffectiveBatch:
             completion_ids=[self.completion_ids[index] for index in indices],
             sampling_logprobs=some(self.sampling_logprobs),
             advantages=self.advantages[list(indices)],
+            rewards=None if self.rewards is None else self.rewards[list(indices)],
             learns=None if self.learns is None else self.learns[list(indices)],
             old_logprobs=some(self.old_logprobs),
             ref_logprobs=some(self.ref_logprobs),

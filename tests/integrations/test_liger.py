@@ -6,8 +6,6 @@ As a script, `test_liger.py RANK FOLDER` is one of two processes that count thei
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -358,11 +356,11 @@ def one_rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[list[dict[str, Tensor]]]:
+def ranks(farm, tmp_path_factory) -> list[list[dict[str, Tensor]]]:
     """What each of two processes got, call by call."""
-    folder, env = tmp_path_factory.mktemp("ranks"), {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, __file__, str(rank), folder], env=env) for rank in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in started] == [0, 0]
+    folder = tmp_path_factory.mktemp("ranks")
+    for process in [farm.start(__file__, rank, folder) for rank in (0, 1)]:
+        assert process.wait() == 0, process.output
     return [[torch.load(folder / f"{i}-{rank}.pt", weights_only=True) for rank in (0, 1)] for i in (0, 1)]
 
 

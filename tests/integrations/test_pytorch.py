@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,11 +31,10 @@ V, D = 31, 8
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> dict[str, Any]:
+def shared(farm, tmp_path_factory) -> dict[str, Any]:
     """What two processes found."""
-    folder, env = tmp_path_factory.mktemp("shared"), {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, folder], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    folder = tmp_path_factory.mktemp("shared")
+    farm.run(SCRIPT, folder, timeout=240)
     return torch.load(folder / "results.pt", weights_only=True)
 
 

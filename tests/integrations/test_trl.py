@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -325,22 +322,15 @@ def test_another_trl_is_refused(monkeypatch, version):
         check_version("trl", "~=1.16.0")
 
 
-def distributed(out: Path, *, processes: int, runs: dict[str, dict]) -> None:
-    out.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *launcher, str(HERE / "trl_runs.py"), str(out), json.dumps(runs)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-
-
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_equal_one(farm, tmp_path):
     """Of the subclass: DDP reduces every gradient, whether a mean is over tokens or over sequences."""
     runs = {loss_type: {"loss_type": loss_type, "beta": 0.04} for loss_type in ("dapo", "grpo")}
     for processes, name in ((1, "one"), (2, "two")):
         share = {"per_device_train_batch_size": 8 // processes, "model": trl_runs.saved_model()}
         each = {loss_type: {**options, **share} for loss_type, options in runs.items()}
-        distributed(tmp_path / name, processes=processes, runs=each)
+        (tmp_path / name).mkdir()
+        for rank in farm.start_ranks(HERE / "trl_runs.py", tmp_path / name, json.dumps(each), processes=processes):
+            assert rank.wait(timeout=400) == 0, rank.output
     for loss_type in runs:
         alone, shared = (load_file(tmp_path / name / f"{loss_type}.safetensors") for name in ("one", "two"))
         for name, value in alone.items():

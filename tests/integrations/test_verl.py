@@ -120,11 +120,11 @@ def test_what_cannot_be_right_is_refused(change, message):
         linear_cross_entropy(**{**arguments, **change})
 
 
-def test_of_a_shared_head_each_rank_hands_on_its_share(tmp_path):
+def test_of_a_shared_head_each_rank_hands_on_its_share(farm, tmp_path):
     """Megatron's sequence parallelism sums the gradient of `hidden` over the ranks, once, as verl leaves it to."""
-    other_rank = subprocess.Popen([sys.executable, __file__, str(tmp_path)])
+    other_rank = farm.start(__file__, tmp_path)
     one = rank_of_two(0, tmp_path)
-    assert other_rank.wait(timeout=60) == 0
+    assert other_rank.wait(timeout=60) == 0, other_rank.output
     other = torch.load(tmp_path / "other.pt", weights_only=True)
     assert all(torch.equal(one[name], other[name]) for name in ("logprobs", "entropy"))
     joined = {"hidden": one["hidden"] + other["hidden"], "weight": torch.cat([one["weight"], other["weight"]])}

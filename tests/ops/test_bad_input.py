@@ -38,6 +38,13 @@ HEAD = [
     ({"logit_scale": float("inf")}, "logit_scale=inf"),
     ({"hidden": torch.randn(6, 4, device="meta")}, "hidden on meta, weight on cpu"),
     ({"impl": "cuda"}, "impl='cuda', want 'auto'"),
+    ({"hidden": [[1.0]]}, "hidden of type list, want a torch.Tensor"),
+    ({"weight": torch.randn(9, 4).to_sparse()}, r"weight as a nested, quantized or sparse .* fix: .*to_dense"),
+    ({"temperature": torch.tensor(0.5)}, r"temperature \(\) torch.float32"),
+    ({"temperature": 1e-320}, "temperature=1e-320, want a finite number > 0"),
+    ({"logit_scale": "1"}, "logit_scale='1', want a finite number"),
+    ({"ignore_index": None}, "ignore_index=None, want a whole number"),
+    ({"process_group": object()}, "type object, want a torch.distributed.ProcessGroup; fix: .*get_group"),
 ]
 LOSS = [
     ({"advantages": torch.ones(3)}, r"advantages \(3,\), want \[B\] = \(2,\)"),
@@ -52,6 +59,13 @@ LOSS = [
     ({"num_tokens": torch.tensor(-3.0)}, "num_tokens=-3.0, want a finite number > 0"),
     ({"config": GRPOLossConfig(beta=0.1)}, "beta=0.1 without ref_logprobs"),
     ({"chunk_bytes": 0}, "chunk_bytes=0"),
+    ({"chunk_bytes": 0.5}, "chunk_bytes=0.5, want a whole number"),
+    ({"config": {"beta": 0.1}}, "config of type dict, want a GRPOLossConfig"),
+    ({"old_logprobs": torch.zeros(6).long()}, "old_logprobs of dtype torch.int64"),
+    ({"entropy_threshold": float("nan")}, "entropy_threshold=nan"),
+    ({"num_tokens": torch.ones((), device="meta")}, "num_tokens on meta and tokens on cpu"),
+    ({"score": None}, "score=None"),
+    ({"entropy": "no"}, "entropy='no', want True or False"),
 ]
 
 
@@ -80,6 +94,8 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
         ({"sampling_correction": "clip"}, "sampling_correction='clip'"),
         ({"epsilon": -0.1}, "epsilon=-0.1, want 0 <= epsilon <= 1"),
+        ({"epsilon": "0.2"}, "epsilon='0.2', want float"),
+        ({"epsilon_high": 2**70}, "epsilon_high=1180591620717411303424, want float or None"),
         ({"epsilon": 1.5}, "epsilon=1.5"),
         ({"epsilon_high": -1.0}, "epsilon_high=-1.0"),
         ({"beta": float("nan")}, "beta=nan"),
@@ -115,11 +131,6 @@ def test_bf16_in_the_interpreter_is_refused_not_garbled():
     arguments |= {name: arguments[name].bfloat16() for name in ("hidden", "weight")}
     with pytest.raises(UnavailableError, match="no bf16 arithmetic"):
         fused_linear_grpo_loss(**arguments)
-
-
-def test_the_fused_loss_has_no_process_group_yet():
-    with pytest.raises(UnsupportedError, match="process_group"):
-        fused_linear_grpo_loss(**good(process_group=object()))
 
 
 def test_grpo_loss_checks_its_own_input():

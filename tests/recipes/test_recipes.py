@@ -51,7 +51,7 @@ def test_several_gpus_make_the_same_update_as_one():
     assert one.loss_config() == several.loss_config()
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed_zero3"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_accelerate_takes_its_configurations(name):
     path = RECIPES / "accelerate" / f"{name}.yaml"
     config = load_config_from_file(str(path))

@@ -1,8 +1,19 @@
-"""What a vLLM server says over HTTP, from a thread of this process, with failures on order. See test_replicas."""
+"""What a vLLM server says over HTTP, with failures on order: from a thread (test_replicas), or as a script.
+
+As a script it prints its URL and serves until it is killed:
+
+    fake_vllm.py FAULT ATTRIBUTES    as JSON: what becomes of each request for completions, attributes of FakeServer
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+
+# Instead of an answer: status, headers and body as they are, whatever they say about each other.
+RAW = {
+    "not json": (200, {"Content-Type": "text/html"}, b"<html>It works!</html>"),
+    "json of another kind": (200, {}, b'[{"choices": 3}]'),
+    "nested": (200, {}, b"[" * 100_000),
+    "endless": (200, {}, b"[" * (1 << 20)),
+    "cut off": (200, {"Content-Length": "100000"}, b'{"choices": [{"index": 0, "token_ids": [4'),
+}
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -25,6 +45,11 @@ class FakeServer(ThreadingHTTPServer):
         self.weights: dict[str, Any] = {}
         self.folder = Path()
         self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
+        self.ignores_weights, self.forgets_tag, self.transfer, self.elsewhere = False, False, None, ""
+        self.sent = 0  # bytes
+        self.repacked: set[str] = set()  # names of weights that are kept in another form
+        self.calls: list[tuple[str, Any]] = []
+        self.wire: list[tuple[str, Any]] = []  # what was broadcast, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -36,8 +61,8 @@ class FakeServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any] | int | None:
-        """The answer; a status in its place; or None for none at all."""
+    def complete(self, body: dict[str, Any]) -> dict[str, Any] | int | str | None:
+        """The answer; a status or something of RAW in its place; or None for none at all."""
         with self.lock:
             fault = next(self.faults, None)
             self.seen.append(body)
@@ -47,6 +72,10 @@ class FakeServer(ThreadingHTTPServer):
             case "no answer":
                 return None
             case int():
+                return fault
+            case "death":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case str() if fault in RAW:
                 return fault
             case "silence":
                 self.released.wait(30)
@@ -60,33 +89,50 @@ class FakeServer(ThreadingHTTPServer):
                 self.tag = "another trainer's"
         return {"choices": choices[::-1]}
 
+    def held(self, name: str, weight: Any) -> Any:
+        return weight * 2 if name in self.repacked else weight
+
     def get(self, path: str) -> dict[str, Any] | int:
-        config = {"model_config": {"logprobs_mode": self.logprobs_mode}, "device_config": {"device": "cpu"}}
+        config = {
+            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": "torch.float32"},
+            "device_config": {"device": "cpu"},
+            "weight_transfer_config": self.transfer and {"backend": self.transfer},
+        }
         return {
             "/health": {},
             "/version": {"version": "0.0"},
             "/v1/models": {"data": [{"id": "model", "max_model_len": 64}]},
             "/server_info?config_format=json": {"vllm_config": config} if self.dev_mode else 404,
             "/weight_info": {"weight_version": self.tag},
+            "/get_world_size": {"world_size": 2},
         }.get(path, 404)
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | int | None:
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | int | str | None:
+        self.calls.append((path, body))
         match path:
             case "/v1/completions":
                 return self.complete(body)
             case "/collective_rpc":
                 self.folder = Path(body["kwargs"]["weights_path"])
-                for file in self.folder.glob("*.safetensors"):
-                    self.weights |= load_file(file)
+                for file in () if self.ignores_weights else self.folder.glob("*.safetensors"):
+                    self.weights |= {name: self.held(name, weight) for name, weight in load_file(file).items()}
                 return 500 if self.refuses_weights else {"results": [None]}
             case "/reset_prefix_cache":
                 return {"success": True}
             case "/update_weight_version":
-                self.tag = body["new_version"]
+                self.tag = self.tag if self.forgets_tag else body["new_version"]
                 return {}
             case "/weight_checker":
-                heads = [] if self.tied else ["dp0:tp0:lm_head.weight"]
-                return {"checksums": dict.fromkeys(["dp0:tp0:model.norm.weight", *heads], "")}
+                held = {} if self.tied else {"lm_head.weight": ""}
+                held |= {name: hashlib.sha256(weight.numpy().data).hexdigest() for name, weight in self.weights.items()}
+                return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in held.items()}}
+            case "/finish_weight_update":
+                self.weights |= dict(self.wire)
+                return {}
+            case "/init_weight_transfer_engine" | "/shutdown_weight_transfer_engine":
+                return {}
+            case "/start_weight_update" | "/update_weights":
+                return 500 if self.refuses_weights else {}
         return 404
 
 
@@ -100,15 +146,27 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         self.answer(self.server.post(self.path, json.loads(self.rfile.read(length) or b"{}")))
 
-    def answer(self, what: dict[str, Any] | int | None) -> None:
+    def answer(self, what: dict[str, Any] | int | str | None) -> None:
         if what is None:
             return
-        status, body = (what, {"error": "on order"}) if isinstance(what, int) else (200, what)
-        payload = json.dumps(body).encode()
+        status, headers, payload = RAW[what] if isinstance(what, str) else self.written(what)
         self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(payload)
+        with contextlib.suppress(OSError):
+            # An endless answer ends when the client has had enough of it.
+            for _ in itertools.repeat(None) if what == "endless" else (None,):
+                self.wfile.write(payload)
+                self.server.sent += len(payload)
+
+    def written(self, what: dict[str, Any] | int) -> tuple[int, dict[str, str], bytes]:
+        """An answer, or an error that quotes the key it was sent."""
+        error = {"error": f"on order: {self.headers['Authorization']}"}
+        status, body = (what, error) if isinstance(what, int) else (200, what)
+        payload = json.dumps(body).encode()
+        headers = {"Content-Length": str(len(payload))}
+        return status, headers | ({"Location": self.server.elsewhere} if 300 <= status < 400 else {}), payload
 
     def log_message(self, *_: Any) -> None:
         """Not on the console."""
@@ -124,3 +182,15 @@ def serving(count: int) -> Iterator[list[FakeServer]]:
     yield servers
     for server in servers:
         server.stop()
+
+
+def main(fault: str, attributes: str) -> None:
+    server = FakeServer()
+    vars(server).update(json.loads(attributes))
+    server.faults = itertools.repeat(json.loads(fault))
+    print(server.url, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -39,6 +39,8 @@ def sample_once() -> None:
     engine = VLLMEngine(model, tokenizer, max_model_len=32, dtype="float32")
     engine.generate([[1, 2]], SamplingParams(n=2, max_tokens=4, seed=0))
     engine.load_weights(model.named_parameters(), version=1)
+    sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.status == "LISTEN"]
+    print("listens on:", *sorted({socket.laddr.ip for socket in sockets}))
     engine.close()
 
 

@@ -77,7 +77,7 @@ def test_a_request_says_all_that_a_server_would_otherwise_take_from_the_model(co
     assert given.items() <= sent.items()
 
 
-@pytest.mark.parametrize("fault", ["no answer", 500, 503, 429, {"finish_reason": "abort"}])
+@pytest.mark.parametrize("fault", ["no answer", "cut off", 500, 503, 429, {"finish_reason": "abort"}])
 def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, fault) -> None:
     engine = connect()
     servers[0].faults = iter([fault] * 3)
@@ -96,6 +96,11 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ({"logprobs": {"token_logprobs": [-1.0]}}, "2 token ids with 1 log-probs"),
         ({"logprobs": {"token_logprobs": [-1.0, None]}}, "2 token ids with 2 log-probs"),
         (400, "status 400 from /v1/completions"),
+        ("not json", "an answer from /v1/completions that is not JSON: b'<html>"),
+        ("nested", "an answer from /v1/completions that is not JSON"),
+        ("json of another kind", r"completions \[\] where 3 were asked for"),
+        ({"index": None}, "an answer from /v1/completions that vLLM does not give"),
+        ({"token_ids": 7}, "an answer from /v1/completions that vLLM does not give"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused_at_once(connect, servers, fault, message) -> None:
@@ -208,17 +213,35 @@ def test_a_server_for_shorter_sequences_is_refused(connect) -> None:
         connect(max_model_len=64).generate(PROMPTS, SamplingParams(n=1, max_tokens=63))
 
 
-@pytest.mark.parametrize("url", ["http://192.168.1.7:8000", "http://gpu-node:8000", "http://0.0.0.0:8000"])
-def test_a_server_on_another_machine_needs_consent(model, tokenizer, url) -> None:
-    with pytest.raises(InputError, match=r"not on this machine.*fix:.*allow_remote=True"):
-        VLLMServerEngine(model, tokenizer, base_urls=[url], timeout=0.1)
-    assert str(Replicas([url], allow_remote=True, api_key=None, max_concurrency=1)) == url
+@pytest.mark.parametrize("urls", [[], ["http://localhost:8000", "http://localhost:8000/v1"]])
+def test_no_server_and_one_server_twice_are_refused(urls) -> None:
+    with pytest.raises(InputError, match="want one URL or several different ones; fix:"):
+        Replicas(urls)
 
 
-@pytest.mark.parametrize("urls", [[], ["127.0.0.1:8000"], ["http://localhost:8000", "http://localhost:8000/v1"]])
-def test_urls_that_cannot_be_meant_are_refused(model, tokenizer, urls) -> None:
-    with pytest.raises(InputError, match="fix:"):
-        VLLMServerEngine(model, tokenizer, base_urls=urls)
+def test_a_redirect_is_an_error_and_is_not_followed(connect, servers) -> None:
+    engine = connect(1)
+    servers[0].faults, servers[0].elsewhere = iter([307] * 9), servers[1].url + "/v1/completions"
+    with pytest.raises(UnavailableError, match=rf"got status 307 .* at {servers[0].url}"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[1].calls == []
+
+
+def test_the_key_is_sent_to_the_server_and_said_nowhere_else(connect, servers, caplog) -> None:
+    engine = connect(1, api_key="sk-secret")
+    servers[0].faults = iter([500] * 9)
+    with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=r"on order: Bearer \.\.\.") as raised:
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert "sk-secret" not in f"{raised.value}{raised.value.__cause__}{caplog.text}{vars(engine)}"
+
+
+def test_an_answer_without_an_end_is_read_no_further_than_it_can_be_meant(connect, servers) -> None:
+    engine = connect(1)
+    servers[0].faults = iter(["endless"] * 9)
+    limit = (16 << 20) + 1024 * SAMPLING.n * SAMPLING.max_tokens
+    with pytest.raises(UnavailableError, match=f"an answer from /v1/completions of more than {limit} bytes"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[0].sent < 2 * limit
 
 
 def test_it_works_where_an_event_loop_runs_already(connect) -> None:

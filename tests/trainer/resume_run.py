@@ -1,22 +1,28 @@
-"""A short run that can be told where to die. Run by test_resume.py, in a process of its own.
+"""A short run that can be told where to die. Run by test_resume.py and test_kills.py, in a process of its own.
 
-    python resume_run.py OUTPUT_DIR ENGINE (fresh|resume) WHERE STEP
+    python resume_run.py OUTPUT_DIR ENGINE (fresh|resume) WHERE NUMBER
 
-WHERE is "accumulation", "saving", "renaming" or "nowhere"; the process kills itself there, once step STEP is reached,
-with a signal that nothing can catch.
+WHERE is "accumulation", "saving" or "renaming": the process kills itself there, once step NUMBER is reached, with a
+signal that nothing can catch. Or "operation in a save", "operation": before the NUMBER-th time that it asks the file
+system to change something. Or "wait": after its first save, it waits to be killed. Or "full": from step NUMBER on, the
+disk takes no file of more than 100 kB while a checkpoint is saved. Or "nowhere".
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint, loop, run_output
+
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -68,9 +74,64 @@ def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
             checkpoint.seal = dying(checkpoint.seal)
         case "renaming":
             checkpoint._swap_in = dying(checkpoint._swap_in)
+        case "full":
+            trainer.save_checkpoint = limited(trainer, trainer.save_checkpoint, step)
 
 
-def main(output_dir: str, engine: str, how: str, where: str, step: str) -> None:
+def limited(trainer: GRPOTrainer, save: Any, step: int) -> Any:
+    def call() -> Any:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if trainer.step >= step else hard, hard))
+            return save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    return call
+
+
+class Saves:
+    """Says when a save begins and ends."""
+
+    def __init__(self, *, then_wait: bool) -> None:
+        self.running, self.then_wait, self.save = False, then_wait, loop.save_checkpoint
+        loop.save_checkpoint = self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.running = True
+        os.write(1, b"a save begins\n")
+        result = self.save(*arguments, **options)
+        os.write(1, b"a save is done\n")
+        self.running = False
+        if self.then_wait:
+            time.sleep(60)
+        return result
+
+
+def die_before_operation(number: int, output_dir: str, *, wanted: Any) -> None:
+    """Python says what it is about to ask of the system, but for fsync."""
+    seen: list[str] = []
+    fsync = os.fsync
+
+    def observe(event: str, arguments: tuple[Any, ...]) -> None:
+        changes = event in CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        # Names without a path are of files in a directory that is open: one that is being removed.
+        if not changes or not wanted() or (str(arguments[0]).startswith("/") and output_dir not in str(arguments[0])):
+            return
+        seen.append(f"{event} {arguments[0]}")
+        if len(seen) == number:
+            os.write(1, f"killed before {seen[-1]}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def observed_fsync(descriptor: int) -> None:
+        observe("os.rename", (f"fsync of {descriptor}",))
+        fsync(descriptor)
+
+    os.fsync = observed_fsync
+    sys.addaudithook(observe)
+
+
+def make_trainer(output_dir: str, engine: str = "transformers", how: str = "fresh") -> GRPOTrainer:
     args = GRPOConfig(
         output_dir,
         per_device_train_batch_size=4,
@@ -87,11 +148,21 @@ def main(output_dir: str, engine: str, how: str, where: str, step: str) -> None:
         save_steps=3,
         use_vllm=engine == "vllm",
         vllm_max_model_length=64,
+        save_total_limit=2,
         resume_from_checkpoint=how == "resume",
+        overwrite_output_dir=how == "fresh",
     )
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
-    trainer = GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=tokenizer())
-    die_when(trainer, where, int(step))
+    return GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=tokenizer())
+
+
+def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:
+    saves = Saves(then_wait=where == "wait")
+    run_output.write_report = lambda folder: folder  # charts take longer than the run
+    if "operation" in where:
+        die_before_operation(int(number), output_dir, wanted=lambda: saves.running or where == "operation")
+    trainer = make_trainer(output_dir, engine, how)
+    die_when(trainer, where, int(number))
     trainer.train()
     trainer.save_checkpoint()
 

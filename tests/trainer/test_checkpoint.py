@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import load_trainer_state, prepare_output_dir, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint import load_trainer_state, save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.metrics import RunLog
+from fused_grpo.trainer.output_dir import prepare_output_dir
 
 
 def tiny_model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
@@ -129,14 +131,14 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_nothing_half_made(
         calls.append(args)
         if failing == "second rename" and len(calls) != 2:
             return rename(*args)
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     savers = {"model": LlamaForCausalLM, "tokenizer": PreTrainedTokenizerFast}
     if failing in savers:
         monkeypatch.setattr(savers[failing], "save_pretrained", fail)
     else:
         monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(CheckpointError, match=f"No space left .* the newest whole checkpoint is {checkpoint};"):
         save(checkpoint, step=2)
     assert everything(checkpoint) == before
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
@@ -216,6 +218,25 @@ def test_another_run_is_refused_before_anything_is_written(tmp_path: Path) -> No
     assert everything(run) == before
     assert prepare_output_dir(run, resume=True) == run
     assert everything(run) == before
+
+
+def test_what_killed_runs_left_goes_when_the_next_starts_and_the_only_copy_of_a_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run")
+    before = everything(run)
+    for name in (".checkpoint-9.partial", ".final.partial", ".checkpoint-1.previous"):
+        (run / name).mkdir()
+        (run / name / "model.safetensors").write_bytes(b"half")
+    (run / "checkpoint-3").mkdir()
+    (run / ".metrics.jsonl.rewound").write_text("half")
+    kept = {".checkpoint-7.previous/model.safetensors": b"whole", ".notes.partial": b"mine"}
+    for name, content in kept.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_bytes(content)
+    prepare_output_dir(run, resume=True)
+    assert everything(run) == before | kept
+    assert not (run / "checkpoint-3").exists()
 
 
 def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:

@@ -215,6 +215,12 @@ def test_a_quantile_is_that_of_torch_and_nothing_has_one_too():
     assert quantile(torch.zeros(0), 0.5) == 0
 
 
+def test_a_long_run_does_not_keep_every_step_in_memory(make_trainer):
+    trainer = make_trainer(max_steps=5, logging_steps=2)
+    trainer.train()
+    assert [record["step"] for record in trainer.state.log_history] == [2, 4]
+
+
 def test_a_step_of_nothing_but_truncated_completions_changes_nothing(make_trainer):
     options = {"mask_truncated_completions": True, "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}
     trainer = make_trainer(max_steps=1, **options)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,16 +61,10 @@ def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
         assert lines(tmp_path / "whole" / log) == lines(tmp_path / "cut" / log)
 
 
-def run(output_dir: Path, engine: str, how: str, *, where: str = "nowhere", step: int = 0) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(RUN), str(output_dir), engine, how, where, str(step)]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(farm, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert run(output_dir, "transformers", "fresh") == 0
+    farm.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
     return output_dir
 
 
@@ -89,20 +80,20 @@ def assert_same_end(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "step"), [("accumulation", 5), ("accumulation", 8), ("saving", 6), ("renaming", 9)])
-def test_killed_anywhere_and_resumed_is_the_same_run(undisturbed, tmp_path, where, step):
+def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path, where, step):
     output_dir = tmp_path / "run"
-    assert run(output_dir, "transformers", "fresh", where=where, step=step) == -9
+    assert farm.start(RUN, output_dir, "transformers", "fresh", where, step).wait() == -9
     verify_checkpoint(checkpoints(output_dir)[-1])
-    assert run(output_dir, "transformers", "resume") == 0
+    farm.run(RUN, output_dir, "transformers", "resume", "nowhere", 0)
     assert_same_end(undisturbed, output_dir)
 
 
 @pytest.mark.engine
-def test_killed_with_vllm_and_resumed_is_the_same_run(tmp_path):
+def test_killed_with_vllm_and_resumed_is_the_same_run(farm, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(whole, "vllm", "fresh") == 0
-    assert run(cut, "vllm", "fresh", where="accumulation", step=7) == -9
-    assert run(cut, "vllm", "resume") == 0
+    farm.run(RUN, whole, "vllm", "fresh", "nowhere", 0)
+    assert farm.start(RUN, cut, "vllm", "fresh", "accumulation", 7).wait() == -9
+    farm.run(RUN, cut, "vllm", "resume", "nowhere", 0)
     assert_same_end(whole, cut)
 
 

@@ -89,7 +89,7 @@ class RewardCaller:
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(prompts)} completions "
                 f"(first prompt {prompts[0]!r}); fix: a longer reward_timeout, or fused_grpo.trainer.rewards.isolated"
             ) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a parser of arguments exits where it fails
             culprit = self._first_to_raise(inputs, type(error)) if pinpoint else prompts[0]
             raise RewardError(
                 f"reward function {self.name!r} raised {type(error).__name__}: {error}; at prompt {culprit!r}; "
@@ -162,7 +162,7 @@ class RewardCaller:
             )
         return number
 
-    def _first_to_raise(self, inputs: RewardInputs, error: type[Exception]) -> Any:
+    def _first_to_raise(self, inputs: RewardInputs, error: type[BaseException]) -> Any:
         """The prompt of the first completion that fails by itself in that way; the first one where only the batch does.
 
         The run is over by now: calling the function again is the price of naming the prompt.
@@ -173,7 +173,7 @@ class RewardCaller:
                 self._run(inputs.part(index), {}, {})
             except error:
                 return prompt
-            except Exception:
+            except (Exception, SystemExit):
                 continue
         return prompts[0]
 

@@ -8,7 +8,9 @@ completion's alone; when it takes too long, or dies, its whole process group is 
 bare interpreter, not a copy of this one: it loads the function by name and does not run the user's script again.
 Requests and replies are lines of JSON, because a process that runs a model's code is not one to unpickle things from.
 
-What it is not: a sandbox. The worker may do whatever the user may: read files, open connections.
+The worker has no secrets in its environment and none of the trainer's open files, leaves no core dump, and writes no
+endless file. What it is not: a sandbox. It may do whatever the user may: read files, open connections, leave its
+process group. And what runs inside the function's own process can answer in its place.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import wait as wait_for_input
 from typing import Any, Literal
 
@@ -35,13 +38,23 @@ from fused_grpo.trainer.rewards.loading import load_reward
 
 # Importing what a function needs may take long, and is no fault of any completion's.
 START_SECONDS = 300.0
+# More than a reward, its columns and its metrics need: what else is written there is no answer.
+REPLY_BYTES = 16 << 20
+SECRET_VARIABLE = re.compile(
+    r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PAT)S?$|^SSH_AUTH_SOCK$", re.I
+)
 Failed = float | None | Literal["raise"]
 
 _log = logging.getLogger(__name__)
 
 
 def isolated(
-    function: RewardFunction | str, *, timeout: float, memory: int | None = None, on_failure: Failed = "raise"
+    function: RewardFunction | str,
+    *,
+    timeout: float,
+    memory: int | None = None,
+    on_failure: Failed = "raise",
+    secrets: Sequence[str] = (),
 ) -> IsolatedReward:
     """The function, to be called in a process of its own, for one completion at a time.
 
@@ -52,6 +65,8 @@ def isolated(
         memory: bytes of address space that the worker may take. None: no limit.
         on_failure: the reward of a completion for which the function raises, takes too long or dies; None: not
             scored; "raise": RewardError.
+        secrets: environment variables (OPENAI_API_KEY, ...) that the function needs although their names are those of
+            secrets. The worker gets no others of that kind.
 
     Raises:
         InputError: a function that a new process cannot import, or options out of their range.
@@ -66,7 +81,7 @@ def isolated(
     loaded = load_reward(function) if isinstance(function, str) else function
     if is_async(loaded):
         raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
-    reward = IsolatedReward(reference, timeout=timeout, memory=memory, on_failure=on_failure)
+    reward = IsolatedReward(reference, timeout=timeout, memory=memory, on_failure=on_failure, secrets=secrets)
     # For its name, and for its signature: the trainer hands over what the function names.
     functools.update_wrapper(reward, loaded)
     return reward
@@ -75,8 +90,11 @@ def isolated(
 class IsolatedReward:
     """See `isolated`. The function itself is only ever called in the worker."""
 
-    def __init__(self, reference: str, *, timeout: float, memory: int | None, on_failure: Failed) -> None:
+    def __init__(
+        self, reference: str, *, timeout: float, memory: int | None, on_failure: Failed, secrets: Sequence[str] = ()
+    ) -> None:
         self.reference, self.timeout, self.memory, self.on_failure = reference, timeout, memory, on_failure
+        self.secrets = frozenset(secrets)
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
 
@@ -111,10 +129,11 @@ class IsolatedReward:
                 "fix: let the function name the arguments that it needs, in place of **columns"
             ) from error
         if self._worker is None:
-            self._worker = _Worker(self.reference, timeout=self.timeout, memory=self.memory)
+            env = without_secrets(os.environ, keep=self.secrets)
+            self._worker = _Worker(self.reference, timeout=self.timeout, memory=self.memory, env=env)
         try:
             reply = self._worker.ask(request, seconds=self.timeout)
-        except (TimeoutError, OSError, EOFError, ValueError) as error:
+        except (TimeoutError, OSError, EOFError, ValueError, RecursionError) as error:
             self._worker.kill()
             self._worker = None
             late = f"took longer than {self.timeout} s and was killed" if isinstance(error, TimeoutError) else "died"
@@ -131,12 +150,12 @@ class IsolatedReward:
 class _Worker:
     """The process, and the two pipes to it."""
 
-    def __init__(self, reference: str, *, timeout: float, memory: int | None) -> None:
+    def __init__(self, reference: str, *, timeout: float, memory: int | None, env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             # A process group of its own: killed with all that the function started, and spared by Ctrl-C.
             start_new_session=True,
         )
@@ -166,8 +185,17 @@ class _Worker:
             if not piece:
                 raise EOFError
             received += piece
-        reply: dict[str, Any] = json.loads(received)
+            if len(received) > REPLY_BYTES:
+                raise ValueError(f"an answer of more than {REPLY_BYTES} bytes")
+        reply = json.loads(received)
+        if not isinstance(reply, dict) or not reply.keys() & {"ready", "value", "error"}:
+            raise ValueError("something that is no answer")
         return reply
+
+
+def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
+    """The variables whose names are not those of secrets, and those to keep."""
+    return {name: value for name, value in environment.items() if name in keep or not SECRET_VARIABLE.search(name)}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

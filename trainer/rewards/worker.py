@@ -19,11 +19,18 @@ from typing import Any
 from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, reward_name
 from fused_grpo.trainer.rewards.loading import load_reward
 
+# Of one file: far more than a function that looks at one completion has to write, far less than a disk.
+FILE_BYTES = 1 << 30
+
 
 def main(reference: str, seconds: float, memory: int) -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    # Of a process that is killed, a dump would hold prompts and columns. Writing beyond the limit raises OSError.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     try:
         function = load_reward(reference)
     except Exception as error:

@@ -3,10 +3,12 @@
 engine.py                 the contract
 vllm_inprocess.py         vLLM in the trainer's process, started by vllm_start.py, contained by isolation.py
 vllm_adapter.py           the same, with a LoRA adapter beside the base: a sync is the adapter alone
-vllm_server.py            vLLM servers over HTTP: replicas.py asks them, weight_files.py hands weights over
+vllm_server.py            vLLM servers over HTTP: replicas.py asks them, server_urls.py and server_facts.py say which
+weight_transfer.py        gives servers the weights: weight_files.py through files, nccl_transfer.py by NCCL
 vllm_serve.py             how to start such a server
 transformers_generate.py  `model.generate` on the trainer's own model
 function.py               a function of the user's
+answers.py                what the trainer asks engines through: their answers are whole, or an error
 sampling.py weights.py    what engines share: prompts, seeds, stop tokens; names of weights, tied heads
 agreement.py              whether engine and trainer still have the same weights
 """
@@ -28,6 +30,8 @@ from fused_grpo.trainer.rollout.weights import checkpoint_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fused_grpo.trainer.rollout.weight_transfer import TransferName
 
 __all__ = ["EngineName", "RolloutEngine", "check_agreement", "checkpoint_weights", "make_engine"]
 
@@ -52,10 +56,11 @@ def make_engine(
     base_urls: Sequence[str] = (),
     server_timeout: float = 240.0,
     allow_remote: bool = False,
+    weight_transfer: TransferName = "auto",
 ) -> RolloutEngine:
     """The engine called `name`; "auto" is vLLM in process where it is installed and transformers otherwise.
 
-    Arguments after `tokenizer` are those of VLLMEngine, the last three of VLLMServerEngine. TransformersEngine uses
+    Arguments after `tokenizer` are those of VLLMEngine, the last four of VLLMServerEngine. TransformersEngine uses
     `seed` alone, since it samples from `model` as it is. With `adapter_sync`, vLLM in process is given the adapter of
     a PeftModel and not merged weights (VLLMAdapterEngine).
 
@@ -90,6 +95,7 @@ def make_engine(
             max_model_len=max_model_len,
             seed=seed,
             allow_remote=allow_remote,
+            weight_transfer=weight_transfer,
         )
     options: dict[str, Any] = {
         "max_model_len": max_model_len,

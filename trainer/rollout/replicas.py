@@ -1,7 +1,10 @@
 """One or several vLLM servers over HTTP: who is up, who gets the next request, what happens when one goes away.
 
-Every method is a coroutine that the engine runs under one deadline, so that nothing here needs a timeout of its own and
-nothing can hang: at the deadline all that is in flight is cancelled, and vLLM drops requests whose client went away.
+All talk is in coroutines, and `Replicas.run` runs them under one deadline: nothing else needs a timeout of its own and
+nothing can hang. At the deadline all that is in flight is cancelled, and vLLM drops requests whose client went away.
+
+A server is not trusted either. A redirect is an error and never followed, an answer is read up to a size that fits what
+was asked, and what it says is quoted in errors without the key that it was sent.
 
 What a server says about itself is believed only if it carries the engine's tag. `load_weights` leaves a tag on each
 server (vLLM's "weight version", a string that a restart forgets and another trainer's sync replaces), and `generate`
@@ -12,17 +15,18 @@ sampled from as if it were in step.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import json
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.rollout.server_urls import checked_url
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -31,6 +35,8 @@ _ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 # uvicorn closes idle connections after 5 s; one that we reuse in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
+# Of an answer: what any route but completions may send, and what a sampled token may take (its text, id and log-prob).
+_ANSWER_BYTES, _TOKEN_BYTES = 16 << 20, 1 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +45,8 @@ class RequestError(Exception):
     """One request to one server failed. `status` is None where no answer came."""
 
     def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
-        super().__init__(message)
+        # It may quote the server, at any length.
+        super().__init__(message[:1000])
         self.status, self.retry = status, retry
 
 
@@ -59,21 +66,23 @@ class Replica:
         """
         self.in_flight += 1
         try:
-            response = await client.request(method, self.url + path, json=body)
+            async with client.stream(method, self.url + path, json=body) as response:
+                content = await _read(response, path, limit=_largest_answer(body))
         except httpx.HTTPError as error:
             self.trouble = f"{type(error).__name__} ({str(error) or 'connection lost'})"
             raise RequestError(self.trouble, retry=True) from error
         finally:
             self.in_flight -= 1
-        if response.is_error:
-            said, status = response.text[:500], response.status_code
-            self.trouble = f"status {status} from {path}: {said}"
+        if not response.is_success:
+            status, key = response.status_code, client.headers.get("Authorization", "")
+            said = content[:500].decode(errors="replace").replace(key.removeprefix("Bearer ") or "\0", "...")
+            self.trouble = f"status {status} from {path}: {said!r}"
             retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
             raise RequestError(self.trouble, status=status, retry=retry)
         try:
-            answer = response.json() if response.content else {}
-        except ValueError as error:
-            raise RequestError(f"an answer from {path} that is not JSON: {response.text[:200]!r}") from error
+            answer = json.loads(content) if content else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"an answer from {path} that is not JSON: {content[:200]!r}") from error
         return answer if isinstance(answer, dict) else {"answer": answer}
 
     async def tag(self, client: httpx.AsyncClient) -> str | None:
@@ -105,27 +114,72 @@ class Replicas:
         allow_remote: take hosts that are not this machine.
         api_key: sent as a bearer token.
         max_concurrency: requests under way at a time.
+        timeout: seconds in which each `run` ends.
 
     Errors:
-        InputError: no URL, one that is none, or a remote one without `allow_remote`.
+        InputError: no URL, one that is none or holds more than an address, or a remote one without `allow_remote`.
     """
 
-    def __init__(self, urls: Sequence[str], *, allow_remote: bool, api_key: str | None, max_concurrency: int) -> None:
-        self.all = [Replica(_checked_url(url, allow_remote=allow_remote)) for url in urls]
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        allow_remote: bool = False,
+        api_key: str | None = None,
+        max_concurrency: int = 256,
+        timeout: float = 240.0,
+    ) -> None:
+        self.all = [Replica(checked_url(url, allow_remote=allow_remote)) for url in urls]
         if len({replica.url for replica in self.all}) != len(urls) or not urls:
-            raise InputError(f"got base_urls={list(urls)}, want one URL or several different ones; fix: list each once")
+            shown = [replica.url for replica in self.all]
+            raise InputError(f"got base_urls={shown}, want one URL or several different ones; fix: list each once")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._max_concurrency = max_concurrency
+        self._max_concurrency, self.timeout = max_concurrency, timeout
         self._certificates = ssl.create_default_context()
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[httpx.AsyncClient]:
+    def run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]], *, doing: str) -> T:
+        """What `work` returns, within `timeout` seconds.
+
+        Errors:
+            UnavailableError: it took longer; names the servers and what they last said.
+        """
+
+        async def in_time() -> T:
+            async with asyncio.timeout(self.timeout), self._session() as client:
+                return await work(client)
+
+        try:
+            return _run_to_the_end(in_time())
+        except TimeoutError as error:
+            troubles = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.all)
+            raise UnavailableError(
+                f"got no end of {doing} within {self.timeout:g} s ({troubles}), want servers that answer; fix: start "
+                "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
+            ) from error
+
+    def post(self, path: str, body: Json | None = None, *, doing: str) -> None:
+        """The same request to every server.
+
+        Errors:
+            UnavailableError: one refused it, or did not answer in time.
+        """
+
+        async def ask_all(client: httpx.AsyncClient) -> None:
+            await self.on_each(lambda replica: replica.ask(client, "POST", path, body))
+
+        self.run(ask_all, doing=doing)
+
+    def _session(self) -> httpx.AsyncClient:
         """Connections for one call of the engine. Proxies of the environment are for the internet, not for these."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE)
-        async with httpx.AsyncClient(
-            headers=self._headers, limits=limits, timeout=None, trust_env=False, verify=self._certificates
-        ) as client:
-            yield client
+        return httpx.AsyncClient(
+            headers=self._headers,
+            limits=limits,
+            timeout=None,
+            trust_env=False,
+            follow_redirects=False,
+            verify=self._certificates,
+        )
 
     async def wait_until_ready(self, client: httpx.AsyncClient, replica: Replica) -> None:
         """Return once the server says that it is healthy."""
@@ -151,7 +205,7 @@ class Replicas:
                 return await ask(replica)
             except RequestError as error:
                 raise UnavailableError(
-                    f"got {error} at {replica.url}, want vLLM to answer there; fix: look at that server's log"
+                    f"got {error} at {replica.url}, want what was asked of it; fix: look at that server's log"
                 ) from error
 
         return await gathered([asked(replica) for replica in self.all])
@@ -194,7 +248,9 @@ class Replicas:
                 break
             replica = min(live, key=lambda replica: replica.in_flight)
             try:
-                return read(body, await replica.ask(client, "POST", "/v1/completions", body))
+                answer = await replica.ask(client, "POST", "/v1/completions", body)
+                with understood("/v1/completions"):
+                    return read(body, answer)
             except RequestError as error:
                 last = f"{error} at {replica.url}"
                 if not error.retry:
@@ -239,23 +295,41 @@ async def gathered(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def _checked_url(url: str, *, allow_remote: bool) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(
-            f"got server URL {url!r}, want one such as 'http://127.0.0.1:8000'; fix: scheme, host and port"
-        )
-    if not (allow_remote or _is_this_machine(parts.hostname)):
-        raise InputError(
-            f"got server URL {url!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs the "
-            "server's development mode, and whoever reaches that controls it; fix: a loopback address, an SSH tunnel, "
-            "or vllm_server_allow_remote=True (allow_remote) on a network that you trust"
-        )
-    return url.rstrip("/").removesuffix("/v1")
+@contextmanager
+def understood(path: str) -> Iterator[None]:
+    """What is taken from an answer in here may not be there: that is the server's failure.
 
-
-def _is_this_machine(host: str) -> bool:
+    Errors:
+        RequestError: in place of the errors of looking something up.
+    """
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(
+            f"an answer from {path} that vLLM does not give ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _largest_answer(body: Json | None) -> int:
+    """Bytes that may be read in answer to `body`, so that a server cannot fill the trainer's memory."""
+    tokens = (body or {}).get("n", 0) * (body or {}).get("max_tokens", 0)
+    return _ANSWER_BYTES + _TOKEN_BYTES * int(tokens)
+
+
+async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
+    content = bytearray()
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > limit:
+            raise RequestError(f"an answer from {path} of more than {limit} bytes")
+    return bytes(content)
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    # In a notebook this thread has an event loop already, and it is busy calling us.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.rollout.engine import RolloutEngine
 from fused_grpo.trainer.rollout.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
+from fused_grpo.trainer.sharding import is_divided
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class TransformersEngine(RolloutEngine):
 
     Errors:
         InputError: `max_sequences` below 1.
+        UnsupportedError: a model that FSDP2 has divided.
     """
 
     name = "transformers"
@@ -70,6 +72,11 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         if max_sequences is not None and max_sequences < 1:
             raise InputError(f"got max_sequences={max_sequences}, want at least 1, or None for all of a call")
+        if any(map(is_divided, model.parameters())):
+            raise UnsupportedError(
+                "got a model that is divided among processes, want a whole one: every token would gather all of it; "
+                "fix: install vLLM, or launch with DDP"
+            )
         self.weight_version = 0
         self._max_sequences = max_sequences
         self._model: Any = model

@@ -2,8 +2,8 @@
 
 Nothing of ours runs in the server. It is asked for completions of token ids, with token ids and log-probs back, one
 request per prompt so that each has a seed of its own; with the same seeds it draws what the in-process engine draws.
-New weights are written to shared memory, and each server reads them through the routes that VLLM_SERVER_DEV_MODE=1
-opens. `replicas` has what can go wrong in between, `vllm_serve` how to start a server, docs/engines.md the whole story.
+New weights go over through the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). `replicas` has what can
+go wrong in between, `vllm_serve` how to start a server, docs/engines.md the whole story.
 
 In a run over several processes each of them samples its own prompts; the first one alone moves the weights.
 """
@@ -11,18 +11,16 @@ In a run over several processes each of them samples its own prompts; the first 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import FusedGRPOError, InputError, UnavailableError, WeightSyncError
+from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.rollout.engine import RolloutEngine
 from fused_grpo.trainer.rollout.replicas import Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.rollout.sampling import (
@@ -33,17 +31,15 @@ from fused_grpo.trainer.rollout.sampling import (
     prompt_seeds,
     stop_token_ids,
 )
-from fused_grpo.trainer.rollout.weight_files import published
+from fused_grpo.trainer.rollout.server_facts import ServerFacts, check_untied, facts_of
+from fused_grpo.trainer.rollout.weight_transfer import SentValues, TransferName, choose_transfer
 from fused_grpo.trainer.rollout.weights import Tie
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-T = TypeVar("T")
 _RESET_ATTEMPTS = 20
-
-_log = logging.getLogger(__name__)
 
 
 class VLLMServerEngine(RolloutEngine):
@@ -61,12 +57,13 @@ class VLLMServerEngine(RolloutEngine):
         seed: of the calls whose sampling brings no seed.
         allow_remote: take URLs that are not on this machine.
         api_key: what the servers' --api-key says. vLLM guards completions with it, but not weight sync.
-        weights_directory: a folder that the servers can read too, for weights. None: shared memory.
+        weight_transfer: how weights go over: "files", "nccl" (GPUs), or "auto"; see choose_transfer.
+        weights_directory: of the files, a folder that the servers can read too. None: shared memory.
         max_concurrency: prompts that the servers work on at a time.
 
     Errors:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
-        UnavailableError: a server that does not answer in time.
+        UnavailableError: a server that does not answer in time, or a weight transfer that cannot run here.
     """
 
     name = "vllm-server"
@@ -82,22 +79,23 @@ class VLLMServerEngine(RolloutEngine):
         seed: int = 0,
         allow_remote: bool = False,
         api_key: str | None = None,
+        weight_transfer: TransferName = "auto",
         weights_directory: str | None = None,
         max_concurrency: int = 256,
     ) -> None:
         self._replicas = Replicas(
-            base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency
+            base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
         )
-        self._timeout = timeout
         self._tie = Tie.of(model)
         self._stop_ids = stop_token_ids(model, tokenizer)
-        self._weights_directory = weights_directory
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._tag = -1, ""
-        facts = self._run(self._meet(max_model_len), doing="getting ready")
+        facts = self._replicas.run(lambda client: self._meet(client, max_model_len), doing="getting ready")
         self._max_model_len = min(server.max_model_len for server in facts)
         self._model_name = facts[0].model_name
+        self._transfer = choose_transfer(weight_transfer, self._replicas, facts, directory=weights_directory)
+        self._values = SentValues.of(model, facts[0].dtype)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """`sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
@@ -107,6 +105,7 @@ class VLLMServerEngine(RolloutEngine):
             WeightSyncError: no weights were loaded since the engine was made, or since a sync that failed.
             UnavailableError: the engine is closed, or the servers did not answer, or not with what was asked.
         """
+        self._check_open()
         if self.weight_version < 0:
             raise WeightSyncError(
                 f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
@@ -120,7 +119,10 @@ class VLLMServerEngine(RolloutEngine):
             self._request(prompt, sampling, seed=prompt_seed)
             for prompt, prompt_seed in zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)
         ]
-        groups = self._run(self._complete(bodies), doing=f"completing {len(prompts)} prompts")
+        groups = self._replicas.run(
+            lambda client: self._replicas.complete(client, bodies, tag=self._tag, read=_completions),
+            doing=f"completing {len(prompts)} prompts",
+        )
         # Greedy completions of one prompt are equal, and vLLM makes one of them only.
         repeats = sampling.n if sampling.temperature == 0 else 1
         completions = [completion for group in groups for completion in group * repeats]
@@ -149,42 +151,39 @@ class VLLMServerEngine(RolloutEngine):
         self.weight_version = version
 
     def close(self) -> None:
-        """Nothing is left to close: connections live as long as a call, and the servers are the user's."""
+        """Leave the servers, which are the user's and stay up."""
         self._closed = True
+        self._transfer.close()
 
-    async def _meet(self, max_model_len: int | None) -> list[ServerFacts]:
-        async with self._replicas.session() as client:
+    async def _meet(self, client: httpx.AsyncClient, max_model_len: int | None) -> list[ServerFacts]:
+        async def meet(replica: Replica) -> ServerFacts:
+            await self._replicas.wait_until_ready(client, replica)
+            facts = await facts_of(client, replica)
+            facts.check(replica.url, max_model_len=max_model_len)
+            if self._tie is not None and facts.on_cpu:
+                await check_untied(client, replica, self._tie)
+            return facts
 
-            async def meet(replica: Replica) -> ServerFacts:
-                await self._replicas.wait_until_ready(client, replica)
-                facts = await _facts_of(client, replica)
-                facts.check(replica.url, max_model_len=max_model_len)
-                if self._tie is not None and facts.on_cpu:
-                    await _check_untied(client, replica, self._tie)
-                return facts
-
-            return await self._replicas.on_each(meet)
-
-    async def _complete(self, bodies: list[Json]) -> list[list[Completion]]:
-        async with self._replicas.session() as client:
-            return await self._replicas.complete(client, bodies, tag=self._tag, read=_completions)
+        return await self._replicas.on_each(meet)
 
     def _publish(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> str:
-        with published(weights, directory=self._weights_directory) as folder:
-            self._run(self._reload(str(folder), tag), doing="loading weights")
+        self._transfer.send(weights if self._values is None else self._values.noted(weights))
+        self._replicas.run(lambda client: self._commit(client, tag), doing="checking the new weights")
         return tag
 
-    async def _reload(self, folder: str, tag: str) -> None:
-        async with self._replicas.session() as client:
+    async def _commit(self, client: httpx.AsyncClient, tag: str) -> None:
+        """Make what was sent a version, on every server: nothing of the old one is left, and it says so itself."""
 
-            async def reload(replica: Replica) -> None:
-                call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-                await replica.ask(client, "POST", "/collective_rpc", call)
-                await _forget_prefixes(client, replica)
-                if await replica.tag(client) is not None:
-                    await replica.ask(client, "POST", "/update_weight_version", {"new_version": tag})
+        async def commit(replica: Replica) -> None:
+            await _forget_prefixes(client, replica)
+            if await replica.tag(client) is not None:
+                await replica.ask(client, "POST", "/update_weight_version", {"new_version": tag})
+                if (found := await replica.tag(client)) != tag:
+                    raise RequestError(f"weight version {found!r} after it was set to {tag!r}")
+            if self._values is not None:
+                await self._values.check(client, replica)
 
-            await self._replicas.on_each(reload)
+        await self._replicas.on_each(commit)
 
     def _request(self, prompt: list[int], sampling: SamplingParams, *, seed: int) -> Json:
         regex = sampling.structured_outputs_regex
@@ -208,25 +207,6 @@ class VLLMServerEngine(RolloutEngine):
         }
         return body if regex is None else {**body, "structured_outputs": {"regex": regex}}
 
-    def _run(self, coroutine: Coroutine[Any, Any, T], *, doing: str) -> T:
-        """Its result, within `timeout` seconds."""
-        if self._closed:
-            coroutine.close()
-            self._check_open()
-
-        async def in_time() -> T:
-            async with asyncio.timeout(self._timeout):
-                return await coroutine
-
-        try:
-            return _run_to_the_end(in_time())
-        except TimeoutError as error:
-            troubles = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas.all)
-            raise UnavailableError(
-                f"got no end of {doing} within {self._timeout:g} s ({troubles}), want servers that answer; fix: start "
-                "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
-            ) from error
-
     def _check_open(self) -> None:
         if self._closed:
             raise UnavailableError(
@@ -240,61 +220,6 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-
-
-class ServerFacts(NamedTuple):
-    """What a server says about itself."""
-
-    version: str
-    model_name: str
-    max_model_len: int
-    logprobs_mode: str
-    on_cpu: bool
-
-    def check(self, url: str, *, max_model_len: int | None) -> None:
-        """Raise InputError where a trainer cannot use a server that was started like this."""
-        _log.info("%s: vLLM %s, %d tokens", url, self.version, self.max_model_len)
-        if self.logprobs_mode != "processed_logprobs":
-            raise InputError(
-                f"got a server at {url} with --logprobs-mode {self.logprobs_mode}, want processed_logprobs, of the "
-                "distribution that was sampled; fix: restart it with --logprobs-mode processed_logprobs"
-            )
-        if max_model_len is not None and self.max_model_len < max_model_len:
-            raise InputError(
-                f"got a server at {url} for {self.max_model_len} tokens, want {max_model_len} (prompt and completion); "
-                f"fix: restart it with --max-model-len {max_model_len}, or shorten either"
-            )
-
-
-async def _facts_of(client: httpx.AsyncClient, replica: Replica) -> ServerFacts:
-    models = await replica.ask(client, "GET", "/v1/models")
-    try:
-        info = await replica.ask(client, "GET", "/server_info?config_format=json")
-    except RequestError as error:
-        if error.status != httpx.codes.NOT_FOUND:
-            raise
-        raise InputError(
-            f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
-            "fix: restart it with the environment variable VLLM_SERVER_DEV_MODE=1"
-        ) from error
-    config = info["vllm_config"]
-    return ServerFacts(
-        version=str((await replica.ask(client, "GET", "/version"))["version"]),
-        model_name=models["data"][0]["id"],
-        max_model_len=models["data"][0]["max_model_len"],
-        logprobs_mode=config["model_config"]["logprobs_mode"],
-        on_cpu=config["device_config"]["device"] == "cpu",
-    )
-
-
-async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
-    """Raise where vLLM's CPU build serves a tied head: it would stay behind at every sync. See weights.py."""
-    sums = (await replica.ask(client, "POST", "/weight_checker", {"action": "checksum"}))["checksums"]
-    if not any(name.endswith(f":{tie.head}") for name in sums):
-        raise InputError(
-            f"got a server at {replica.url} that ties {tie.head} to the embedding, want weights of its own: vLLM's CPU "
-            "build never updates a tied head; fix: serve the folder that server_folder(model, tokenizer, DIR) writes"
-        )
 
 
 async def _forget_prefixes(client: httpx.AsyncClient, replica: Replica) -> None:
@@ -331,25 +256,15 @@ def _by_first_rank(action: Callable[[], str], *, version: int) -> str:
     if not distributed or torch.distributed.get_rank() == 0:
         try:
             outcome = [action(), None]
-        except (FusedGRPOError, OSError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
             outcome, cause = [None, f"{error}"], error
     if distributed:
         torch.distributed.broadcast_object_list(outcome, src=0)
     result, failure = outcome
     if result is None:
         raise WeightSyncError(
-            f"got weight version {version} not on every server: {failure}; want all of them to read what the trainer "
-            "writes; fix: the same machine, user and architecture for server and trainer, space for the weights in "
-            "shared memory, and a restart of a server that refused them"
+            f"got weight version {version} not on every server: {failure}; want all of them to take what the trainer "
+            "sends; fix: the same architecture in server and trainer, and a restart of a server that refused; through "
+            "files also the same machine and user, and space for the weights in shared memory"
         ) from cause
     return result
-
-
-def _run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    # In a notebook this thread has an event loop already, and it is busy calling us.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

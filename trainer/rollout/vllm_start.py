@@ -136,6 +136,9 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         for name, value in _UNLESS_SET.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            # vLLM makes process groups of one, and Gloo listens for others on the address of the host's name.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vllm import LLM
 
         # What is alive now stays so; otherwise vLLM walks through all of it several times before doing the same.

@@ -2,15 +2,22 @@
 
 A server takes new weights by reading a folder of safetensors. On /dev/shm that is a copy from memory to memory, and no
 disk wears out at every step. Containers often have 64 MB there; then the folder is in the temporary directory.
+
+A process that is killed meanwhile leaves its folder behind, in memory that nothing else frees. So each folder is locked
+by whoever is writing it, which the kernel undoes when that process ends, and the first folder that a process makes is
+preceded by removing those of the same user that nobody holds. A lock, and not a process id: containers share memory and
+number their processes each for itself.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +26,7 @@ from torch import Tensor
 
 _SHARED_MEMORY = "/dev/shm"
 _SHARD_BYTES = 2 << 30
+_PREFIX = "fused-grpo-weights-"
 
 
 @contextmanager
@@ -32,9 +40,47 @@ def published(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = 
     named = [(name, weight.detach()) for name, weight in weights]
     if directory is None and _fits_in_shared_memory(sum(weight.nbytes for _, weight in named)):
         directory = _SHARED_MEMORY
-    with tempfile.TemporaryDirectory(prefix="fused-grpo-weights-", dir=directory) as folder:
-        write_weights(named, Path(folder))
-        yield Path(folder)
+    directory = directory or tempfile.gettempdir()
+    remove_abandoned(directory)
+    folder, lock = _locked_folder(directory)
+    try:
+        write_weights(named, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+@cache
+def remove_abandoned(directory: str) -> None:
+    """Remove the folders in `directory` whose process has been killed, and none that is in use. Looks once."""
+    for folder in Path(directory).glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone by now
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:  # somebody holds it
+            pass
+        finally:
+            os.close(lock)
+
+
+def _locked_folder(directory: str) -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # removed before it was locked
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -14,27 +14,24 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fused_grpo.trainer.adapters import is_adapted, merged_weights
+from fused_grpo.trainer.sharding import whole_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def checkpoint_weights(
-    model: PreTrainedModel, state_dict: dict[str, Tensor] | None = None
-) -> Iterable[tuple[str, Tensor]]:
+def checkpoint_weights(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
     """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
 
-    An adapter is merged into them. `state_dict` holds the full tensors where those of `model` are sharded. Equals,
-    without either,
+    An adapter is merged into them. What FSDP2 has divided is gathered in every process, and they all have to ask.
+    Equals, without either,
         model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     if is_adapted(model):
         return merged_weights(model)
-    weights: dict[str, Tensor] = revert_weight_conversion(
-        model, model.state_dict() if state_dict is None else state_dict
-    )
+    weights: dict[str, Tensor] = revert_weight_conversion(model, whole_state(model))
     return weights.items()
 
 

@@ -1,0 +1,68 @@
+"""A run of the suite that was interrupted goes on with what it had not measured, and then writes the whole result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+# The suite as it is, with a crew that measures in no time and is interrupted in its third case.
+PROGRAM = r"""
+import os, signal, sys
+from pathlib import Path
+from fused_grpo.bench import __main__, crew
+
+class Instant(crew.Crew):
+    def measure(self, work, names, *, rounds, memory=True):
+        log = Path(sys.argv[2])
+        log.write_text((log.read_text() if log.exists() else "") + work.name + "\n")
+        if sys.argv[3] == "interrupted" and len(log.read_text().splitlines()) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        errors = {"value": 0.0, "d_hidden": 0.0, "d_weight": 0.0}
+        return {name: crew.Measurement(seconds=[1.0] * rounds, errors=errors) for name in names}
+
+crew.Crew = Instant
+some = ["-m", "gpu", "--only", "loss and trainable"]
+sys.exit(__main__.main(["--suite", "gpu", "--tiny", "--output", sys.argv[1], *some]))
+"""
+
+
+@pytest.fixture
+def suite(farm, tmp_path):
+    """Runs it; its exit status, and the cases that have been measured so far."""
+    program, output, log = tmp_path / "program.py", tmp_path / "out", tmp_path / "measured.txt"
+    program.write_text(PROGRAM)
+
+    def run(how: str) -> tuple[int, list[str]]:
+        process = farm.start(program, output, log, how)
+        return process.wait(), log.read_text().splitlines() if log.exists() else process.output
+
+    run.output = output
+    return run
+
+
+def test_what_was_measured_is_not_measured_again(suite):
+    status, before = suite("interrupted")
+    assert (status, len(before)) == (2, 3)
+    assert not list(suite.output.glob("*/*.json"))
+    status, measured = suite("to its end")
+    assert status == 0
+    again = measured[3:]
+    assert again[0] == before[2], "the case that was interrupted"
+    assert not set(again) & set(before[:2])
+    (result,) = suite.output.glob("*/*.json")
+    groups = {benchmark["group"] for benchmark in json.loads(result.read_text())["benchmarks"]}
+    assert groups == set(measured)
+    assert not (suite.output / ".partial.jsonl").exists()
+
+
+@pytest.mark.parametrize("spoiled", ["half a line", "another run"])
+def test_what_cannot_be_used_is_measured_again(suite, spoiled):
+    _, before = suite("interrupted")
+    kept = suite.output / ".partial.jsonl"
+    if spoiled == "half a line":
+        kept.write_text(kept.read_text()[:-20])
+    else:
+        kept.write_text(kept.read_text().replace('"run": "', '"run": "other '))
+    _, measured = suite("to its end")
+    assert (before[1] in measured[3:], before[0] in measured[3:]) == (True, spoiled == "another run")

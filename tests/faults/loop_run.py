@@ -1,0 +1,139 @@
+"""A short run in which something goes wrong in the second step, on one process. Run by the tests beside it.
+
+loop_run.py <folder> <fault> <rank> <options as JSON>
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+from scale_out_run import EngineByPrompt, tokenizer
+
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, run_output
+from fused_grpo.trainer.types import EffectiveBatch
+
+OUT, FAULT, RANK = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+
+def main() -> None:
+    import faulthandler
+
+    faulthandler.enable()
+    run_output.write_report = lambda folder: folder / "report.html"  # which takes longer than the run
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=14, num_key_value_heads=2, tie_word_embeddings=False, **shape))
+    options = {"max_steps": 3, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
+    args = GRPOConfig(str(OUT / "run"), **{**options, **json.loads(sys.argv[4])})
+    rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
+    if FAULT == "row":
+        rows[3] = {"prompt": "1+1=" * 5}
+    engine = EngineByPrompt(model)
+    trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=engine)
+    break_it(trainer)
+    try:
+        trainer.train()
+    finally:
+        keep(trainer, "after")
+    trainer.accelerator.end_training()
+
+
+def reward(completion_ids: list[list[int]], trainer_state: Any, **columns: Any) -> list[float | None]:
+    # SIGTERM in the first step, which may be one of several that a generation serves; all else in the second.
+    if FAULT in IN_A_REWARD and is_here() and trainer_state.global_step == (FAULT != "term"):
+        note()
+        IN_A_REWARD[FAULT]()
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def break_it(trainer: GRPOTrainer) -> None:
+    """Replace the method that is to fail by one that does so in the second step; "nans": from then on."""
+    learner = trainer.learner
+    owners: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "backward": (learner, "_backward", out_of_memory),
+        "sync": (trainer.engine, "load_weights", refuse),
+        "disk": (loop, "save_checkpoint", disk_full),
+        "nan": (learner, "learn", without_numbers),
+        "nans": (learner, "learn", without_numbers),
+    }
+    if FAULT not in owners:
+        return
+    owner, name, failing = owners[FAULT]
+    working = getattr(owner, name)
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        if trainer.step == 1:
+            keep(trainer, "before")
+        happens = trainer.step == 1 or (FAULT == "nans" and trainer.step > 1)
+        if not (happens and is_here()):
+            return working(*args, **options)
+        note()
+        return failing(working, *args, **options)
+
+    setattr(owner, name, replaced)
+
+
+def is_here() -> bool:
+    return int(os.environ.get("RANK", "0")) == RANK
+
+
+def note() -> None:
+    """When it happened, for the test's clock."""
+    (OUT / "happened").write_text(str(time.monotonic()))
+
+
+def no_fours() -> None:
+    raise ValueError("no fours any more")
+
+
+def keep(trainer: GRPOTrainer, name: str) -> None:
+    """What a step that must not happen would have moved."""
+    learner = trainer.learner
+    moved = {
+        "parameters": dict(trainer.model.state_dict()),
+        "optimizer": learner.optimizer.optimizer.state_dict()["state"],
+        "schedule": learner.scheduler.state_dict()["last_epoch"],
+    }
+    torch.save(moved, OUT / f"{name}-{trainer.accelerator.process_index}.pt")
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ConnectionRefusedError("the engine is gone")
+
+
+def disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def without_numbers(learn: Callable[..., Any], batch: EffectiveBatch, **options: Any) -> Any:
+    return learn(replace(batch, advantages=torch.full_like(batch.advantages, torch.nan)), **options)
+
+
+IN_A_REWARD: dict[str, Callable[[], Any]] = {
+    "reward": no_fours,
+    "exit": lambda: sys.exit(0),
+    "hang": lambda: time.sleep(600),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+}
+
+if __name__ == "__main__":
+    main()

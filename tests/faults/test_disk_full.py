@@ -1,0 +1,81 @@
+"""A disk that is full, or read-only, while a checkpoint is saved: an error that says so, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint import newest_checkpoint, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.metrics import METRICS_FILE, RunLog, read_metrics
+
+SAVE = Path(__file__).with_name("save_run.py")
+RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
+REFUSALS = {
+    "limited": ("the disk takes a part of a checkpoint", "File too large", 14),
+    "full": ("the disk is full while saving", "No space left on device", 6),
+    "read-only": ("the output directory is read-only", "Permission denied", 2),
+}
+
+
+def files(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    parts = runpy.run_path(str(RUN))
+    options = {"model": parts["model"](), "tokenizer": parts["tokenizer"](), "trainer_state": {"step": 1}}
+    return save_checkpoint(tmp_path / "run" / "checkpoint-1", **options)
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_untouched(farm, fault, checkpoint, how):
+    what, reason, saves = REFUSALS[how]
+    before = files(checkpoint)
+    policy = "CheckpointError with the space wanted and free; nothing half-written, the checkpoint before it is whole"
+    with fault(what, policy=policy, within=30):
+        messages = farm.run(SAVE, checkpoint.parent, how).splitlines()
+    if messages == ["not allowed"]:
+        pytest.skip("only root may mount a small file system")
+    assert len(messages) == saves
+    for step, message in enumerate(messages):
+        assert reason in message
+        assert f"while saving checkpoint-{step % 2 + 1}; want about 0.23 MiB, " in message
+        assert "the newest whole checkpoint is checkpoint-1; fix: free some space" in message
+    assert files(checkpoint) == before
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_run_whose_save_is_refused_ends_with_its_logs_whole_and_can_go_on(farm, tmp_path):
+    run = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "full", 6)
+    assert run.wait() == 1
+    assert "File too large (os error 27) while saving" in run.output
+    assert f"the newest whole checkpoint is {tmp_path / 'run' / 'checkpoint-3'};" in run.output
+    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
+    logged = [record["step"] for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "loss" in record]
+    assert logged == [1, 2, 3, 4, 5, 6]
+    farm.run(RUN, tmp_path / "run", "transformers", "resume", "nowhere", 0)
+    verify_checkpoint(tmp_path / "run" / "checkpoint-10")
+
+
+def test_a_log_on_a_full_disk_is_an_error_that_names_it(tmp_path):
+    log = RunLog(tmp_path)
+    (tmp_path / METRICS_FILE).unlink()
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"got No space left on device while writing .*metrics\.jsonl"):
+        log.log_metrics({"step": 1})
+
+
+def test_a_record_that_was_cut_off_is_cut_away_when_the_run_goes_on(tmp_path):
+    RunLog(tmp_path).log_metrics({"step": 1})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 2, "los')
+    RunLog(tmp_path).log_metrics({"step": 2})
+    assert [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+    ]

@@ -1,0 +1,244 @@
+"""Engines that fail under a run: it ends with the cause, in time, and the step that failed has trained nothing.
+
+Servers are processes of their own that say over HTTP what vLLM would (tests/rollout/fake_vllm.py), with one fault each.
+What a real server does when it dies is in tests/rollout/test_vllm_server*.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fused_grpo.errors import FusedGRPOError, UnavailableError, WeightSyncError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
+from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
+
+FAKE = Path(__file__).parent.parent / "rollout" / "fake_vllm.py"
+ENDS = "the run ends with an error that names the server; nothing was updated"
+AGAIN = "asked again, elsewhere where there is a replica, 5 times at most; then the run ends, nothing was updated"
+REFUSED = "the run ends with an error that names engine, prompt and what was got; nothing was updated"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_model() -> Qwen2ForCausalLM:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=14, num_key_value_heads=2, tie_word_embeddings=False, eos_token_id=1, **shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture
+def make_trainer(tmp_path) -> Callable[..., GRPOTrainer]:
+    def make(*, model: Any = None, rollout_engine: Any = None, **options: Any) -> GRPOTrainer:
+        shape = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 3}
+        args = GRPOConfig(str(tmp_path / "run"), log_completions=False, **{**shape, "learning_rate": 1e-2, **options})
+        rows = [{"prompt": f"{a}+{a}="} for a in range(8)]
+        model = tiny_model() if model is None else model
+        return GRPOTrainer(model, digits, args, rows, processing_class=tokenizer(), rollout_engine=rollout_engine)
+
+    return make
+
+
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(letter.isdigit() for letter in text) / (len(text) + 1) for text in completions]
+
+
+@pytest.fixture
+def serve(farm) -> Iterator[Callable[..., str]]:
+    """The URL of a server in a process of its own; `serve.process` is the last one."""
+    started = []
+
+    def start(fault: Any = None, **attributes: Any) -> str:
+        process = farm.start(FAKE, json.dumps(fault), json.dumps(attributes))
+        started.append(process)
+        start.process = process
+        deadline = time.monotonic() + 60
+        while not (url := process.output.strip()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return url
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+@contextlib.contextmanager
+def ends(trainer: GRPOTrainer, error: type[FusedGRPOError], message: str, *, step: int = 0) -> Iterator[None]:
+    """Around `train`: it raises this, and nothing of the step that failed stays."""
+    learn, before = trainer.learner.learn, [copy_of(trainer)]
+    trainer.learner.learn = lambda *a, **k: [learn(*a, **k), before.append(copy_of(trainer))][0]
+    with pytest.raises(error, match=message):
+        yield
+    assert trainer.step == step
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[-1][name]), name
+
+
+def copy_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("what", "answer", "policy", "message"),
+    [
+        ("a server answers 500", 500, AGAIN, "status 500 from /v1/completions"),
+        ("a server answers 400", 400, ENDS, "status 400 from /v1/completions"),
+        ("a server answers with a page of HTML", "not json", ENDS, "that is not JSON: b'<html>"),
+        ("a server answers with JSON nested without end", "nested", ENDS, "that is not JSON"),
+        ("a server drops the connection without an answer", "no answer", AGAIN, "RemoteProtocolError"),
+        ("a server drops the connection in the middle of an answer", "cut off", AGAIN, "RemoteProtocolError"),
+        ("a server dies while sampling (kill -9)", "death", AGAIN, "want completions from"),
+        ("a server's weights change while it samples", "new weights", ENDS, "whose weights were changed meanwhile"),
+        ("a server sends a redirect to another host", 307, ENDS + ", the other host was not asked", "status 307"),
+        ("a server returns the wrong number of completions", "one too few", ENDS, r"completions \[0, 1, 2\] where 4"),
+        ("a server returns an empty completion", {"token_ids": []}, ENDS, "0 token ids"),
+    ],
+)
+def test_a_server_that_fails(make_trainer, serve, fault, what, answer, policy, message) -> None:
+    url = serve(answer, elsewhere="http://192.0.2.1/")
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
+    with fault(what, policy=policy, within=10), ends(trainer, UnavailableError, rf"(?s)(?=.*{url}).*{message}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("what", "answer", "message"),
+    [
+        ("an engine returns a completion that is too long", {"token_ids": [3] * 9}, "got 9 tokens"),
+        ("an engine returns token ids outside the vocabulary", {"token_ids": [3, 14]}, "got token id 14"),
+        ("an engine returns NaN for a log-prob", {"token_logprobs": [-1.0, math.nan]}, "got log-prob nan"),
+        ("an engine returns a log-prob above 0", {"token_logprobs": [-1.0, 0.5]}, r"got log-prob 0\.5"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked(make_trainer, serve, fault, what, answer, message) -> None:
+    ids = answer.get("token_ids", [3, 4])
+    answer = {"token_ids": ids, "logprobs": {"token_logprobs": answer.get("token_logprobs", [-1.0] * len(ids))}}
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=serve(answer), vllm_server_timeout=30)
+    where = r"in completion 0 of prompt 0 \(token ids \[.*\]\) from the vllm-server engine"
+    with fault(what, policy=REFUSED, within=10), ends(trainer, UnavailableError, rf"{message} {where}"):
+        trainer.train()
+
+
+def test_a_server_that_hangs(make_trainer, serve, fault) -> None:
+    url = serve("silence")
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=2)
+    policy = "the run ends after vllm_server_timeout (2 s here, 240 s by default); nothing was updated"
+    with fault("a server hangs while sampling", policy=policy, within=8), ends(trainer, UnavailableError, "within 2 s"):
+        trainer.train()
+
+
+def test_a_server_that_dies_between_two_steps(make_trainer, serve, fault) -> None:
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve()), vllm_server_timeout=30)
+    what = "a server dies between two steps (kill -9)"
+    policy = "the run ends at the next sync with an error that names the server; nothing was updated"
+    with fault(what, policy=policy, within=10) as clock, ends(trainer, WeightSyncError, rf"{url}", step=1):
+        trainer._check_agreement = lambda metrics: None  # what the fake says is not what the model would say
+        record = trainer._record
+        trainer._record = lambda *a: [record(*a), serve.process.kill(), clock.start()]
+        trainer.train()
+
+
+def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, fault) -> None:
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=serve("endless"), vllm_server_timeout=30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    policy = "read up to a limit (16 MiB and 1 KiB per token that was asked for); the run ends, nothing was updated"
+    with fault("a server's answer never ends", policy=policy, within=20), ends(trainer, UnavailableError, "more than"):
+        trainer.train()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+
+
+@pytest.mark.parametrize("quirk", ["ignores_weights", "forgets_tag"])
+def test_a_server_that_keeps_its_old_weights(make_trainer, serve, fault, quirk) -> None:
+    url = serve(**{quirk: True})
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
+    what = {"ignores_weights": "says that it loaded the weights and has not", "forgets_tag": "loses the weights' tag"}
+    policy = "noticed after the sync, by checksums (small models) or the tag; the run ends before it samples"
+    with fault(f"a server {what[quirk]}", policy=policy, within=10), ends(trainer, WeightSyncError, rf"at {url}"):
+        trainer.train()
+
+
+class Stale(TransformersEngine):
+    """Samples from weights that are never replaced, and says that they were."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_model(), tokenizer())
+
+
+class Dishonest(Stale):
+    """Says so of what it returns, too."""
+
+    def generate(self, *arguments: Any) -> Any:
+        return replace(super().generate(*arguments), weight_version=0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message", "what"),
+    [
+        (Dishonest, "got completions of weight version 0", "an engine answers with an older version's completions"),
+        (Stale, "got a max difference", "an engine samples from stale weights and does not say so"),
+    ],
+)
+def test_an_engine_of_the_users_with_stale_weights(make_trainer, fault, engine, message, what) -> None:
+    trainer = make_trainer(rollout_engine=engine())
+    policy = "the run ends before the optimizer moves"
+    with fault(what, policy=policy, within=10), ends(trainer, WeightSyncError, message, step=1):
+        trainer.train()
+
+
+@pytest.mark.engine
+def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, monkeypatch, fault) -> None:
+    model = tiny_model()
+    trainer = make_trainer(model=model, use_vllm=True)
+    assert isinstance(trainer.engine, VLLMEngine)
+    llm, called = trainer.engine._llm, []
+    # vLLM says yes to every sync, and has taken none but the first.
+    monkeypatch.setattr(llm, "collective_rpc", lambda *a, **k: called.append(a))
+    policy = "the run ends before the optimizer moves"
+    with (
+        fault("vLLM in process has silently not taken the weights", policy=policy, within=20) as clock,
+        ends(trainer, WeightSyncError, "got a max difference .* vllm engine .* weight version 1", step=1),
+    ):
+        record = trainer._record
+        trainer._record = lambda *a: [record(*a), clock.start()]
+        trainer.train()
+    assert called == [("reload_weights",)]
+
+
+@pytest.mark.engine
+def test_vllm_in_process_that_raises(make_trainer, monkeypatch, fault) -> None:
+    trainer = make_trainer(use_vllm=True)
+    executor = trainer.engine._llm.llm_engine.engine_core.engine_core.model_executor
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(executor, "execute_model", fail)
+    policy = "the engine is closed and the run ends with vLLM's reason; nothing was updated"
+    with (
+        fault("vLLM in process raises while sampling", policy=policy, within=20),
+        ends(trainer, UnavailableError, "RuntimeError from vLLM while sampling.*out of memory"),
+    ):
+        trainer.train()

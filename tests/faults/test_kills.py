@@ -1,0 +1,94 @@
+"""kill -9 at thirty points, most of them inside a save: a whole checkpoint is found, and the run ends bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
+
+RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
+CHAINS = 6  # runs, each of which is killed five times
+POLICY = "the newest whole checkpoint is found, and the resumed run is the same bit for bit"
+
+
+def kills(chain):
+    """Where one run dies, life after life. A save of this run changes files about forty times."""
+    draw = random.Random(chain)
+    yield "wait", draw.uniform(0, 0.04)
+    for where, most in (("operation in a save", 40), ("operation in a save", 40), ("operation in a save", 40)):
+        yield where, draw.randint(1, most)
+    yield "operation", draw.randint(1, 40)
+
+
+def contents(path):
+    return {name: value.numpy().tobytes() for name, value in load_file(path).items()}
+
+
+def records(path):
+    """The lines of a log without what a clock said."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "time" not in k and k != "tokens_per_second"} for line in lines]
+
+
+def everything(output_dir):
+    """Weights, optimizer, random generators, and all that was logged."""
+    last = output_dir / "checkpoint-10"
+    tensors = {path.name: contents(path) for path in sorted(last.glob("*.safetensors"))}
+    state = [line for line in (last / "training.json").read_text().splitlines() if '"time/' not in line]
+    return tensors, state, *(records(path) for path in sorted(output_dir.glob("*.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(farm, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    farm.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
+    return everything(output_dir)
+
+
+def how_to_go_on(output_dir, history):
+    """Resumed, wherever a save was ever done; from the beginning where none was."""
+    try:
+        verify_checkpoint(newest_checkpoint(output_dir))
+    except CheckpointError:
+        assert "a save is done" not in history
+        return "fresh"
+    return "resume"
+
+
+def kill(farm, output_dir, how, where, number):
+    """One life of the run; what it said."""
+    process = farm.start(RUN, output_dir, "transformers", how, where, number if where != "wait" else 0)
+    if where == "wait":
+        while "a save begins" not in process.output and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(number)
+        process.kill()
+    assert process.wait() == -9, process.output
+    print(f"{how}, {where} {number}:", *process.output.splitlines()[-1:])
+    return process.output
+
+
+@pytest.mark.parametrize("chain", range(CHAINS))
+def test_a_run_that_is_killed_again_and_again_is_the_same_run(
+    farm, fault, record_property, undisturbed, tmp_path, chain
+):
+    output_dir, history, inside = tmp_path / "run", "", 0
+    for where, number in kills(chain):
+        said = kill(farm, output_dir, how_to_go_on(output_dir, history), where, number)
+        history, inside = history + said, inside + (said.count("begins") > said.count("is done"))
+    assert inside >= 3
+    with fault("kill -9 while saving", policy=POLICY, within=60) if chain == 0 else nullcontext():
+        farm.run(RUN, output_dir, "transformers", how_to_go_on(output_dir, history), "nowhere", 0)
+    assert everything(output_dir) == undisturbed
+    assert [path.name for path in checkpoints(output_dir)] == ["checkpoint-9", "checkpoint-10"]
+    assert not list(output_dir.glob(".*"))
+    what = f"a run of ten steps, five times (seed {chain})"
+    record_property("kills", json.dumps({"what": what, "points": 5, "inside a save": inside, "equal": 5}))

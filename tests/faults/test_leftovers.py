@@ -1,0 +1,61 @@
+"""What a killed trainer leaves in shared memory is removed by the next one, and nothing that is in use."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fused_grpo.trainer.rollout.weight_files import published, remove_abandoned
+
+SCRIPT = """
+import sys, time, torch
+from fused_grpo.trainer.rollout.weight_files import published
+with published([("weight", torch.zeros(8))], directory=sys.argv[1]) as folder:
+    print("published", folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def syncing(farm, tmp_path):
+    """Starts a process that is in the middle of a sync."""
+    script = tmp_path / "sync.py"
+    script.write_text(SCRIPT)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+
+    def start():
+        process = farm.start(script, shared)
+        while "published" not in process.output:
+            assert process.poll() is None, process.output
+            time.sleep(0.01)
+        return process
+
+    return shared, start
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(fault, syncing):
+    (shared, start), weights = syncing, [("weight", torch.ones(8))]
+    dead, living = start(), start()
+    theirs = [process.output.split()[1] for process in (dead, living)]
+    dead.kill()
+    assert dead.wait() == -9
+    with (
+        fault("kill -9 while weights are handed over", policy="the next run frees that memory", within=5),
+        published(weights, directory=str(shared)) as mine,
+    ):
+        assert {str(path) for path in shared.iterdir()} == {theirs[1], str(mine)}
+    living.kill()
+    assert living.wait() == -9
+
+
+def test_a_link_of_that_name_is_not_followed(tmp_path):
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    shared.mkdir()
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    (shared / "fused-grpo-weights-x").symlink_to(mine)
+    remove_abandoned(str(shared))
+    assert (mine / "thesis.txt").read_text() == "mine"

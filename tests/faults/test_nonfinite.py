@@ -1,0 +1,67 @@
+"""A step whose loss is NaN moves nothing on any process, leaves its batch, and is passed over only where asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fused_grpo.trainer.buffer import batch_from_tensors
+
+SCRIPT = Path(__file__).with_name("loop_run.py")
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def loaded(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def skipped(run: Path) -> list[float]:
+    return [json.loads(line)["skipped_steps"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_without_numbers_ends_the_run_and_moves_nothing(farm, fault, tmp_path, processes):
+    what = "the loss is NaN" + (" on one rank of several" if processes > 1 else "")
+    policy = "abort before the optimizer, on all ranks; the batch is kept; max_skipped_steps passes over a few"
+    with fault(what, policy=policy, within=20) as clock:
+        ranks = farm.start_ranks(SCRIPT, tmp_path, "nan", processes - 1, "{}", processes=processes)
+        assert [process.wait() for process in ranks] == [1] * processes
+        clock.started = float((tmp_path / "happened").read_text())
+    for rank, process in enumerate(ranks):
+        assert "NonFiniteError: got loss nan and gradient norm nan in step 2" in process.output
+        assert str(tmp_path / "run" / "nonfinite-step-2") in process.output
+        assert same(loaded(tmp_path / f"before-{rank}.pt"), loaded(tmp_path / f"after-{rank}.pt"))
+        kept = tmp_path / "run" / "nonfinite-step-2" / f"rank-{rank}"
+        batch = batch_from_tensors(load_file(kept.with_suffix(".safetensors")))
+        assert bool(batch.advantages.isnan().all()) is (rank == processes - 1)
+        assert batch.rewards.tolist() == [float(sum(ids) % 7) for ids in batch.completion_ids]
+        facts = json.loads(kept.with_suffix(".json").read_text())
+        assert (facts["step"], facts["rank"], facts["metrics"]["loss"]) == (2, rank, None)
+
+
+def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):
+    process = farm.start(SCRIPT, tmp_path, "nans", 0, json.dumps({"max_steps": 6, "max_skipped_steps": 2}))
+    assert process.wait() == 1
+    assert "in step 4 and in 2 step(s) before it" in process.output
+    assert skipped(tmp_path / "run") == [0.0, 1.0, 2.0]
+    assert same(loaded(tmp_path / "before-0.pt"), loaded(tmp_path / "after-0.pt"))
+
+
+def test_a_run_that_passed_over_a_step_resumes_exactly(farm, tmp_path):
+    options = {"max_steps": 4, "max_skipped_steps": 1, "save_steps": 2}
+    for name, fault, more in ("whole", "nan", {}), ("resumed", "none", {"resume_from_checkpoint": True}):
+        (tmp_path / name).mkdir()
+        if name == "resumed":
+            (tmp_path / "whole" / "run").rename(tmp_path / name / "run")
+        farm.run(SCRIPT, tmp_path / name, fault, 0, json.dumps(options | more))
+        assert skipped(tmp_path / name / "run") == [0.0, 1.0, 1.0, 1.0]
+    assert same(loaded(tmp_path / "whole" / "after-0.pt"), loaded(tmp_path / "resumed" / "after-0.pt"))

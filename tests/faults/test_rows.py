@@ -1,0 +1,42 @@
+"""A row that cannot be used is named by its number: at the start where that is cheap, else when a step meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.errors import DataError
+from fused_grpo.trainer.data import check_dataset
+
+SCRIPT = Path(__file__).with_name("loop_run.py")
+SOUND = {"prompt": [{"role": "user", "content": "1+1="}]}
+
+ROWS = {
+    "has no prompt": ({"question": "1+1="}, r"columns \['question'\] in row 1"),
+    "has a prompt of another type": ({"prompt": 7}, "got 7 as the prompt of row 1"),
+    "has a nested prompt": ({"prompt": [[{"role": "user", "content": "x" * 1000}]]}, r"x{20}.* as the prompt of row 1"),
+    "has a message without a role": ({"prompt": [{"content": "1+1="}]}, "the prompt of row 1.*'role'"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_refused_before_anything_is_loaded(fault, name):
+    row, message = ROWS[name]
+    with fault(f"a dataset row {name}", policy="refused at the start, named by its number", within=10):  # noqa: SIM117
+        with pytest.raises(DataError, match=message) as refused:
+            check_dataset([SOUND, row], name="train_dataset")
+    assert len(str(refused.value)) < 500
+
+
+def test_a_prompt_that_is_too_long_is_named_by_the_step_that_meets_it(farm, fault, tmp_path):
+    options = {"shuffle_dataset": False, "vllm_max_model_length": 24, "max_completion_length": 8, "save_steps": 1}
+    policy = "named by its number in the step that meets it; nothing of that step is used"
+    with fault("a dataset row has a prompt that is too long", policy=policy, within=120):
+        process = farm.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
+        assert process.wait() == 1
+    error = "got 20 tokens for the prompt of row 3 ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"
+    assert error in process.output.splitlines()[-1]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert steps == [1] * 8

@@ -1,0 +1,157 @@
+"""1,100 datasets that nobody should pass: rows with usable prompts, or an error that says which row has none."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, IterableDataset
+
+from fused_grpo.errors import DataError
+from fused_grpo.trainer.data import check_dataset, load_rows
+from fused_grpo.trainer.prompt_sampler import PromptSampler
+from fused_grpo.trainer.prompts import encode_prompts, prompt_text
+
+SAY = {"role": "user", "content": "hi"}
+PROMPTS: list[Any] = [
+    *("1+1=", "1+1=", "\0", "\ud800", "é" * 1000, " ", "{{ 7*7 }}", [SAY], [SAY], [SAY, {**SAY, "name": "x"}]),
+    *(None, "", b"x", 0, 1.5, float("nan"), True, [], [[]], [None], ["hi"], {}, SAY, [{}], [{"role": "user"}], ("1",)),
+    *([{"content": "hi"}], [{**SAY, "content": None}], [{**SAY, "content": [SAY]}], [{**SAY, "role": 1}], object()),
+    *([{**SAY, "tool_calls": 1}], [{**SAY, "content": "", "tool_calls": [{}]}], range(3), iter("ab"), [SAY, "hi"]),
+]
+ROWS: list[Any] = [
+    *(None, 1, "row", b"row", [], ["prompt"], {}, {1: 2}, {"question": "1"}, {"prompts": "1", "prompt": "2"}, set()),
+    *(
+        {"prompt": "1", "completions": 1},
+        {"prompt": "1", 2: 3},
+        {"prompt": "1", None: 3},
+        {"prompt": "1", "trainer_state": 0},
+    ),
+]
+CONTAINERS: list[Any] = [
+    None,
+    1,
+    "",
+    "a/b",
+    b"",
+    {},
+    {"train": []},
+    [],
+    (),
+    set(),
+    object(),
+    int,
+    iter([]),
+    range(2),
+    "ab",
+]
+EXTENSIONS = (".jsonl", ".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".txt", "")
+CONTENTS: list[bytes] = [
+    *(b"", b"\0", b"\xff\xfe\0", b"{", b"[]", b"{}", b"null", b"1", b'"x"', b"[1, 2]", b"prompt\n", b"prompt,a\nx\n"),
+    *(b'{"prompt": "1"}\n{"prompt": 2}\n', b'{"prompt": "1"}\n{"other": 2}\n', b'{"prompt": "1"}\n{', b"PAR1PAR1"),
+    *(
+        b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"prompt": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b"\x80\x04K\x01.",
+    ),
+]
+
+
+def some_rows(rng: random.Random) -> list[Any]:
+    """Rows of one kind of prompt, often; with strays in them, sometimes."""
+    usual, rows = rng.choice(PROMPTS[:10]), []
+    for _ in range(rng.randint(1, 6)):
+        prompt = usual if rng.random() < 0.8 else rng.choice(PROMPTS)
+        rows.append(
+            {"prompt": prompt, "answer": rng.choice([1, 1, 1, "x", None])} if rng.random() < 0.9 else rng.choice(ROWS)
+        )
+    return rows
+
+
+def as_stream(rows: list[Any]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def use(dataset: Any, tokenizer: Any) -> None:
+    """What the trainer does with one: checked once, then drawn from and shown."""
+    sampler = PromptSampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=3, seed=0, shuffle=False)
+    for row in sampler.next_batch():
+        assert prompt_text(row)
+        assert all(encode_prompts([row], tokenizer, row_numbers=[0]))
+
+
+def test_rows_given_in_python(hostile, chat_tokenizer):
+    def draw(rng: random.Random) -> None:
+        rows = some_rows(rng)
+        shape = rng.choice(
+            [list, list, list, tuple, iter, lambda rows: IterableDataset.from_generator(lambda: iter(rows))]
+        )
+        use(rng.choice(CONTAINERS) if rng.random() < 0.1 else shape(rows), chat_tokenizer)
+
+    assert min(hostile(draw, 900)) > 50
+
+
+@pytest.mark.filterwarnings("ignore")  # datasets leaves files open where it raises
+def test_files(hostile, chat_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def load(rng: random.Random) -> None:
+        file = tmp_path / f"rows{rng.getrandbits(64)}{rng.choice(EXTENSIONS)}"
+        sound = "".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(5)).encode()
+        if rng.random() < 0.9:
+            file.write_bytes(rng.choice([sound, damaged(rng, sound), rng.choice(CONTENTS)]))
+        use(load_rows(str(file), streaming=rng.random() < 0.9), chat_tokenizer)
+
+    assert min(hostile(load, 200)) > 5
+
+
+def damaged(rng: random.Random, content: bytes) -> bytes:
+    """A file cut short, or with a few bytes changed."""
+    changed = bytearray(content[: rng.randrange(len(content))] if rng.random() < 0.5 else content)
+    for _ in range(rng.randint(0, 4)):
+        changed[rng.randrange(len(changed) or 1) :][:1] = rng.randbytes(1)
+    return bytes(changed)
+
+
+def test_a_column_of_another_type_is_refused(tmp_path: Path, chat_tokenizer):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [1, 2]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="got 1 as the prompt of row 0"):
+        use(load_rows(str(tmp_path / "rows.parquet")), chat_tokenizer)
+
+
+@pytest.mark.parametrize(("content", "row"), [("null", 0), ("\n null", 0), ('{"prompt": "1"}\nnull\n', 1)])
+def test_a_row_of_null_does_not_take_the_process_down(tmp_path: Path, content, row):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match=f"row {row} of rows.jsonl is null, want an object"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_row_that_raises_when_it_is_read_is_named(streaming, chat_tokenizer):
+    def shout(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": row["prompt"] + "!" if row["prompt"] != "2" else 1 / 0}
+
+    dataset: Any = Dataset.from_list([{"prompt": str(n)} for n in range(4)])
+    dataset = dataset.to_iterable_dataset().map(shout) if streaming else Shouting(map(str, range(4)), shout)
+    with pytest.raises(DataError, match="got ZeroDivisionError when reading row 2 of train_dataset: division by zero"):
+        use(dataset, chat_tokenizer)
+
+
+class Shouting(list[str]):
+    """Rows that are made when they are read."""
+
+    def __init__(self, rows: Any, make: Any) -> None:
+        super().__init__(rows)
+        self._make = make
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make({"prompt": super().__getitem__(index)})
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(len(self)))

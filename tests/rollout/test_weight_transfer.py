@@ -1,0 +1,191 @@
+"""Weights on their way to servers: by files or by NCCL, and looked at when they are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
+from fused_grpo.trainer.rollout import checkpoint_weights, nccl_transfer
+from fused_grpo.trainer.rollout.nccl_transfer import NCCLTransfer
+from fused_grpo.trainer.rollout.replicas import Replicas
+from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
+
+_spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
+fake_vllm = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake_vllm)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Any]]:
+    yield from fake_vllm.serving(2)
+
+
+@pytest.fixture(scope="module")
+def model(build_model):
+    return build_model("llama", tied=False)
+
+
+@pytest.fixture
+def connect(servers, model, tokenizer) -> Callable[..., VLLMServerEngine]:
+    urls = [server.url for server in servers]
+    return lambda **options: VLLMServerEngine(model, tokenizer, base_urls=urls, timeout=20, **options)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("ignores_weights", "other values of"), ("forgets_tag", "weight version")])
+@pytest.mark.parametrize("synced_before", [False, True])
+def test_a_server_that_only_says_that_it_took_the_weights_is_found_out(
+    connect, servers, model, fault, said, synced_before
+) -> None:
+    engine = connect()
+    if synced_before:
+        engine.load_weights(checkpoint_weights(model), version=0)
+    setattr(servers[1], fault, True)
+    changed = [(name, weight + 1) for name, weight in checkpoint_weights(model)]
+    with pytest.raises(WeightSyncError, match=rf"version 1 not on every server: got {said}.* at {servers[1].url}"):
+        engine.load_weights(changed, version=1)
+    assert engine.weight_version == -1
+
+
+def test_weights_that_a_server_keeps_in_another_form_are_not_compared(connect, servers, model) -> None:
+    engine = connect()
+    servers[0].repacked = {"model.norm.weight"}
+    for version in range(3):
+        engine.load_weights([(name, weight + version) for name, weight in checkpoint_weights(model)], version)
+        assert engine.weight_version == version
+    # One that was kept as it came, and no longer is.
+    servers[0].repacked = {"model.norm.weight", "lm_head.weight"}
+    with pytest.raises(WeightSyncError, match=r"other values of lm_head\.weight than it was sent"):
+        engine.load_weights(checkpoint_weights(model), version=3)
+
+
+def test_nccl_that_cannot_run_here_is_refused_with_the_reason(connect, servers) -> None:
+    with pytest.raises(UnavailableError, match=rf"'nccl' and a server at {servers[0].url} that was started without it"):
+        connect(weight_transfer="nccl")
+    for server in servers:
+        server.transfer = "nccl"
+    with pytest.raises(UnavailableError, match=r"'nccl' and a trainer without a CUDA device, want .* fix:"):
+        connect(weight_transfer="nccl")
+
+
+def test_an_unknown_transfer_is_refused_with_the_choices(connect) -> None:
+    with pytest.raises(InputError, match=r"weight transfer 'pigeon', want one of \('auto', 'files', 'nccl'\); fix:"):
+        connect(weight_transfer="pigeon")
+
+
+def test_auto_takes_files_where_nccl_cannot_run(connect, servers, model) -> None:
+    for server in servers:
+        server.transfer = "nccl"
+    connect().load_weights(checkpoint_weights(model), version=0)
+    assert "/collective_rpc" in dict(servers[0].calls)
+
+
+class Communicator:
+    """In place of vLLM's, which needs GPUs."""
+
+    closed = False
+
+    def destroy(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def wire(servers, monkeypatch) -> SimpleNamespace:
+    """vLLM's own trainer side over a broadcast that is a list."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    wire = SimpleNamespace(communicator=Communicator(), met=[], sent=[])
+
+    def producer(iterator, group, src, post_iter_func, *, buffer_size_bytes, num_buffers) -> None:
+        assert (group, src) == (wire.communicator, 0)
+        wire.sent[:] = [(item[0], post_iter_func(item).clone()) for item in iterator]
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.met.append(info) or wire.communicator)
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", producer)
+    for server in servers:
+        server.wire, server.transfer = wire.sent, "nccl"
+    return wire
+
+
+@pytest.fixture
+def by_nccl(connect, servers, wire, monkeypatch) -> VLLMServerEngine:
+    """An engine that was made where NCCL can run."""
+    monkeypatch.setattr(nccl_transfer, "why_not", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    engine = connect(weight_transfer="auto")
+    assert isinstance(engine._transfer, NCCLTransfer)
+    engine._transfer = NCCLTransfer(engine._replicas, device=torch.device("cpu"))
+    return engine
+
+
+@pytest.mark.engine
+def test_nccl_opens_one_group_of_all_workers_and_brings_every_weight(by_nccl, servers, wire, model) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    for version in (0, 1):
+        weights = [(name, weight + version) for name, weight in checkpoint_weights(model)]
+        by_nccl.load_weights(iter(weights), version=version)
+        for server in servers:
+            assert server.weights.keys() == dict(weights).keys()
+            assert all(torch.equal(server.weights[name], weight) for name, weight in weights)
+            assert server.tag.endswith(f":{version}")
+    assert [info.world_size for info in wire.met] == [5]
+    # What vLLM's workers make of what they were sent.
+    calls = [dict(server.calls) for server in servers]
+    joined = [NCCLWeightTransferInitInfo(**call["/init_weight_transfer_engine"]["init_info"]) for call in calls]
+    assert [(info.rank_offset, info.world_size, info.packed) for info in joined] == [(1, 5, True), (3, 5, True)]
+    assert {(info.master_address, info.master_port) for info in joined} == {("127.0.0.1", wire.met[0].master_port)}
+    update = NCCLWeightTransferUpdateInfo(**calls[1]["/update_weights"]["update_info"])
+    assert update.names == [name for name, _ in weights]
+    assert set(update.dtype_names) == {"float32"}
+
+
+@pytest.mark.engine
+def test_nccl_is_left_on_both_sides(by_nccl, servers, wire, model) -> None:
+    by_nccl.close()
+    assert "/shutdown_weight_transfer_engine" not in dict(servers[0].calls)
+    by_nccl._closed = False
+    by_nccl.load_weights(checkpoint_weights(model), version=0)
+    by_nccl.close()
+    assert wire.communicator.closed
+    assert all("/shutdown_weight_transfer_engine" in dict(server.calls) for server in servers)
+
+
+@pytest.mark.engine
+def test_after_nccl_failed_on_a_server_the_next_sync_opens_a_new_group(by_nccl, servers, wire, model) -> None:
+    servers[1].refuses_weights = True
+    with pytest.raises(WeightSyncError, match=rf"weight transfer by NCCL: got status 500 .* at {servers[1].url}"):
+        by_nccl.load_weights(checkpoint_weights(model), version=0)
+    servers[1].refuses_weights = False
+    by_nccl.load_weights(checkpoint_weights(model), version=0)
+    assert len(wire.met) == 2
+
+
+def test_a_broadcast_that_hangs_is_given_up_on(servers, monkeypatch) -> None:
+    transfer = NCCLTransfer(Replicas([servers[0].url], timeout=0.3), device=torch.device("cpu"))
+    monkeypatch.setattr(transfer, "_send", lambda: servers[0].released.wait(30))
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"got TimeoutError .*its time was up; .*fix:"):
+        transfer.send([("norm", torch.ones(1))])
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.engine
+def test_vllm_still_has_the_routes_that_a_sync_calls() -> None:
+    from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource
+    from vllm.entrypoints.rl.online.api_router import router
+
+    routes = {route.path for route in router.routes}
+    weights = {"start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine"}
+    checks = {"get_world_size", "weight_info", "update_weight_version", "weight_checker"}
+    assert {f"/{name}" for name in {*weights, *checks, "shutdown_weight_transfer_engine"}} <= routes
+    assert weights == {name for name in vars(VLLMWeightSyncClient) if not name.startswith("_")}
+    assert WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
+    assert all(hasattr(nccl_transfer.ControlPlane, name) for name in weights)

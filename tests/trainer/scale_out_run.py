@@ -1,0 +1,153 @@
+"""Short runs on however many processes it is started on, one after the other. Run by test_scale_out.py.
+
+    python scale_out_run.py <plan.json>
+
+A plan is a list of {"out": folder, "model": {...}, "options": {...}}; of each run every process leaves what it saw in
+<out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is divided.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, peers
+from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.rollout import RolloutEngine
+from fused_grpo.trainer.sharding import whole_state
+from fused_grpo.trainer.types import Rollouts
+
+LETTERS = "0123456789+="
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *LETTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+class EngineByPrompt(RolloutEngine):
+    """Completions that depend on the prompt alone, so that it does not matter which process asks for them.
+
+    Their log-probs come from weights of its own: the trainer's, as they were handed over.
+    """
+
+    name, weight_version = "by prompt", 0
+
+    def __init__(self, model: Qwen2ForCausalLM) -> None:
+        self.model = copy.deepcopy(model)
+
+    def generate(self, prompt_ids, sampling) -> Rollouts:
+        completions = []
+        for ids in prompt_ids:
+            generator = torch.Generator().manual_seed(hash(tuple(ids)) % 2**31)
+            lengths = torch.randint(1, 9, (sampling.n,), generator=generator).tolist()
+            completions += [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
+        pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
+        return Rollouts(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completion_ids=completions,
+            sampling_logprobs=[self.logprobs(*pair) for pair in pairs],
+            finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, prompt, completion) -> list[float]:
+        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+    def load_weights(self, named_weights, version) -> None:
+        self.model.load_state_dict(dict(named_weights))
+        self.weight_version = version
+
+    def close(self) -> None:
+        pass
+
+
+class DividingAccelerator(Accelerator):
+    """Accelerate has FSDP on accelerators alone; PyTorch has it on a CPU as well."""
+
+    distributed_type, is_fsdp2 = DistributedType.FSDP, True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        if self.mixed_precision != "no":
+            self.state.fsdp_plugin.set_mixed_precision(self.mixed_precision)
+
+
+def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Differs within groups. Prompts with a 4 cost their group from the second step on."""
+    if any(prompt.startswith("4") for prompt in prompts) and columns["trainer_state"].global_step > 0:
+        raise ValueError("no fours any more")
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def watch(policy: PolicyLoss) -> list[dict[str, Any]]:
+    """What reaches the loss in each micro-batch from here on."""
+    seen: list[dict[str, Any]] = []
+    inner = policy._loss
+
+    def loss(batch, **step):
+        weight, output = policy.model.get_output_embeddings().weight, inner(batch, **step)
+        found = {name: getattr(batch, name) for name in ("advantages", "old_logprobs", "sampling_logprobs")}
+        found |= {"tokens": len(batch.targets), "head": list(weight.shape), "head_dtype": str(weight.dtype)}
+        seen.append(found | {"plain": type(weight.data) is torch.Tensor, "loss_dtype": str(output.loss.dtype)})
+        return output
+
+    policy._loss = loss
+    return seen
+
+
+def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> None:
+    AcceleratorState._reset_state()  # of the run before, whose precision may differ
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
+    model = Qwen2ForCausalLM(Qwen2Config(**config))
+    engine = EngineByPrompt(model)
+    defaults = {"max_steps": 5, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
+    args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
+    rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
+    trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=engine)
+    learner = trainer.learner
+    parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
+    seen = watch(trainer.accelerator.unwrap_model(learner.policy))
+    result = trainer.train()
+    reference = {} if learner.reference is None else whole_state(learner.reference)
+    found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
+    groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
+    found |= {"seen": seen, "mine": parts, "groups": groups}
+    out.mkdir(exist_ok=True)
+    torch.save(found, out / f"rank-{trainer.accelerator.process_index}.pt")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main(plan: Path) -> None:
+    loop.RunOutput.report = lambda self: Path(self.args.output_dir)  # drawing takes five times as long as training
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        peers.Accelerator = DividingAccelerator
+    for entry in json.loads(plan.read_text()):
+        run(Path(entry["out"]), entry["model"], entry["options"])
+    # In order: a process that leaves while another still talks to it may abort the other.
+    Accelerator(cpu=True).end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

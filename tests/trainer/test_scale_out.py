@@ -1,0 +1,145 @@
+"""Two processes make the update that one makes of the same rollouts, under DDP and FSDP2, and go on after a restart.
+
+All runs of a kind of launch share its processes: starting those takes longer than the runs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from transformers import Qwen2ForCausalLM
+
+SCRIPT = Path(__file__).with_name("scale_out_run.py")
+RECIPES = Path(__file__).parents[2] / "trainer/recipes/accelerate"
+TIED = {"tie_word_embeddings": True}
+FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
+
+# Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int]]] = {
+    "dapo": ({}, {}, (32, 1), (16, 1)),
+    "dapo, accumulated": ({}, {}, (32, 1), (4, 4)),
+    "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (16, 1)),
+    "grpo, accumulated": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
+    "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
+    "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
+    "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (2, 8)),
+    "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.5}, (32, 1), (8, 2)),
+}
+# Two optimizer steps of each generated batch, twice.
+RESUMED = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
+WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
+CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
+BF16 = ("bf16", {}, {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def launch(farm, tmp_path_factory):
+    """Run entries (name, model, options) one after the other in the same processes; what each process saw of each."""
+
+    def launch(entries, *, env: dict[str, str] | None, root: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+        root, processes = root or tmp_path_factory.mktemp("runs"), 1 if env is None else 2
+        plan = [{"out": str(root / name), "model": model, "options": options} for name, model, options in entries]
+        (root / "plan.json").write_text(json.dumps(plan))
+        farm.run(SCRIPT, root / "plan.json", processes=processes, env=env or {}, timeout=400)
+        files = {entry["out"]: [f"{entry['out']}/rank-{rank}.pt" for rank in range(processes)] for entry in plan}
+        return {Path(out).name: [torch.load(file, weights_only=True) for file in some] for out, some in files.items()}
+
+    return launch
+
+
+@pytest.fixture(scope="module", params=["DDP", "FSDP2"])
+def wrapper(request) -> dict[str, str]:
+    """What `accelerate launch` puts into the environment of two processes."""
+    if request.param == "DDP":
+        return {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.environ", {})
+        config = ["--config_file", str(RECIPES / "fsdp2.yaml"), "--mixed_precision", "no", "script.py"]
+        arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(config))
+        return prepare_multi_gpu_env(arguments)
+
+
+def entries(processes: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """`RUNS`, on one process or two."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return [
+        (name, model, {**options, **dict(zip(names, cuts[processes - 1], strict=True))})
+        for name, (model, options, *cuts) in RUNS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(launch):
+    """Each run in one process; once, where runs differ in nothing but how their steps are cut."""
+    names = {json.dumps(rest): (name, *rest) for name, *rest in entries(1)}
+    found = launch(names.values(), env=None)
+    return {name: found[names[json.dumps(rest)][0]][0] for name, *rest in entries(1)}
+
+
+@pytest.fixture(scope="module")
+def shared(launch, wrapper, tmp_path_factory):
+    """Each run in two processes, and those of the other tests."""
+    root = tmp_path_factory.mktemp("shared")
+    return root, launch([*entries(2), WHOLE, CUT, BF16], env=wrapper, root=root)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_equal_one(alone, shared, name):
+    one, two = alone[name], shared[1][name][0]
+    for kind in ("parameters", "reference"):
+        assert one[kind].keys() == two[kind].keys()
+        for key, tensor in one[kind].items():
+            torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
+    for key in ("loss", "grad_norm", "reward", "entropy", "num_tokens"):
+        assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
+
+
+def test_a_process_without_work_meets_the_other(shared):
+    first, second = shared[1]["one process without work"]
+    pairs = [(a["tokens"], b["tokens"]) for a, b in zip(first["seen"], second["seen"], strict=True)]
+    assert any(min(pair) == 0 < max(pair) for pair in pairs), pairs
+
+
+def test_two_processes_go_on_where_they_stopped(launch, wrapper, shared):
+    root, found = shared
+    name, model, options = CUT
+    resumed = launch(
+        [(name, model, {**options, "max_steps": 6, "resume_from_checkpoint": True})], env=wrapper, root=root
+    )
+    for kind in ("parameters", "reference"):
+        for key, tensor in found["whole"][0][kind].items():
+            assert torch.equal(resumed["cut"][0][kind][key], tensor), f"{kind} {key}"
+
+
+def test_fsdp_divides_the_weights_and_gathers_the_head_for_the_loss(alone, shared, wrapper):
+    for name in RUNS:
+        total = alone[name]["mine"]
+        for rank in shared[1][name]:
+            assert rank["mine"] == (total // 2 if wrapper else total)
+            assert rank["groups"] == (3 if wrapper else 0)  # two layers and the rest
+            assert all(seen["plain"] and seen["head"] == [14, 32] for seen in rank["seen"])
+
+
+def test_mixed_precision_leaves_the_inputs_of_the_loss_unrounded(shared, wrapper):
+    seen = [batch for rank in shared[1]["bf16"] for batch in rank["seen"]]
+    for name in ("advantages", "sampling_logprobs", "old_logprobs"):
+        values = torch.cat([batch[name] for batch in seen if batch[name] is not None])
+        assert values.dtype == torch.float32
+        assert (values != values.bfloat16()).any(), name
+    assert {batch["head_dtype"] for batch in seen} == {"torch.bfloat16" if wrapper else "torch.float32"}
+    assert {batch["loss_dtype"] for batch in seen} == {"torch.float32"}
+
+
+def test_a_checkpoint_of_divided_weights_loads_as_any_other(shared):
+    root, found = shared
+    name = "by tokens, tied, a reference that follows"
+    loaded = Qwen2ForCausalLM.from_pretrained(root / name / "run" / "final")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, found[name][0]["parameters"][key]), key

@@ -1,0 +1,37 @@
+"""What is refused before anything is divided among processes; what works is in test_scale_out.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate.utils import DistributedType
+
+from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.rollout import transformers_generate
+from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
+from fused_grpo.trainer.sharding import prepare_sharding
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "one_reads", "fix"),
+    [
+        ("FSDP", 1, False, "fsdp_version: 2"),
+        ("FSDP", 2, True, "efficient_loading: false"),
+        ("DEEPSPEED", 2, False, "--config_file fsdp2.yaml"),
+    ],
+)
+def test_ways_to_divide_that_do_not_work_here_are_refused(kind, version, one_reads, fix):
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=one_reads, mixed_precision_policy=None)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType[kind], is_fsdp2=version == 2, state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    with pytest.raises(UnsupportedError, match=fix):
+        prepare_sharding(accelerator)
+
+
+def test_a_divided_model_does_not_generate(make_model, tokenizer, monkeypatch):
+    model = make_model()
+    monkeypatch.setattr(transformers_generate, "is_divided", lambda weight: weight is model.lm_head.weight)
+    with pytest.raises(UnsupportedError, match="install vLLM"):
+        TransformersEngine(model, tokenizer)
