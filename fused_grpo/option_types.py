@@ -9,6 +9,8 @@ from collections.abc import Collection
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from fused_grpo.errors import InputError
 
 # Whole numbers that fp64 holds exactly, and numbers that fp32 holds: others would be changed where they are used.
@@ -21,6 +23,8 @@ def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
     Raises:
         InputError: the first one that is something else. A whole number will do where a float is wanted.
     """
+    if torch.compiler.is_compiling():
+        return  # ranges are still checked, and annotations are nothing that a compiler can follow
     cls: Any = type(options)
     for name, kind in _kinds(cls).items():
         value = getattr(options, name)

@@ -36,7 +36,12 @@ def main(folder: str, secret: str) -> None:
         log_completions=True,
         report_to="tensorboard",
         model_init_kwargs={"token": f"hf_{secret}"},
-        chat_template_kwargs={"api_key": secret, "headers": {"Authorization": f"Bearer {secret}"}},
+        chat_template_kwargs={
+            "api_key": secret,
+            "headers": {"Authorization": f"Digest {secret}"},
+            "note": f"Bearer {secret}",
+            "where": f"https://host/path?page=1&api_key={secret}&size=2",
+        },
         vllm_server_base_url=f"http://user:{secret}@127.0.0.1:8000",
     )
     rows = [{"prompt": f"{number}+1="} for number in range(8)]

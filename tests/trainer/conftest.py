@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, run_output
 from fused_grpo.trainer.rollout import RolloutEngine
 from fused_grpo.trainer.types import Rollouts, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes ten times as long as the runs here. test_report.py draws; test_demo.py is a run that does."""
+    monkeypatch.setattr(run_output, "write_report", lambda folder: folder / "report.html")
 
 
 @pytest.fixture
