@@ -24,8 +24,10 @@ test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files
 
 coverage: ## the share of the lines that the suite reaches on a CPU; fails under 92 %. Takes longer than `make test`
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(PARALLEL) $(ARGS); status=$$?; \
-	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
+	@# A few tests fail while their lines are traced: those that bound memory or count what a process prints.
+	@OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(PARALLEL) $(ARGS) || echo "coverage: make test judges the tests"
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 check:   ## style, types, the house rules and what security forbids
 	@$(PYTHON) scripts/setup_env.py dev bench

@@ -108,6 +108,10 @@ def fused_linear_grpo_loss(
         raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    # What one rank alone may have wrong comes before the first exchange with others.
+    chosen = _impl.choose(impl, hidden)
+    if weight_main_grad is not None:
+        check_main_grad(weight_main_grad, weight, chosen)
     shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
     kept = head.targets != ignore_index
     head = replace(head, targets=torch.where(kept, head.targets, 0))
@@ -129,10 +133,7 @@ def fused_linear_grpo_loss(
         num_entropy_tokens=num_entropy_tokens,
         config=config,
     )
-    chosen = _impl.choose(impl, hidden)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
-    if weight_main_grad is not None:
-        check_main_grad(weight_main_grad, weight, chosen)
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config)

@@ -86,7 +86,8 @@ def fused_loss(
     With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it.
     """
     differentiated = any(wanted.values())
-    rows = head.select(_rows_in_order(inputs, config, score, differentiated))
+    # A shard whose rank wants no gradient meets the same rows in the same order as the others.
+    rows = head.select(_rows_in_order(inputs, config, score, differentiated or shards is not None))
     shape = rows.chunk_shape(chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
     how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs), "every_row": False, "rounded": rounded}
     gradients = HeadGradients(rows, shape, **how, hidden_dtype=None if shards is None else head.dtype)

@@ -40,6 +40,7 @@ OPTIONS = {
     "trust_remote_code": (True, "runs code that comes with weights"),
 }
 EVERYBODY = {"0.0.0.0", "[::]"}
+IMPORTERS = {"importlib.import_module", "__import__"}
 SECRET = re.compile(
     r"\b(hf_[A-Za-z]{30,}|sk-[A-Za-z0-9]{20,}|gh[pousr]_\w{30,}|AKIA[A-Z0-9]{16})\b|BEGIN [A-Z ]*PRIVATE KEY"
 )
@@ -71,6 +72,14 @@ def offences(text: str) -> Iterator[tuple[int, str]]:
             case ast.Dict():
                 keys = (key.value if isinstance(key, ast.Constant) else None for key in node.keys)
                 yield from ((node.lineno, what) for what in option_offences(zip(keys, node.values, strict=True)))
+            case ast.arguments():
+                named = [*node.posonlyargs, *node.args][len(node.posonlyargs) + len(node.args) - len(node.defaults) :]
+                pairs = [*zip(named, node.defaults, strict=True), *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+                given = [(argument.arg, value) for argument, value in pairs if value is not None]
+                yield from ((value.lineno, what) for name, value in given for what in option_offences([(name, value)]))
+            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+                name = dotted(target, {}).rpartition(".")[2]
+                yield from ((node.lineno, what) for what in option_offences([(name, value)]))
             case ast.Constant(value=str(value)):
                 if value in EVERYBODY:
                     yield node.lineno, f"{value!r} is every network; fix: 127.0.0.1"
@@ -79,12 +88,25 @@ def offences(text: str) -> Iterator[tuple[int, str]]:
 
 
 def call_offences(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
-    called = dotted(node.func, names)
+    called = dotted(node.func, names).removeprefix("builtins.")
+    first = node.args[0] if node.args else None
+    if called in IMPORTERS and isinstance(first, ast.Constant) and root(str(first.value)) in MODULES:
+        yield f"imports {first.value}"
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "bind" and is_everybody(first):
+        yield "binds to every network; fix: 127.0.0.1"
     if called in CALLS:
         yield f"{called} {CALLS[called]}"
-    if called == "torch.load" and not any(keyword.arg == "weights_only" for keyword in node.keywords):
+    if called in ("torch.load", "torch.serialization.load") and not any(
+        keyword.arg == "weights_only" for keyword in node.keywords
+    ):
         yield "torch.load unpickles; fix: weights_only=True, or safetensors"
     yield from option_offences((keyword.arg, keyword.value) for keyword in node.keywords)
+
+
+def is_everybody(address: ast.expr | None) -> bool:
+    """Whether it is ("", port) or ("::", port): strings that elsewhere are harmless."""
+    host = address.elts[0] if isinstance(address, ast.Tuple) else None
+    return isinstance(host, ast.Constant) and host.value in ("", "::")
 
 
 def option_offences(options: Iterable[tuple[object, ast.expr]]) -> Iterator[str]:

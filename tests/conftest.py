@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -14,7 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# A machine that is busy makes no test fail.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 # Triton decides when a kernel is decorated whether it is interpreted, so this comes before that import.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,8 +59,10 @@ class Process:
         return self.returncode
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal, to this process alone."""
-        signal.pidfd_send_signal(self._handle, number)
+        """Send a signal, to this process alone; nothing where it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
 
     @property
     def output(self) -> str:
@@ -71,6 +79,10 @@ class Farm:
         # The same hash of a string in all of them; no GPU.
         env = {**os.environ, **threads, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
         self._folder, self._processes = folder, list[Process]()
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        # Below those that the kernel hands out; a range for each worker, in an order that no other session has.
+        first = 10_000 + worker % 20 * 1000
+        self._ports = iter(random.Random().sample(range(first, first + 1000), 1000))
         self._server = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name("farm.py"))],
             stdin=subprocess.PIPE,
@@ -92,10 +104,7 @@ class Farm:
         self, script: str | Path, *arguments: Any, processes: int = 2, env: dict[str, str] | None = None
     ) -> list[Process]:
         """As torchrun does: the same script in several processes that find each other."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._free_port()), "WORLD_SIZE": str(processes)}
         return [
             self.start(script, *arguments, env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})})
             for rank in range(processes)
@@ -127,6 +136,14 @@ class Farm:
                 process.wait()
         self._server.kill()
         self._server.communicate()
+
+    def _free_port(self) -> int:
+        """Not one that the kernel hands out, to any process between now and the rank that takes it."""
+        for port in self._ports:
+            with socket.socket() as free, contextlib.suppress(OSError):
+                free.bind(("127.0.0.1", port))
+                return port
+        raise OSError("every port of this worker is taken")
 
     def _read(self) -> dict[str, Any]:
         assert self._server.stdout is not None

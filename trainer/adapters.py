@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError
-from fused_grpo.trainer.training_state import read_tensors
+from fused_grpo.trainer.training_state import form, read_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -203,11 +203,11 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-def load_adapter(model: Any, directory: Path) -> None:
-    """Put the adapter that a checkpoint holds into the model, bit for bit.
+def read_adapter(model: Any, directory: Path) -> dict[str, Tensor]:
+    """The adapter that a checkpoint holds, for `load_adapter`.
 
     Raises:
-        CheckpointError: it holds none, or that of another configuration.
+        CheckpointError: it holds none, or that of another configuration or dtype.
     """
     name = _trained(model)
     path = directory / ("" if name == "default" else name) / ADAPTER_FILE  # where PEFT puts it
@@ -217,13 +217,18 @@ def load_adapter(model: Any, directory: Path) -> None:
             "a run; fix: resume without peft_config"
         )
     saved, here = read_tensors(path.parent, path.name), adapter_weights(model)
-    strange = sorted(name for name in saved.keys() | here.keys() if _shape(saved, name) != _shape(here, name))
+    strange = sorted(name for name in saved.keys() | here.keys() if form(saved.get(name)) != form(here.get(name)))
     if strange:
         raise CheckpointError(
-            f"got an adapter in {directory} that does not fit ({strange[0]}: {_shape(saved, strange[0])} there, "
-            f"{_shape(here, strange[0])} here); want the peft_config that it was saved with; fix: pass that one"
+            f"got an adapter in {directory} that does not fit ({strange[0]}: {form(saved.get(strange[0]))} there, "
+            f"{form(here.get(strange[0]))} here); want the peft_config that it was saved with; fix: pass that one"
         )
-    _peft().set_peft_model_state_dict(model, saved, adapter_name=name)
+    return saved
+
+
+def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
+    """Put what `read_adapter` has read into the model, bit for bit."""
+    _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
 
 
 def adapter_identity(model: Any) -> dict[str, Any] | None:
@@ -349,7 +354,3 @@ def _merged(layer: Any) -> nn.Module:
     merged.merge(adapter_names=[active])
     plain: nn.Module = merged.get_base_layer()
     return plain
-
-
-def _shape(weights: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(weights[name].shape) if name in weights else None

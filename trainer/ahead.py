@@ -5,7 +5,8 @@ ask it for the next ones, then score and learn. So every batch but the first was
 generation old, never older, and the loss corrects for it (`vllm_importance_sampling_correction`): the policy of now is
 the old policy, and rho is its ratio to the one that sampled. `off_policy_steps` in the metrics says how far behind.
 
-A checkpoint waits for what is being sampled and takes it along.
+A checkpoint waits for what is being sampled and takes it along; where the engine has failed, or SIGTERM leaves no time,
+it holds the place before that instead, and the resumed run samples the same rows with the same seed.
 """
 
 from __future__ import annotations

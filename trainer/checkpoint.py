@@ -103,8 +103,8 @@ def save_checkpoint(
     return directory
 
 
-def verify_checkpoint(directory: Path, *, custom_code: bool = False) -> None:
-    """Read every file of a checkpoint and compare it with the manifest.
+def verify_checkpoint(directory: Path, *, custom_code: bool = False, sums: bool = True) -> None:
+    """Read every file of a checkpoint and compare it with the manifest; without `sums`, compare its size alone.
 
     Raises:
         CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle, or without
@@ -119,7 +119,7 @@ def verify_checkpoint(directory: Path, *, custom_code: bool = False) -> None:
         )
     files = read_manifest(directory)
     for name, expected in files.items():
-        verify_file(directory, name, expected)
+        verify_file(directory, name, expected, sums=sums)
     refuse_payloads(directory, custom_code=custom_code)
 
 
@@ -149,12 +149,14 @@ def newest_checkpoint(output_dir: Path, *, custom_code: bool = False) -> Path:
     )
 
 
-def whole_checkpoint_in(output_dir: Path, *, but: Path | None = None) -> str:
+def whole_checkpoint_in(
+    output_dir: Path, *, but: Path | None = None, custom_code: bool = False, sums: bool = True
+) -> str:
     """Where the newest whole checkpoint is, other than `but`: part of an error message."""
     for path in reversed(_candidates(output_dir)):
         try:
             if path != but:
-                verify_checkpoint(path)
+                verify_checkpoint(path, custom_code=custom_code, sums=sums)
                 return f"the newest whole checkpoint is {path}"
         except (CheckpointError, OSError):
             continue
@@ -169,7 +171,12 @@ def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | No
     if keep is None:
         return
     found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
-    remove([path for path in found[:-keep] if is_ours(path)])
+    for path in found[:-keep]:
+        try:
+            remove([path] if is_ours(path) else [])
+        except OSError as error:
+            # The run has just saved what it needs: one too many is no reason to end it.
+            _log.warning("could not remove %s, which save_total_limit=%d leaves out: %s", path, keep, error)
 
 
 def load_trainer_state(directory: Path) -> dict[str, Any]:
@@ -210,9 +217,11 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
         if isinstance(error, CheckpointError) or not (isinstance(error, OSError) or "(os error" in str(error)):
             raise
         reason = getattr(error, "strerror", None) or error
+        # Without sums, which take seconds per GB; and code may lie in those that this run has saved itself.
+        whole = whole_checkpoint_in(directory.parent, custom_code=True, sums=False)
         raise CheckpointError(
             f"got {reason} while saving {directory}; want about {_readable(wanted)}, {_free(directory)} are free; "
-            f"nothing half-written is left, and {whole_checkpoint_in(directory.parent)}; "
+            f"nothing half-written is left, and {whole}; "
             "fix: free some space (save_total_limit, save_only_model), or another output_dir"
         ) from error
 
@@ -272,7 +281,7 @@ def _refuse_foreign(directory: Path) -> None:
     """A directory is replaced only where every file in it is of a checkpoint of ours."""
     if not directory.exists():
         return
-    known = {MANIFEST_FILE, *read_manifest(directory)} if is_sealed(directory) else set()
+    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if is_sealed(directory) else set()
     foreign = [p.relative_to(directory).as_posix() for p in directory.rglob("*") if not p.is_dir()]
     foreign = sorted(name for name in foreign if name not in known)
     if foreign or not directory.is_dir():
@@ -294,7 +303,7 @@ def remove(found: list[Path]) -> None:
         if not entry.is_dir():
             entry.unlink()
             continue
-        for path in (entry / name for name in (*read_manifest(entry), MANIFEST_FILE)):
+        for path in (entry / name for name in (*read_manifest(entry, any_version=True), MANIFEST_FILE)):
             if not path.is_dir():
                 path.unlink(missing_ok=True)
         remove_empty(entry)

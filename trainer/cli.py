@@ -11,12 +11,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError
 from fused_grpo.trainer.options import RECIPES, TrainOptions, parse_train_options
+
+if TYPE_CHECKING:
+    from fused_grpo.trainer.loop import GRPOTrainer
 
 USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
 
@@ -129,7 +132,7 @@ def train_demo(options: TrainOptions) -> None:
         **adapter(options),
     )
     result = trainer.train()
-    trainer.accelerator.end_training()  # takes the process group down, which it made
+    leave(trainer)
     say(f"report: {result.report}")
     if result.eval_before is not None and result.eval_after is not None:
         say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
@@ -149,9 +152,14 @@ def train_given(options: TrainOptions) -> None:
         **adapter(options),
     )
     result = trainer.train()
-    trainer.accelerator.end_training()
+    leave(trainer)
     say(f"report: {result.report}")
     say(f"model: {result.checkpoint}")
+
+
+def leave(trainer: GRPOTrainer) -> None:
+    """Take the process group down. Not `Accelerator.end_training`: `train` has ended the trackers, which end once."""
+    trainer.accelerator.state.destroy_process_group()
 
 
 def adapter(options: TrainOptions) -> dict[str, Any]:

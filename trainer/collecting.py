@@ -143,11 +143,19 @@ class Collector:
         if self.ahead is not None:
             wait([self.ahead.rollouts])
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Where the data stands, and what has been sampled ahead: JSON, the same on every process, and tensors."""
+    def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Where the data stands, and what has been sampled ahead: JSON, the same on every process, and tensors.
+
+        What is being sampled is waited for, or without `wait` left out; so is what the engine has failed at. The place
+        is then the one before it was asked for: a resumed run draws the same rows with the same seed.
+        """
         if self.ahead is None:
-            return self._place(), {}
-        return self.ahead.before, rollouts_as_tensors(self.ahead.rollouts.result())
+            return self._saved(self._place()), {}
+        rollouts = self.ahead.rollouts
+        is_lost = not (wait or rollouts.done()) or rollouts.exception() is not None
+        if anywhere(self.accelerator, is_lost):  # all processes take theirs along, or none: they draw together
+            return self._saved(self.ahead.before), {}
+        return self._saved(self.ahead.before), rollouts_as_tensors(rollouts.result())
 
     def load_state(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """The inverse of `state`."""
@@ -159,7 +167,10 @@ class Collector:
             self.ahead = Ahead(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
 
     def _place(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict(), "generate_calls": self.generate_calls}
+        return {"sampler": self.sampler.place(), "generate_calls": self.generate_calls}
+
+    def _saved(self, place: dict[str, Any]) -> dict[str, Any]:
+        return {**place, "sampler": self.sampler.state_dict(place["sampler"])}
 
     def _round(
         self, engine: RolloutEngine, phases: Phases, trainer_state: Any, then: Callable[[], None] | None = None

@@ -33,6 +33,20 @@ AT_LEAST_1_OR_NONE = (
     "num_completions_to_print",
     "vllm_max_model_length",
 )
+FINITE = (
+    "num_train_epochs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_epsilon",
+    "repetition_penalty",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+)
+# Clocks overflow a little above; and NumPy's seeds, with a process' rank added.
+SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
+LARGEST_SEED = 2**31 - 1
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim": OPTIMIZERS,
     "scale_rewards": ("group", "batch", "none"),
@@ -54,6 +68,7 @@ def check_config(args: GRPOConfig) -> None:
     for name, choices in CHOICES.items():
         want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
     _check_numbers(args)
+    _check_bounds(args)
     _check_together(args)
 
 
@@ -84,6 +99,18 @@ def _check_numbers(args: GRPOConfig) -> None:
     want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")
     for name in ("warmup_steps", "weight_decay", "dynamic_sampling", "reward_retries", "max_skipped_steps"):
         want(args, name, getattr(args, name) >= 0, "at least 0")
+
+
+def _check_bounds(args: GRPOConfig) -> None:
+    """What is in range by its sign, and too large or no number all the same."""
+    for name in FINITE:
+        want(args, name, math.isfinite(getattr(args, name)), "a finite number")
+    for name in SECONDS:
+        seconds = getattr(args, name)
+        want(args, name, seconds is None or seconds <= LONGEST, f"seconds, {LONGEST} at most")
+    for name in ("seed", "data_seed"):
+        seed = getattr(args, name)
+        want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
 
 
 def _check_together(args: GRPOConfig) -> None:

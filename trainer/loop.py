@@ -39,9 +39,9 @@ from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.model_card import push_to_hub, write_model_card
 from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
 from fused_grpo.trainer.output_dir import check_output_dir, prepare_output_dir
-from fused_grpo.trainer.peers import last_words, make_accelerator, settle, together
+from fused_grpo.trainer.peers import anywhere, last_words, make_accelerator, settle, together
 from fused_grpo.trainer.prompt_sampler import PromptSampler
-from fused_grpo.trainer.resume import find_checkpoint, restore, training_state
+from fused_grpo.trainer.resume import agreed_checkpoint, restore, training_state
 from fused_grpo.trainer.rollout import RolloutEngine, check_agreement
 from fused_grpo.trainer.rollout.answers import sync
 from fused_grpo.trainer.rollout.function import FunctionEngine
@@ -77,6 +77,8 @@ class GRPOTrainer:
         CheckpointError: `args.output_dir` holds another run, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.
     """
+
+    eval_before: dict[str, float] | None = None
 
     def __init__(
         self,
@@ -152,8 +154,9 @@ class GRPOTrainer:
             self.stop = StopOnSigterm()
             self.state = TrainerState(max_steps=self.max_steps)
             self.output = RunOutput.silent(args)
-            self.eval_before: dict[str, float] | None = None
-            self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
+            # Last, and together: none is in `train` before all have an engine.
+            with together(self.accelerator, "starting the engine"):
+                self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
 
     @property
     def step(self) -> int:
@@ -202,12 +205,12 @@ class GRPOTrainer:
         """Mean rewards on the eval set, logged as `eval/...`. None without an eval set."""
         if self.eval_dataset is None or self.args.eval_strategy == "no":
             return None
-        self.engine.wake()
+        self._wake_engine()
         self._sync_engine()
         with together(self.accelerator, "evaluating"):
             result = self.collector.evaluate(self.engine, self.eval_dataset)
-        self.engine.sleep()
-        self.output.evaluation(self.step, result, len(self.eval_dataset))
+            self.engine.sleep()
+            self.output.evaluation(self.step, result, len(self.eval_dataset))
         return result
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
@@ -225,39 +228,39 @@ class GRPOTrainer:
         return Path(output_dir)
 
     def save_checkpoint(self) -> Path:
-        """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`."""
-        directory = self.output_dir / f"checkpoint-{self.step}"
-        write = None if self.args.save_only_model else training_state(self)
-        self._save(directory, write_more=write)
-        if self.accelerator.is_main_process:
-            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, step=self.step)
-        return directory
+        """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
+
+        With `save_only_model`, the model alone.
+        """
+        return self._save_checkpoint(resumable=not self.args.save_only_model)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
-        custom_code = self.args.trust_remote_code
-        checkpoint = find_checkpoint(self.output_dir, resume, custom_code=custom_code) if resume else None
+        checkpoint = agreed_checkpoint(self, resume) if resume else None
         is_main = self.accelerator.is_main_process
-        if is_main:
-            overwrite = self.args.overwrite_output_dir
-            prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
+        with together(self.accelerator, "making the output directory"):
+            if is_main:
+                overwrite = self.args.overwrite_output_dir
+                prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
         shown = {"is_main": is_main, "facts": run_facts(self), "accelerator": self.accelerator}
-        self.output = RunOutput(self.args, self.max_steps, **shown)
+        with together(self.accelerator, "beginning the log"):
+            self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
             self.eval_before = self.evaluate()
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, but for groups that `dynamic_sampling` replaces."""
-        self.engine.wake()
+        self._wake_engine()
         if self.collector.ahead is None:
             with phases("sync"):
                 self._sync_engine()
         ask = (lambda: self._ask_ahead(phases)) if self.args.generate_ahead else None
         buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state, then=ask)
-        self.engine.sleep()
-        self.output.rollouts(self.step + 1, scored, advantages)
+        with together(self.accelerator, "writing the rollouts"):
+            self.engine.sleep()
+            self.output.rollouts(self.step + 1, scored, advantages)
         with phases("train"):
             attention = self.learner.attention
             buffer.batches = [balanced(batch, self.accelerator, attention=attention) for batch in buffer.batches]
@@ -271,7 +274,8 @@ class GRPOTrainer:
         if self.step + steps < self.max_steps:
             with phases("sync"):
                 self._sync_engine()
-            self.collector.begin(self.engine)
+            with together(self.accelerator, "asking for the next batch"):
+                self.collector.begin(self.engine)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the buffer's next part."""
@@ -310,12 +314,21 @@ class GRPOTrainer:
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         if self.step % self.args.logging_steps == 0:  # as in transformers: a line for every step would grow for ever
             self.state.log_history.append(metrics)
-        self.output.step(metrics, phases)
+        with together(self.accelerator, "writing the metrics"):
+            self.output.step(metrics, phases)
 
     def epoch(self) -> float | None:
         """Passes over the prompts so far; None for a stream without a length."""
         prompts = self.sampler.num_prompts
-        return None if prompts is None else self.sampler.state_dict()["prompts"] / prompts
+        return None if prompts is None else self.sampler.used / prompts
+
+    def _save_checkpoint(self, *, resumable: bool) -> Path:
+        directory = self.output_dir / f"checkpoint-{self.step}"
+        self._save(directory, write_more=training_state(self) if resumable else None)
+        with together(self.accelerator, "removing old checkpoints"):
+            if self.accelerator.is_main_process:
+                remove_old_checkpoints(self.output_dir, self.args.save_total_limit, step=self.step)
+        return directory
 
     def _save(self, directory: Path, write_more: Any = None) -> Path:
         weights = self.learner.weights()
@@ -333,8 +346,8 @@ class GRPOTrainer:
         return directory
 
     def _stop(self) -> None:
-        """Save, and leave: SIGTERM has reached one of the processes."""
-        where = self.save_checkpoint()
+        """Save what a resumed run needs, whatever `save_only_model` says, and leave: SIGTERM has reached a process."""
+        where = self._save_checkpoint(resumable=True)
         self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
         settle(self.accelerator)
         raise SystemExit(EXIT_STATUS)
@@ -358,10 +371,14 @@ class GRPOTrainer:
             report=report,
         )
 
+    def _wake_engine(self) -> None:
+        with together(self.accelerator, "waking the engine"):
+            self.engine.wake()
+
     def _sync_engine(self) -> None:
-        """Hand the current weights to the engine, where it serves others."""
+        """Hand the current weights to the engines, where one of them serves others."""
         self.collector.settle()
-        if self.engine.weight_version != self.step:
+        if anywhere(self.accelerator, self.engine.weight_version != self.step):
             self.accelerator.wait_for_everyone()  # processes may share a server: none of them samples from it now
             weights = self.learner.served_weights()
             with together(self.accelerator, "handing weights to the engine"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.stored_json import read_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = "fused-grpo checkpoint 1"
+FORMAT = "fused-grpo checkpoint 2"
+_ANY_FORMAT = re.compile(r"fused-grpo checkpoint \d{1,9}", re.ASCII)
 
 # Formats that are pickles, or may be one; nothing here writes them. And code, which `trust_remote_code` speaks for.
 _PICKLES = frozenset(
@@ -54,23 +56,24 @@ def fsync(path: Path) -> None:
 def is_sealed(directory: Path) -> bool:
     """True where `directory` has a manifest of ours that can be read. Its files are not looked at."""
     try:
-        return bool(read_manifest(directory))
+        return bool(read_manifest(directory, any_version=True))
     except CheckpointError:
         return False
 
 
-def read_manifest(directory: Path) -> FileSums:
-    """Size and sha256 by file name, as saved.
+def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
+    """Size and sha256 by file name, as saved. `any_version` is for who wants to know which files are ours.
 
     Raises:
-        CheckpointError: there is no manifest, or it is not one of ours, or it names a file outside `directory`.
+        CheckpointError: there is no manifest, or it is not one of ours, or it names a file outside `directory`, or
+            another version has written it.
     """
     path = directory / MANIFEST_FILE
     try:
         if not path.is_file():
             raise damaged(directory, MANIFEST_FILE, "is missing")
         content = read_json(path, {"format": str, "files": {str: {"size": int, "sha256": str}}})
-        if content["format"] != FORMAT:
+        if not _ANY_FORMAT.fullmatch(content["format"]):
             raise ValueError(f"its format is {content['format'][:80]!r}, not {FORMAT!r}")
         files: FileSums = content["files"]
         outside = [name for name in files if not _is_inside(directory, name)]
@@ -78,11 +81,26 @@ def read_manifest(directory: Path) -> FileSums:
         raise damaged(directory, MANIFEST_FILE, f"cannot be read ({error})") from error
     if outside:
         raise damaged(directory, MANIFEST_FILE, f"names files outside of it ({outside[0][:200]})")
+    if content["format"] != FORMAT and not any_version:
+        raise CheckpointError(
+            f"got {directory}, written by another version of fused-grpo ({content['format']!r}), want {FORMAT!r}; "
+            "fix: resume with the version that wrote it, or pass it as the model of a new run"
+        )
     return files
 
 
-def verify_file(directory: Path, name: str, expected: Mapping[str, Any]) -> None:
-    """Compare one file with its entry in the manifest.
+def manifest_sum(directory: Path) -> str:
+    """The sum of the sums: two checkpoints that have the same one were saved as one.
+
+    Raises:
+        CheckpointError: there is no manifest that can be read.
+    """
+    read_manifest(directory)
+    return _sha256(directory / MANIFEST_FILE)
+
+
+def verify_file(directory: Path, name: str, expected: Mapping[str, Any], *, sums: bool = True) -> None:
+    """Compare one file with its entry in the manifest; without `sums`, its size alone.
 
     Raises:
         CheckpointError: it is missing, truncated or changed.
@@ -92,14 +110,14 @@ def verify_file(directory: Path, name: str, expected: Mapping[str, Any]) -> None
         if not path.is_file():
             raise damaged(directory, name, "is missing")
         size, sha256 = path.stat().st_size, None
-        if size == expected["size"]:
+        if sums and size == expected["size"]:
             sha256 = _sha256(path)
     except OSError as error:
         raise damaged(directory, name, f"cannot be read ({error.strerror})") from error
     if size != expected["size"]:
         kind = "truncated" if size < expected["size"] else "changed"
         raise damaged(directory, name, f"is {kind} ({size} bytes, {expected['size']} when saved)")
-    if sha256 != expected["sha256"]:
+    if sums and sha256 != expected["sha256"]:
         raise damaged(directory, name, "is changed (its sha256 is not the one it was saved with)")
 
 
@@ -107,10 +125,12 @@ def refuse_payloads(directory: Path, *, custom_code: bool = False) -> None:
     """Refuse what could run when it is loaded, listed in the manifest or not: pickles, and unless asked for, code.
 
     Raises:
-        CheckpointError: there is such a file, or a configuration that names code in this directory.
+        CheckpointError: there is such a file, a configuration that names code in this directory, or what is no file.
     """
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
+        if not (path.is_file() or path.is_dir()):  # who opens a pipe waits for its other end
+            raise _payload(directory, name, "is neither a file nor a folder")
         if path.suffix.lower() in _PICKLES:
             raise _payload(directory, name, "is of a format that can run code when it is read")
         if custom_code:

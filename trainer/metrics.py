@@ -28,8 +28,6 @@ from fused_grpo.trainer.publishable import publishable, to_json
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 RUN_FILE = "run.json"
-# What the logs are called while they are cut back.
-REWOUND = {name: f".{name}.rewound" for name in (METRICS_FILE, ROLLOUTS_FILE)}
 
 SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "stop_requests"})
 
@@ -105,20 +103,33 @@ def iterate_records(path: Path) -> Iterator[dict[str, float | int | str | None]]
 def rewind_logs(output_dir: Path, step: int) -> None:
     """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
 
+    They are cut in place, at the first record of a later step: that takes no space, and a kill leaves one or the other.
+
     Raises:
-        CheckpointError: a line is no record; that log is as it was.
+        CheckpointError: a line before that is no record, or the file cannot be written; that log is as it was.
     """
-    for name, rewound in REWOUND.items():
-        path, kept = Path(output_dir) / name, Path(output_dir) / rewound
+    for path in (Path(output_dir) / METRICS_FILE, Path(output_dir) / ROLLOUTS_FILE):
         if not path.is_file():
             continue
-        with path.open("rb") as file, kept.open("wb") as out:
-            for number, line in enumerate(file, start=1):
-                if _is_record_until(step, line, where=f"line {number} of {path}"):
-                    out.write(line)
-            out.flush()
-            os.fsync(out.fileno())
-        kept.replace(path)
+        try:
+            with path.open("r+b") as file:
+                os.truncate(file.fileno(), _end_of(step, file, path))
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"got {error.strerror} while cutting {path} back to step {step}; want a log that can be written; "
+                "fix: make it so, and resume again"
+            ) from error
+
+
+def _end_of(step: int, lines: Iterable[bytes], path: Path) -> int:
+    """The length of a log without its records of later steps."""
+    end = 0
+    for number, line in enumerate(lines, start=1):
+        if not _is_record_until(step, line, where=f"line {number} of {path}"):
+            break
+        end += len(line)
+    return end
 
 
 def _is_record_until(step: int, line: bytes, *, where: str) -> bool:

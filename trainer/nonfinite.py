@@ -49,7 +49,7 @@ class NonFiniteSteps:
             return True
         folder = self.output_dir / f"nonfinite-step-{step}"
         what = f"got loss {metrics['loss']} and gradient norm {metrics['grad_norm']} in step {step}"
-        kept = self._keep(folder, {"step": step, "rank": self.rank, "metrics": dict(metrics)}, evidence())
+        kept = self._keep(folder, {"step": step, "rank": self.rank, "metrics": dict(metrics)}, evidence)
         if self.in_a_row >= self.limit:
             before = f" and in {self.in_a_row} step(s) before it" if self.in_a_row else ""
             raise NonFiniteError(
@@ -74,15 +74,14 @@ class NonFiniteSteps:
         """The inverse of `state`."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
 
-    def _keep(self, folder: Path, facts: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
-        """Write them; where they are now. A full disk must not hide what happened."""
+    def _keep(self, folder: Path, facts: Mapping[str, object], evidence: Callable[[], Mapping[str, Tensor]]) -> str:
+        """Write them; where they are now. A full disk, or memory, must not hide what happened, nor part the ranks."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(
-                {name: value.contiguous() for name, value in tensors.items()}, folder / f"rank-{self.rank}.safetensors"
-            )
+            tensors = {name: value.contiguous() for name, value in evidence().items()}
+            save_file(tensors, folder / f"rank-{self.rank}.safetensors")
             text = json.dumps(to_json(facts), indent=2, allow_nan=False) + "\n"
             (folder / f"rank-{self.rank}.json").write_text(text, encoding="utf-8")
-        except OSError as error:
+        except Exception as error:  # safetensors has a class of its own for a full disk
             return f"lost ({error})"
         return f"in {folder}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import SIBLING, checkpoints, is_ours, remove, remove_empty
-from fused_grpo.trainer.metrics import METRICS_FILE, REWOUND, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
 
 REPORT_FILES = ("report.html", "reward.png")
 RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, RUN_FILE, *REPORT_FILES)
@@ -88,8 +88,6 @@ def _clear_leftovers(output_dir: Path) -> None:
         name, role = found.groups()
         if role == "partial" or (output_dir / name).exists():
             shutil.rmtree(path, ignore_errors=True)
-    for name in REWOUND.values():
-        (output_dir / name).unlink(missing_ok=True)
     for path in checkpoints(output_dir):
         if not path.is_symlink():
             remove_empty(path)

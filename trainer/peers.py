@@ -1,10 +1,14 @@
 """The processes of a run end together, and each of them says why.
 
-Two ways lead there. What a rank does by itself (sampling, rewards, handing weights over, writing files) runs inside
-`together`: the ranks tell each other at its end whether it went well, so nobody enters a collective that another will
-never reach. Whatever else goes wrong on a rank, the others see as a collective that fails under them. So a rank leaves
-its reason in the process group's store before it goes, and the others look for it there: `last_words`. One that was
-killed leaves none, and that is what the others say then.
+Two ways lead there. What a rank does by itself (starting an engine, sampling, rewards, handing weights over, writing
+files) runs inside `together`: the ranks tell each other at its end whether it went well, so nobody enters a collective
+that another will never reach. Whatever else goes wrong on a rank (making the model, a forward or backward pass), the
+others see as a collective that fails under them. So a rank leaves its reason in the process group's store before it
+goes, and the others look for it there: `last_words`. One that was killed leaves none, and that is what the others say
+then.
+
+`last_words` needs a transport that raises when a peer has gone. gloo does. NCCL does not: PyTorch's watchdog ends the
+process in C++, no sooner than `ddp_timeout` unless the launcher does it first, and nothing here gets to speak.
 
 A rank that hangs cannot be told from one that is slow: the others wait for it as long as `ddp_timeout`.
 """
@@ -32,6 +36,8 @@ from fused_grpo.trainer.trackers import tracker_arguments
 PATIENCE = 2.0
 SETTLING = 0.25
 LONGEST_REASON = 2000  # characters
+# What a rank without a reason of its own says when it goes.
+GONE, TIMED_OUT = "gone", "timed out"
 
 _numbers = itertools.count()
 
@@ -57,7 +63,10 @@ def anywhere(accelerator: Accelerator, here: bool) -> bool:
 
 @contextmanager
 def together(accelerator: Accelerator, doing: str) -> Iterator[None]:
-    """Around what each process does without the others: where it fails on one, it fails on all. No collectives inside.
+    """Around what each process does without the others: where it fails on one, it fails on all.
+
+    No collectives inside: a process that fails before one comes to the exchange at the end, while the others wait in
+    it. `VLLMServerEngine.load_weights` has one, which every process reaches and which brings a failure to all of them.
 
     Raises:
         PeerError: it went well here and failed elsewhere.
@@ -67,8 +76,14 @@ def together(accelerator: Accelerator, doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    if anywhere(accelerator, failure is not None):
-        reasons = gather_object([None if failure is None else reason_of(failure)])
+    try:
+        failed = anywhere(accelerator, failure is not None)
+        reasons = gather_object([None if failure is None else reason_of(failure)]) if failed else []
+    except Exception as error:
+        if failure is not None:
+            raise failure from error  # the others are gone as well, but that is not what went wrong here
+        raise
+    if failed:
         if failure is not None:
             raise failure
         rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
@@ -97,8 +112,9 @@ def last_words(accelerator: Accelerator) -> Iterator[None]:
         if not _is_of_a_collective(error):
             words.leave(reason_of(error))
             raise
-        words.leave(None)
-        raise PeerError(words.explanation(timed_out="imed out" in str(error))) from error
+        timed_out = "imed out" in str(error)
+        words.leave(None, timed_out=timed_out)
+        raise PeerError(words.explanation(timed_out=timed_out)) from error
 
 
 def settle(accelerator: Accelerator) -> None:
@@ -121,12 +137,12 @@ class _Words:
         self.prefix = f"fused-grpo/last-words/{next(_numbers)}"
         self.store = distributed.distributed_c10d._get_default_store()
 
-    def leave(self, reason: str | None) -> None:
-        """Say that this process goes; None: because another did."""
+    def leave(self, reason: str | None, *, timed_out: bool = False) -> None:
+        """Say that this process goes; None: because another did, or was waited for in vain."""
         with suppress(RuntimeError):  # the store may be gone with the process that held it
             if reason is not None:
                 self.store.compare_set(f"{self.prefix}/first", "", json.dumps([self.rank, reason]))
-            self.store.set(f"{self.prefix}/{self.rank}", "gone")
+            self.store.set(f"{self.prefix}/{self.rank}", TIMED_OUT if timed_out else GONE)
 
     def explanation(self, *, timed_out: bool) -> str:
         """Why a collective failed here, as far as it can be known."""
@@ -141,13 +157,30 @@ class _Words:
             if self.store.check([f"{self.prefix}/first"]):
                 rank, reason = json.loads(self.store.get(f"{self.prefix}/first"))
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
-            silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
+            left = self._left()
+            silent = [rank for rank in range(self.count) if rank not in left]
             if not silent or time.monotonic() > deadline:
-                return self._silence(silent, timed_out)
+                waited = [rank for rank, word in left.items() if word == TIMED_OUT and rank != self.rank]
+                return self._silence(silent, timed_out or bool(waited)) if silent else self._given_up(waited)
             time.sleep(0.02)
 
+    def _left(self) -> dict[int, str]:
+        """The words of the ranks that have left any."""
+        keys = {rank: f"{self.prefix}/{rank}" for rank in range(self.count)}
+        return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+
+    def _given_up(self, waited: list[int]) -> str:
+        """All have left, and none of them for a reason of its own."""
+        if not waited:
+            return f"the connection between the {self.count} ranks broke, and none of them says why; fix: their logs"
+        return (
+            f"rank {' and '.join(map(str, waited))} of {self.count} waited longer than ddp_timeout for this one and "
+            "left; fix: a time limit for what it waited for (reward_timeout, vllm_server_timeout), or a longer "
+            "ddp_timeout"
+        )
+
     def _silence(self, silent: list[int], timed_out: bool) -> str:
-        who = f"rank {' or '.join(map(str, silent)) or '?'} of {self.count}"
+        who = f"rank {' or '.join(map(str, silent))} of {self.count}"
         if timed_out:
             return (
                 f"{who} did not come to a collective within ddp_timeout; it hangs, or is slower than that; "

@@ -13,10 +13,10 @@ when it does so, and is asked to only where there is none.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import reprlib
 from array import array
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -67,9 +67,18 @@ class PromptSampler:
         """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
         return self._rows.row_numbers
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands, as JSON: {"prompts": used so far by all ranks, ...}. The same on every rank."""
-        return {**self._identity, **self._rows.state_dict()}
+    @property
+    def used(self) -> int:
+        """Prompts drawn so far, by all ranks."""
+        return self._rows.used
+
+    def place(self) -> dict[str, Any]:
+        """Where the sequence stands, as JSON. The same on every rank."""
+        return self._rows.state_dict()
+
+    def state_dict(self, place: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A place (None: that of now) with what says whose it is, for which rows of the dataset are read."""
+        return {**self._identity, **(self.place() if place is None else place)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, with whatever number of processes and size of batch.
@@ -107,14 +116,40 @@ class PromptSampler:
 def fingerprint(dataset: Any) -> str:
     """Tells datasets of one length apart: a sum over rows spread evenly over it, all of them where there are few.
 
-    What is no JSON (an image, an audio file) counts by its type alone.
+    Of a `datasets.Dataset`, what is stored counts: transforms may be random, and images are not decoded.
+
+    Raises:
+        DataError: a row that cannot be read.
     """
-    total = hashlib.sha256()
-    for place in range(_COMPARED_ROWS):
-        if place < len(dataset):
-            row = dict(dataset[place * len(dataset) // min(_COMPARED_ROWS, len(dataset))])
-            total.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    total, count = hashlib.sha256(), min(_COMPARED_ROWS, len(dataset))
+    for row in _stored_rows(dataset, [place * len(dataset) // count for place in range(count)]):
+        total.update(_spelled(row).encode(errors="backslashreplace"))
     return total.hexdigest()[:16]
+
+
+def _stored_rows(dataset: Any, numbers: list[int]) -> Iterator[Any]:
+    from datasets import Dataset
+    from datasets.features.features import require_decoding
+
+    if isinstance(dataset, Dataset):
+        # Images and the like may be stored as paths, which differ from machine to machine.
+        plain = [name for name, feature in dataset.features.items() if not require_decoding(feature)]
+        dataset = dataset.with_format("arrow", columns=plain)
+    for number in numbers:
+        try:
+            row = dataset[number]
+            yield row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+        except Exception as error:  # of the disk
+            raise unreadable(number, "train_dataset", error) from error
+
+
+def _spelled(value: Any) -> str:
+    """The same in every process for equal values. What may not be (a set, an object) counts by its type alone."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(entry)}' for key, entry in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelled, value))}]"
+    return repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
 
 
 class _IndexedRows:
@@ -122,21 +157,21 @@ class _IndexedRows:
 
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._used, self.row_numbers = 0, list[int]()
+        self.used, self.row_numbers = 0, list[int]()
         self._order: tuple[int, array[int]] | None = None
 
     def take(self, size: int, share: slice) -> list[Row]:
-        places = range(self._used, self._used + size)[share]
-        self._used += size
+        places = range(self.used, self.used + size)[share]
+        self.used += size
         self.row_numbers = [self._index(place) for place in places]
         return [self._row(number) for number in self.row_numbers]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self._used}
+        return {"prompts": self.used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check(state["prompts"], int)
-        self._used = state["prompts"]
+        self.used = state["prompts"]
 
     def _row(self, index: int) -> Row:
         try:
@@ -170,7 +205,7 @@ class _StreamedRows:
         self._dataset = dataset.shuffle(seed=seed) if shuffle else dataset
         self._shuffles, self._seeks = shuffle, is_own and not shuffle
         self._check = RowCheck("train_dataset")
-        self._used = self._pass = self._used_of_pass = 0
+        self.used = self._pass = self._used_of_pass = 0
         self.row_numbers: list[int] = []
         self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
         self._place: dict[str, Any] | None = None
@@ -182,12 +217,12 @@ class _StreamedRows:
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
-        return {"prompts": self._used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
+        return {"prompts": self.used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         places = (state["prompts"], state["pass"], state["prompts_of_pass"])
         check(list(places), [int])
-        self._used, self._pass, self._used_of_pass = places
+        self.used, self._pass, self._used_of_pass = places
         self._rows, self._place = None, state["stream"]
         if self._seeks:
             return
@@ -208,7 +243,7 @@ class _StreamedRows:
             self._pass, self._used_of_pass, self._place = self._pass + 1, 0, None
             self._open()
         row = self._check(self._used_of_pass, entry)
-        self._used += 1
+        self.used += 1
         self._used_of_pass += 1
         return row
 

@@ -1,9 +1,9 @@
 """Saving a run in the middle of it, and going on as if nothing had happened.
 
 All of a checkpoint is read and looked at before any of it is put in: its sums say that it is what was saved, not that
-this run has saved it. The order in `restore` is that of dependence: weights, then what moves them, then data and
-rollouts in progress, then the logs, cut back to the checkpoint, and the random generators last, after everything that
-may draw from them.
+this run has saved it. The order in `restore` is that of dependence: the place in the data, which can be refused; then
+weights, what moves them, rollouts in progress and the logs, cut back to the checkpoint; and the random generators last,
+after everything that may draw from them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import training_state as files
-from fused_grpo.trainer.adapters import adapter_identity, is_adapted, load_adapter
+from fused_grpo.trainer.adapters import adapter_identity, is_adapted, load_adapter, read_adapter
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import newest_checkpoint, verify_checkpoint, whole_checkpoint_in
-from fused_grpo.trainer.manifest import damaged, read_manifest
+from fused_grpo.trainer.manifest import damaged, manifest_sum, read_manifest
 from fused_grpo.trainer.metrics import rewind_logs
+from fused_grpo.trainer.peers import anywhere, together
 from fused_grpo.trainer.saved_rollouts import check_ahead, check_buffer
 from fused_grpo.trainer.sharding import whole_state
 from fused_grpo.trainer.stored_json import AnyNumber, Maybe, check, shape_of
@@ -65,7 +67,32 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path, *, custom_code:
     try:
         verify_checkpoint(path, custom_code=custom_code)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {whole_checkpoint_in(path.parent, but=path)}") from error
+        other = whole_checkpoint_in(path.parent, but=path, custom_code=custom_code)
+        raise CheckpointError(f"{error}; {other}") from error
+    return path
+
+
+def agreed_checkpoint(trainer: GRPOTrainer, resume: bool | str | Path) -> Path:
+    """What `find_checkpoint` finds on the first process, for all of them: the others see that they have the same one.
+
+    Raises:
+        CheckpointError: there is none, or this process sees another one there.
+        PeerError: so it is elsewhere.
+    """
+    accelerator = trainer.accelerator
+    found: tuple[Path, str] | None = None
+    with together(accelerator, "finding the checkpoint to resume from"):
+        if accelerator.is_main_process:
+            first = find_checkpoint(trainer.output_dir, resume, custom_code=trainer.args.trust_remote_code)
+            found = first, manifest_sum(first)
+    chosen, wanted = gather_object([found])[0]
+    path = Path(chosen)
+    with together(accelerator, f"looking at {path}"):
+        if (got := manifest_sum(path)) != wanted:
+            raise CheckpointError(
+                f"got a {path} on rank {accelerator.process_index} whose manifest is another one (sha256 {got[:16]}), "
+                f"want that of rank 0 ({wanted[:16]}); fix: an output_dir that all nodes share, or the same copy on all"
+            )
     return path
 
 
@@ -73,7 +100,8 @@ def training_state(trainer: GRPOTrainer) -> files.TrainingFiles:
     """What puts the state of the run into a directory. Every process has to ask, the first one has to write."""
     learner, rank = trainer.learner, trainer.accelerator.process_index
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
-    place, ahead = trainer.collector.state()
+    # Who has to stop has no time to wait for an engine.
+    place, ahead = trainer.collector.state(wait=not anywhere(trainer.accelerator, trainer.stop.asked))
     mine = files.random_state() | {_AHEAD + name: value for name, value in ahead.items()}
     buffer: dict[str, Any] | None = None
     if trainer.buffer is not None and not trainer.buffer.is_used_up:
@@ -105,9 +133,13 @@ def restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
         CheckpointError: a checkpoint without a training state, one of a run with other options, data or processes, or
             one that no run has written.
     """
-    saved, learner = _read(trainer, checkpoint), trainer.learner
+    learner = trainer.learner
+    with together(trainer.accelerator, f"reading {checkpoint}"):
+        saved = _read(trainer, checkpoint)
+        # It may still be refused, by a stream that ends too soon: before anything else moves.
+        trainer.collector.load_state(saved.numbers["collector"], saved.ahead)
     if is_adapted(trainer.model):
-        load_adapter(trainer.model, checkpoint)
+        load_adapter(trainer.model, saved.weights)
     else:
         with torch.no_grad():
             set_model_state_dict(learner.policy, saved.weights, options=StateDictOptions(full_state_dict=True))
@@ -120,7 +152,6 @@ def restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
         set_model_state_dict(_reference(learner), saved.reference, options=StateDictOptions(full_state_dict=True))
     learner.step = trainer.state.global_step = numbers["step"]
     trainer.eval_before = numbers["eval_before"]
-    trainer.collector.load_state(numbers["collector"], saved.ahead)
     trainer.state.epoch = trainer.epoch()  # type: ignore[assignment]
     trainer.buffer = saved.buffer
     if trainer.accelerator.is_main_process:
@@ -134,7 +165,7 @@ class _Saved:
     """What a checkpoint holds, for this process."""
 
     numbers: dict[str, Any]
-    weights: dict[str, Any]  # none of a run with an adapter
+    weights: dict[str, Any]  # of a run with an adapter: the adapter's
     optimizer: dict[str, Tensor]
     reference: dict[str, Any]  # none of a run whose reference stays as it is
     ahead: dict[str, Tensor]
@@ -169,7 +200,9 @@ def _read(trainer: GRPOTrainer, checkpoint: Path) -> _Saved:
     files.check_tensors(checkpoint, name, found=mine, like=files.random_state_like(mine))
     return _Saved(
         numbers=numbers,
-        weights={} if is_adapted(trainer.model) else _read_weights(trainer, checkpoint),
+        weights=(
+            read_adapter(trainer.model, checkpoint) if is_adapted(trainer.model) else _read_weights(trainer, checkpoint)
+        ),
         optimizer=optimizer,
         reference=reference,
         ahead=ahead,
@@ -247,20 +280,30 @@ def _read_weights(trainer: GRPOTrainer, checkpoint: Path) -> dict[str, Any]:
 
     Read are the tensors that the manifest lists, and no configuration: that of the model which is here counts.
     """
-    model, saved = trainer.model, dict[str, Tensor]()
+    model, saved, here = trainer.model, dict[str, Tensor](), trainer.model.state_dict()
     for name in sorted(read_manifest(checkpoint)):
         if fnmatch(name, "model*.safetensors"):
             saved |= files.read_tensors(checkpoint, name)
-    dtypes = {value.dtype for value in model.state_dict().values()}
     try:
-        if strange := sorted(str(value.dtype) for value in saved.values() if value.dtype not in dtypes):
-            raise ValueError(f"it has {strange[0]}, where this run has {sorted(map(str, dtypes))}")
-        # transformers knows the names that a checkpoint has for the weights of its models.
+        _check_dtypes(model, here, saved)
+        # transformers knows the names that a checkpoint has for the weights of its models. It gives all of them one
+        # dtype: one that holds them all exactly, so that each can have its own again.
         load: Any = type(model).from_pretrained
-        dtype = next(model.parameters()).dtype
+        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()))
         loaded, report = load(None, config=model.config, state_dict=saved, dtype=dtype, output_loading_info=True)
         if wrong := sorted(str(name) for problem in report.values() for name in problem):
             raise ValueError(f"{wrong[0][:200]} is missing, unknown or of another shape")
     except (ValueError, RuntimeError, KeyError) as error:
         raise damaged(checkpoint, "model.safetensors", f"does not fit the model of this run ({error})") from error
-    return {f"model.{name}": value for name, value in loaded.state_dict().items()}
+    return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
+
+
+def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Raise ValueError where a saved weight has another dtype than this run would save it with."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # A checkpoint may have other names for them, and other shapes; on "meta" they take no memory.
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in here.items()}
+    for name, value in revert_weight_conversion(model, empty).items():
+        if name in saved and saved[name].dtype != value.dtype:
+            raise ValueError(f"it has {saved[name].dtype} as {name[:200]!r}, where this run has {value.dtype}")

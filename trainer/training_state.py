@@ -226,10 +226,11 @@ def check_tensors(directory: Path, name: str, *, found: Mapping[str, Tensor], li
         CheckpointError: a name is missing or unknown, or a tensor of another shape or dtype.
     """
     for tensor in sorted(found.keys() | like.keys()):
-        got, want = _form(found.get(tensor)), _form(like.get(tensor))
+        got, want = form(found.get(tensor)), form(like.get(tensor))
         if got != want:
             raise damaged(directory, name, f"has {got} as {tensor[:200]!r}, where this run has {want}")
 
 
-def _form(tensor: Tensor | None) -> str:
+def form(tensor: Tensor | None) -> str:
+    """Dtype and shape, as error messages have them."""
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

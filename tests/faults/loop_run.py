@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from scale_out_run import EngineByPrompt, tokenizer
 
+from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, run_output
 from fused_grpo.trainer.types import EffectiveBatch
 
@@ -41,7 +42,8 @@ def main() -> None:
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     if FAULT == "row":
         rows[3] = {"prompt": "1+1=" * 5}
-    engine = EngineByPrompt(model)
+    engine = None if FAULT == "start" else EngineByPrompt(model)
+    loop.choose_engine = lambda *_: no_engine() if is_here() else EngineByPrompt(model)
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=engine)
     break_it(trainer)
     try:
@@ -66,6 +68,7 @@ def break_it(trainer: GRPOTrainer) -> None:
         "backward": (learner, "_backward", out_of_memory),
         "sync": (trainer.engine, "load_weights", refuse),
         "disk": (loop, "save_checkpoint", disk_full),
+        "metrics": (run_output.RunLog, "log_metrics", disk_full),
         "nan": (learner, "learn", without_numbers),
         "nans": (learner, "learn", without_numbers),
     }
@@ -93,6 +96,11 @@ def is_here() -> bool:
 def note() -> None:
     """When it happened, for the test's clock."""
     (OUT / "happened").write_text(str(time.monotonic()))
+
+
+def no_engine() -> None:
+    note()
+    raise UnavailableError("no memory for vLLM")
 
 
 def no_fours() -> None:

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import runpy
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer import manifest
 from fused_grpo.trainer.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
 from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
-from fused_grpo.trainer.prompt_sampler import PromptSampler
-from fused_grpo.trainer.resume import find_checkpoint
+from fused_grpo.trainer.resume import find_checkpoint, restore
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 
 
 @pytest.fixture(scope="module")
 def parts():
-    parts = runpy.run_path(str(RUN))
-    return {"model": parts["model"](), "tokenizer": parts["tokenizer"]()}
+    return runpy.run_path(str(RUN))
+
+
+@pytest.fixture(scope="module")
+def save(parts):
+    model = {"model": parts["model"](), "tokenizer": parts["tokenizer"]()}
+    return lambda path, step: save_checkpoint(path / f"checkpoint-{step}", trainer_state={"step": step}, **model)
 
 
 @pytest.fixture
-def run(parts, tmp_path):
+def run(save, tmp_path):
     for step in (2, 4, 6):
-        save_checkpoint(tmp_path / f"checkpoint-{step}", trainer_state={"step": step}, **parts)
+        save(tmp_path, step)
     return tmp_path
 
 
@@ -78,19 +88,152 @@ def test_broken_checkpoints_of_later_steps_do_not_push_out_whole_ones(run):
     assert find_checkpoint(run, True) == run / "checkpoint-4"
 
 
+@pytest.fixture
+def saved(parts, tmp_path):
+    """The checkpoint of a run before its first step, and what makes runs like it with other rows."""
+    rows = [{"prompt": f"{number % 10}+1=", "answer": number + 1} for number in range(300)]
+    make = partial(parts["make_trainer"], str(tmp_path / "run"), "transformers", "resume")
+    return make(rows=rows).save_checkpoint(), rows, make
+
+
 @pytest.mark.parametrize("change", ["another order", "another answer"])
-def test_another_dataset_of_the_same_length_is_noticed(fault, change):
-    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(300)]
-    state = PromptSampler(rows, prompts_per_batch=2, seed=0, shuffle=True).state_dict()
+def test_another_dataset_of_the_same_length_is_noticed_before_anything_is_loaded(fault, saved, change):
+    checkpoint, rows, make = saved
     others = rows[1:] + rows[:1] if change == "another order" else [{**row, "answer": 0} for row in rows]
     policy = "CheckpointError before anything is loaded; up to 256 rows of it are compared"
-    resumed = PromptSampler(others, prompts_per_batch=2, seed=0, shuffle=True)
+    resumed = make(rows=others)
+    torch.nn.init.zeros_(resumed.model.lm_head.weight)
     with (
         fault("a run is resumed with another dataset of the same length", policy=policy, within=5),
         pytest.raises(CheckpointError, match=r"train_dataset with contents=\w{16}, want contents='\w{16}'"),
     ):
-        resumed.load_state_dict(state)
-    PromptSampler(rows, prompts_per_batch=2, seed=0, shuffle=True).load_state_dict(state)
+        restore(resumed, checkpoint)
+    assert not resumed.model.lm_head.weight.any()
+    restore(make(rows=rows), checkpoint)
+
+
+NODES = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from accelerate import Accelerator
+from fused_grpo.trainer.peers import settle
+from fused_grpo.trainer.resume import agreed_checkpoint
+os.chdir(f"{sys.argv[1]}/{os.environ['RANK']}")
+args, accelerator = SimpleNamespace(trust_remote_code=False), Accelerator(cpu=True)
+trainer = SimpleNamespace(accelerator=accelerator, output_dir=Path("run"), args=args)
+try:
+    print("found", agreed_checkpoint(trainer, True))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+settle(accelerator)
+"""
+
+
+@pytest.fixture
+def nodes(farm, save, tmp_path):
+    """Two processes, each with a disk of its own, and what each of them finds there."""
+    (tmp_path / "nodes.py").write_text(NODES)
+    for step in (2, 4):
+        save(tmp_path / "0" / "run", step)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+
+    def find():
+        ranks = farm.start_ranks(tmp_path / "nodes.py", tmp_path)
+        assert [rank.wait(60) for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
+        return [rank.output for rank in ranks]
+
+    return tmp_path / "1" / "run", find
+
+
+def test_all_processes_resume_from_the_checkpoint_that_the_first_has_found(nodes):
+    theirs, find = nodes
+    (theirs / "checkpoint-4" / "config.json").unlink()
+    assert ["found run/checkpoint-4" in said for said in find()] == [True, True]
+
+
+def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, fault):
+    theirs, find = nodes
+    path = theirs / "checkpoint-4" / "manifest.json"
+    path.write_text(path.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    policy = "all of them end before anything is loaded; the first process chooses, the others compare manifests"
+    with fault("nodes have different checkpoints on their own disks", policy=policy, within=20):
+        first, second = find()
+    assert "PeerError: rank 1 of 2 failed while looking at run/checkpoint-4" in first
+    assert "CheckpointError: got a run/checkpoint-4 on rank 1 whose manifest is another one" in second
+
+
+def test_code_beside_weights_does_not_make_a_checkpoint_broken_for_who_asked_for_it(run):
+    truncate(run / "checkpoint-6")
+    for path in (run / "checkpoint-4", run / "checkpoint-2"):
+        (path / "modeling.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"newest whole checkpoint is .*checkpoint-4$"):
+        find_checkpoint(run, run / "checkpoint-6", custom_code=True)
+    with pytest.raises(CheckpointError, match="there is no other whole checkpoint"):
+        find_checkpoint(run, run / "checkpoint-6")
+
+
+@pytest.mark.parametrize("name", ["a_config.json", "notes"])
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(run, monkeypatch, name):
+    os.mkfifo(run / "checkpoint-6" / name)
+    read = manifest.read_json
+    monkeypatch.setattr(
+        manifest, "read_json", lambda path, *shape: pytest.fail("waits") if path.is_fifo() else read(path, *shape)
+    )
+    with pytest.raises(CheckpointError, match=f"{name} is neither a file nor a folder"):
+        manifest.refuse_payloads(run / "checkpoint-6")
+
+
+def test_a_checkpoint_of_another_version_is_called_that_and_can_be_replaced(run, save):
+    path = run / "checkpoint-6" / "manifest.json"
+    path.write_text(path.read_text().replace(manifest.FORMAT, "fused-grpo checkpoint 1"))
+    with pytest.raises(
+        CheckpointError, match=r"written by another version of fused-grpo \('fused-grpo checkpoint 1'\)"
+    ):
+        find_checkpoint(run, run / "checkpoint-6")
+    assert find_checkpoint(run, save(run, 6)) == run / "checkpoint-6"
+
+
+def test_a_refused_save_does_not_read_the_checkpoint_that_it_names(run, monkeypatch):
+    class Full:
+        def save_pretrained(self, directory, state_dict=None):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(manifest, "_sha256", lambda path: pytest.fail(f"read {path}"))
+    with pytest.raises(CheckpointError, match=r"the newest whole checkpoint is .*checkpoint-6; fix: free"):
+        save_checkpoint(run / "checkpoint-8", model=Full(), tokenizer=None, trainer_state={})
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(run, monkeypatch, caplog):
+    unlink = Path.unlink
+
+    def refused(path, **options):
+        if path.parent.name == "checkpoint-2":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    remove_old_checkpoints(run, keep=1)
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-6"]
+    assert f"could not remove {run / 'checkpoint-2'}" in caplog.text
+
+
+def test_logs_are_cut_back_in_place_at_the_first_record_of_a_later_step(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    inode = path.stat().st_ino
+    rewind_logs(tmp_path, step=2)
+    assert (path.read_text(), path.stat().st_ino) == ('{"step": 1}\n{"step": 2}\n', inode)
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / ROLLOUTS_FILE).write_text('{"step": 1}\n')
+    monkeypatch.setattr(os, "truncate", refuse)
+    with pytest.raises(CheckpointError, match=r"got Input/output error while cutting .*rollouts\.jsonl back to step 1"):
+        rewind_logs(tmp_path, step=1)
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '"step"', '{"step": "two"}', "[" * 100_000])

@@ -1,4 +1,4 @@
-"""kill -9 at thirty points, most of them inside a save: a whole checkpoint is found, and the run ends bit for bit."""
+"""kill -9 at thirty points, in a save and elsewhere: a whole checkpoint is found, and the run ends bit for bit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 CHAINS = 6  # runs, each of which is killed five times
+OUTSIDE = ("generation", "accumulation", "logging")
 POLICY = "the newest whole checkpoint is found, and the resumed run is the same bit for bit"
 
 
 def kills(chain):
     """Where one run dies, life after life. A save of this run changes files about forty times."""
     draw = random.Random(chain)
+    yield OUTSIDE[chain % 3], draw.randint(0, 4)
     yield "wait", draw.uniform(0, 0.04)
-    for where, most in (("operation in a save", 40), ("operation in a save", 40), ("operation in a save", 40)):
-        yield where, draw.randint(1, most)
-    yield "operation", draw.randint(1, 40)
+    yield "operation in a save", draw.randint(1, 40)
+    yield OUTSIDE[(chain + 1) % 3], draw.randint(0, 6)
+    yield "operation in a save", draw.randint(1, 40)
 
 
 def contents(path):
@@ -67,7 +69,9 @@ def kill(farm, output_dir, how, where, number):
     """One life of the run; what it said."""
     process = farm.start(RUN, output_dir, "transformers", how, where, number if where != "wait" else 0)
     if where == "wait":
+        deadline = time.monotonic() + 120
         while "a save begins" not in process.output and process.poll() is None:
+            assert time.monotonic() < deadline, process.output
             time.sleep(0.002)
         time.sleep(number)
         process.kill()
@@ -80,11 +84,14 @@ def kill(farm, output_dir, how, where, number):
 def test_a_run_that_is_killed_again_and_again_is_the_same_run(
     farm, fault, record_property, undisturbed, tmp_path, chain
 ):
-    output_dir, history, inside = tmp_path / "run", "", 0
+    output_dir, history, inside, outside = tmp_path / "run", "", 0, 0
     for where, number in kills(chain):
         said = kill(farm, output_dir, how_to_go_on(output_dir, history), where, number)
-        history, inside = history + said, inside + (said.count("begins") > said.count("is done"))
-    assert inside >= 3
+        is_inside = said.count("begins") > said.count("is done")
+        history, inside = history + said, inside + is_inside
+        outside += f"killed in {where}" in said and not is_inside
+    assert inside >= 2  # of each of six chains
+    assert outside == 2
     with fault("kill -9 while saving", policy=POLICY, within=60) if chain == 0 else nullcontext():
         farm.run(RUN, output_dir, "transformers", how_to_go_on(output_dir, history), "nowhere", 0)
     assert everything(output_dir) == undisturbed

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import time
 
 import pytest
 import torch
 
+from fused_grpo.trainer.rollout import weight_files
 from fused_grpo.trainer.rollout.weight_files import published, remove_abandoned
 
 SCRIPT = """
 import sys, time, torch
-from fused_grpo.trainer.rollout.weight_files import published
-with published([("weight", torch.zeros(8))], directory=sys.argv[1]) as folder:
+from fused_grpo.trainer.rollout import weight_files
+weight_files._SHARED_MEMORY = sys.argv[1]
+with weight_files.published([("weight", torch.zeros(8))]) as folder:
     print("published", folder, flush=True)
     time.sleep(60)
 """
 
 
 @pytest.fixture
-def syncing(farm, tmp_path):
-    """Starts a process that is in the middle of a sync."""
+def syncing(farm, tmp_path, monkeypatch):
+    """Starts a process that is in the middle of a sync, in a shared memory of this test's own."""
     script = tmp_path / "sync.py"
     script.write_text(SCRIPT)
     shared = tmp_path / "shared"
     shared.mkdir()
+    monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(shared))
 
     def start():
-        process = farm.start(script, shared)
+        process, deadline = farm.start(script, shared), time.monotonic() + 60
         while "published" not in process.output:
             assert process.poll() is None, process.output
+            assert time.monotonic() < deadline, process.output
             time.sleep(0.01)
         return process
 
@@ -44,11 +50,30 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(f
     assert dead.wait() == -9
     with (
         fault("kill -9 while weights are handed over", policy="the next run frees that memory", within=5),
-        published(weights, directory=str(shared)) as mine,
+        published(weights) as mine,
     ):
         assert {str(path) for path in shared.iterdir()} == {theirs[1], str(mine)}
     living.kill()
     assert living.wait() == -9
+
+
+def test_in_a_directory_that_other_machines_may_share_nothing_is_removed(tmp_path):
+    theirs = tmp_path / "fused-grpo-weights-x"
+    theirs.mkdir()
+    with published([("weight", torch.ones(8))], directory=str(tmp_path)):
+        assert theirs.exists()
+
+
+def test_a_file_system_without_locks_ends_no_sync(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    theirs = tmp_path / "fused-grpo-weights-x"
+    theirs.mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(tmp_path))
+    with published([("weight", torch.ones(8))]) as mine:
+        assert set(tmp_path.iterdir()) == {theirs, mine}
 
 
 def test_a_link_of_that_name_is_not_followed(tmp_path):

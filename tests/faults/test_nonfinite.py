@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from fused_grpo.errors import NonFiniteError
 from fused_grpo.trainer.buffer import batch_from_tensors
+from fused_grpo.trainer.nonfinite import NonFiniteSteps
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -46,6 +49,21 @@ def test_a_step_without_numbers_ends_the_run_and_moves_nothing(farm, fault, tmp_
         assert batch.rewards.tolist() == [float(sum(ids) % 7) for ids in batch.completion_ids]
         facts = json.loads(kept.with_suffix(".json").read_text())
         assert (facts["step"], facts["rank"], facts["metrics"]["loss"]) == (2, rank, None)
+
+
+@pytest.mark.parametrize("fails", ["evidence", "writing"])
+def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, monkeypatch, caplog, fails):
+    def full(*_: object) -> dict:
+        raise SafetensorError("I/O error: No space left on device") if fails == "writing" else MemoryError("20 GiB")
+
+    monkeypatch.setattr("fused_grpo.trainer.nonfinite.save_file", full)
+    steps, metrics = NonFiniteSteps(tmp_path, rank=0, limit=1), {"loss": float("nan"), "grad_norm": 1.0}
+    evidence = full if fails == "evidence" else lambda: {"rewards": torch.ones(2)}
+    assert steps.admits(metrics, 1, evidence) is False
+    lost = "its batch is lost (20 GiB)" if fails == "evidence" else "its batch is lost (I/O error: No space left"
+    assert lost in caplog.text
+    with pytest.raises(NonFiniteError, match=r"in step 2 and in 1 step\(s\) before it.* its batch is lost"):
+        steps.admits(metrics, 2, evidence)
 
 
 def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from fused_grpo.trainer.stopping import StopOnSigterm
@@ -18,14 +20,15 @@ SCRIPT = Path(__file__).with_name("loop_run.py")
 def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, fault, tmp_path):
     policy = "finish the step, save, exit with 143; all ranks at the same step"
     with fault("SIGTERM", policy=policy, within=20) as clock:
-        ranks = farm.start_ranks(SCRIPT, tmp_path, "term", 1, json.dumps({"steps_per_generation": 2}))
+        # What a resumed run needs is saved, whatever save_only_model says.
+        options = {"steps_per_generation": 2, "save_only_model": True}
+        ranks = farm.start_ranks(SCRIPT, tmp_path, "term", 1, json.dumps(options))
         assert [process.wait() for process in ranks] == [143, 143], ranks[0].output
         clock.started = float((tmp_path / "happened").read_text())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
     (tmp_path / "whole").mkdir()
-    farm.run(SCRIPT, tmp_path / "whole", "none", 0, json.dumps({"steps_per_generation": 2}), processes=2)
-    again = {"steps_per_generation": 2, "resume_from_checkpoint": True}
-    farm.run(SCRIPT, tmp_path, "none", 0, json.dumps(again), processes=2)
+    farm.run(SCRIPT, tmp_path / "whole", "none", 0, json.dumps(options), processes=2)
+    farm.run(SCRIPT, tmp_path, "none", 0, json.dumps(options | {"resume_from_checkpoint": True}), processes=2)
     ends = [torch.load(folder / "after-1.pt", weights_only=True) for folder in (tmp_path / "whole", tmp_path)]
     for name, tensor in ends[0]["parameters"].items():
         assert torch.equal(tensor, ends[1]["parameters"][name]), name
@@ -40,22 +43,65 @@ def test_ctrl_c_ends_at_once(farm, fault, tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_not(farm, tmp_path):
+def test_a_second_sigterm_ends_a_process_that_waits_in_c_and_one_right_behind_the_first_does_not(farm, tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(
-        "import os, signal, time\n"
+        "import ctypes, os, signal, threading, time\n"
         "from fused_grpo.trainer import stopping\n"
         "with stopping.StopOnSigterm() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.5)\n"
         "    print(stop.asked, flush=True)\n"
         "    stopping.ECHO_SECONDS = -1.0\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('goes on')\n"
+        "    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
+        "    mutex = ctypes.create_string_buffer(64)\n"
+        "    for _ in range(2):\n"
+        "        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # waits for itself, in C\n"
     )
     process = farm.start(script)
-    assert process.wait() == -signal.SIGTERM
+    assert process.wait(30) == 143
     assert process.output == "True\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
+def test_a_sigterm_of_a_forked_process_is_not_ours():
+    with StopOnSigterm() as stop:
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert select.select([stop._watch._read], [], [], 0.2)[0] == []
+        assert not stop.asked
+
+
+def test_a_stop_that_was_asked_for_is_asked_once():
+    with StopOnSigterm() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked
+    with stop:
+        assert not stop.asked
+
+
+def test_a_handler_that_python_has_not_installed_gives_way_to_the_default():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopOnSigterm() as stop:
+        stop._before = None  # what Python says of it
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
+
+
+def test_who_was_told_of_signals_before_is_told_again():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        with StopOnSigterm():
+            pass
+        assert signal.set_wakeup_fd(before) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
 
 
 def test_the_handler_that_was_there_is_put_back():

@@ -48,6 +48,15 @@ def test_shards_give_what_the_whole_head_gives(folders, size, name):
         assert error <= TOLERANCE[case.dtype], f"{key} differs by {error:.1e}"
 
 
+def test_a_shard_may_want_no_gradient_where_another_does(folders):
+    ranks = [torch.load(folders[2] / f"half frozen-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    whole = vocab_parallel_run.solve(vocab_parallel_run.Case(vocab_parallel_run.EVEN, {}, without=("hidden",)))
+    assert "weight" not in ranks[1]
+    torch.testing.assert_close(ranks[0]["weight"], whole["weight"][:60], rtol=1e-12, atol=1e-12)
+    for rank in ranks:
+        torch.testing.assert_close(rank["logprobs"], whole["logprobs"], rtol=1e-12, atol=1e-12)
+
+
 def distance(ours: Tensor, whole: Tensor) -> float:
     if torch.equal(ours, whole):  # extremes of no tokens are infinite
         return 0.0

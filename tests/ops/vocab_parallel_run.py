@@ -122,6 +122,8 @@ def main(folder: Path) -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     if dist.get_world_size() == 2:
         (folder / f"quarrel-{rank}.txt").write_text(quarrel(group))
+        half_frozen = Case(EVEN, {}, without=("hidden", "weight", "bias") if rank else ("hidden",))
+        torch.save(solve(half_frozen, group, 4000), folder / f"half frozen-{rank}.pt")
     for name, case in CASES[dist.get_world_size()].items():
         # Chunks of a few rows; of more where each launch takes long.
         chunk_bytes = 4000 if case.impl == "torch" else 20000

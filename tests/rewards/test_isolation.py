@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.rewards import isolated
+from fused_grpo.trainer.rewards.calling import in_thread
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
 SOURCE = """
@@ -109,12 +111,28 @@ def test_the_worker_ends_with_its_function(source):
     assert not os.path.exists(f"/proc/{pids[0]}")
 
 
+def test_a_worker_that_does_not_read_is_replaced(source):
+    function = isolated(f"{source}behaves", timeout=1.0)
+    function(completions=["a"], answer=[0])
+    function._worker.process.send_signal(signal.SIGSTOP)
+    more_than_the_pipe_holds = "x" * (1 << 20)
+    late = in_thread(lambda: function(completions=[more_than_the_pipe_holds, "ab"], answer=[0, 0]))
+    assert late.result(30) == [float(1 << 20), 2.0]
+
+
+def test_no_reply_is_too_long_for_its_prompt(source):
+    function, logged = isolated(f"{source}behaves", timeout=30, on_failure=-1.0), []
+    columns = {"prompts": ["\U0001f600" * 30_000] * 2, "completions": ["raise", "ab"], "answer": [0, 0]}
+    assert function(**columns, log_extra=lambda name, values: logged.extend(values)) == [-1.0, 2.0]
+    assert function(**columns, log_metric=lambda name, value: logged.append(value)) == [-1.0, 2.0]
+    assert logged == [None, logged[1], 4.0]  # the fourth call of one worker: no error was taken for a broken one
+
+
 def test_a_call_that_nobody_waits_for_any_more_ends_by_itself(source):
     function = isolated(f"{source}behaves", timeout=0.2)
     function(completions=["a"], answer=[0])
     process = function._worker.process
-    process.stdin.write(b'{"completions": ["hang"], "answer": [0]}\n')
-    process.stdin.flush()
+    process.stdin.write(b'0 {"completions": ["hang"], "answer": [0]}\n')
     start = time.perf_counter()
     assert process.wait(20) < 0
     assert time.perf_counter() - start < 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fused_grpo.trainer.rewards import isolated, library
-from fused_grpo.trainer.rewards.isolation import without_secrets
+from fused_grpo.trainer.rewards.isolation import checked_reply, without_secrets
 
 SOURCE = """
 import json, os, resource, sys
@@ -26,6 +28,7 @@ BAD = {
     "answers for the function": "os.write(4, b'[]\\n'); __import__('time').sleep(9)",
     "answers without end": "[os.write(4, b' ' * (1 << 20)) for _ in range(20)]",
     "answers brackets": "os.write(4, b'[' * 100_000 + b'\\n')",
+    "answers with nothing": "os.write(4, b'{\"ready\": true}\\n'); __import__('time').sleep(9)",
     "exits": "sys.exit()",
     "recurses": "f = lambda: f(); f()",
 }
@@ -64,6 +67,53 @@ def test_a_hostile_completion_costs_its_reward(judge, bad, tmp_path):
     assert all(path.stat().st_blocks < 100 for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "then", ["while True: pass", "time.sleep(0.2); os.write(4, answer)", "time.sleep(0.2); os._exit(0)"]
+)
+def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
+    answer = b'{"value": 5.0, "extra": {}, "metrics": {}}\n'
+    body = f"""
+    if completions == ["bad"]:
+        import time
+        answer = {answer!r}
+        os.write(4, answer)
+        {then}"""
+    assert judge(body)(completions=["bad", "good", "good"]) == [5.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"ready": true}', "[]", "1", '"value"', "{", '{"value": 1.0}', '{"error": 5}', '{"error": "\\ud800"}'),
+        *(
+            f'{{"value": {value}, "extra": {extra}, "metrics": {metrics}}}'
+            for value, extra, metrics in [
+                *((value, "{}", "{}") for value in ('"x"', "1e999", "-Infinity", "NaN", "true", "[1.0]", "1e39")),
+                *(
+                    ("1.0", extra, "{}")
+                    for extra in ("5", '{"a": 1}', '{"a": []}', '{"a": [1, 2]}', '{"\\ud800": [1]}')
+                ),
+                *(("1.0", extra, "{}") for extra in (json.dumps({str(n): [1] for n in range(65)}),)),
+                *(("1.0", extra, "{}") for extra in (f'{{"a": {"[" * 30}{"]" * 30}}}',)),
+                *(("1.0", "{}", metrics) for metrics in ("[]", '{"a": 1.0}', '{"a": ["x"]}', '{"a": [null]}')),
+            ]
+        ),
+    ],
+)
+def test_a_reply_that_the_trainer_could_not_use_is_none(line):
+    with pytest.raises(ValueError, match=r"answer|reward|columns|utf-8|Expecting"):
+        checked_reply(line.encode())
+
+
+def test_infinite_metrics_do_not_end_the_run(judge):
+    logged = []
+    body = """
+    os.write(4, b'{"value": null, "extra": {}, "metrics": {"m": [Infinity, -Infinity, 1e308, 2.0]}}\\n')
+    __import__("time").sleep(9)"""
+    judge(body)(completions=["bad"], log_metric=lambda name, value: logged.append(value))
+    assert [value for value in logged if not math.isnan(value)] == [2.0]
+
+
 def test_the_worker_has_no_secret_no_open_file_and_no_core_dump(judge, monkeypatch, tmp_path):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "planted-secret")
@@ -84,11 +134,33 @@ def test_the_worker_has_no_secret_no_open_file_and_no_core_dump(judge, monkeypat
     ("name", "stays"),
     [
         *((name, 0) for name in ("HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "GOOGLE_APPLICATION_CREDENTIALS", "api_key")),
-        *((name, 1) for name in ("TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "HF_HOME", "HF_HUB_OFFLINE")),
+        *(
+            (name, 0)
+            for name in ("PGPASSWORD", "MYSQL_PWD", "OPENAI_APIKEY", "DB_PASS", "AWS_ACCESS_KEY_ID", "API_KEY2")
+        ),
+        *((name, 0) for name in ("SSH_AUTH_SOCK", "REDISCLI_AUTH", "DJANGO_SECRET_KEY", "SLACK_TOKEN_PROD")),
+        *((name, 1) for name in ("TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "HF_HOME", "HF_HUB_OFFLINE", "PWD")),
+        *((name, 1) for name in ("OLDPWD", "AUTHOR", "XAUTHORITY", "PYTHONPATH", "LD_LIBRARY_PATH")),
     ],
 )
 def test_names_of_secrets_are_told_from_others(name, stays):
     assert len(without_secrets({name: "x"})) == stays
+
+
+@pytest.mark.parametrize(
+    ("value", "stays"),
+    [
+        *(
+            (value, 0)
+            for value in ("http://me:pw@proxy:3128", "postgres://u:p@db/x", "redis://:pw@h", "https://ghp@g.com")
+        ),
+        *((value, 0) for value in ("AccountName=a;AccountKey=b==", "host=db password=pw")),
+        *((value, 1) for value in ("http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b")),
+    ],
+)
+def test_values_of_secrets_are_told_from_others(value, stays):
+    assert len(without_secrets({"SETTING": value})) == stays
+    assert without_secrets({"SETTING": value}, keep={"SETTING"}) == {"SETTING": value}
 
 
 @pytest.fixture

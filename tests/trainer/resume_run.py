@@ -2,10 +2,11 @@
 
     python resume_run.py OUTPUT_DIR ENGINE (fresh|resume) WHERE NUMBER
 
-WHERE is "accumulation", "saving" or "renaming": the process kills itself there, once step NUMBER is reached, with a
-signal that nothing can catch. Or "operation in a save", "operation": before the NUMBER-th time that it asks the file
-system to change something. Or "wait": after its first save, it waits to be killed. Or "full": from step NUMBER on, the
-disk takes no file of more than 100 kB while a checkpoint is saved. Or "nowhere".
+WHERE is "generation", "accumulation", "logging" (half a record is written), "saving" or "renaming": the process kills
+itself there, once step NUMBER is reached, with a signal that nothing can catch. Or "operation in a save": before the
+NUMBER-th time that a save asks the file system to change something. Or "wait": after its first save, it waits to be
+killed. Or "full": from step NUMBER on, the disk takes no file of more than 100 kB while a checkpoint is saved. Or
+"nowhere".
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint, loop, run_output
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint, loop, metrics, run_output
 
-CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -56,18 +58,24 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 
 def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
-    def dying(function: Any, *, on_call: int = 1) -> Any:
+    def dying(function: Any, *, on_call: int = 1, after: Any = lambda *_: None) -> Any:
         calls = []
 
         def call(*arguments: Any, **options: Any) -> Any:
             calls.append(None) if trainer.step >= step else None
             if len(calls) == on_call:
+                after(*arguments)
+                os.write(1, f"killed in {where}\n".encode())
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
 
         return call
 
     match where:
+        case "generation":
+            trainer.engine.generate = dying(trainer.engine.generate)
+        case "logging":
+            metrics._append = dying(metrics._append, after=half_a_record)
         case "accumulation":
             trainer.learner._backward = dying(trainer.learner._backward, on_call=2)
         case "saving":
@@ -76,6 +84,11 @@ def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
             checkpoint._swap_in = dying(checkpoint._swap_in)
         case "full":
             trainer.save_checkpoint = limited(trainer, trainer.save_checkpoint, step)
+
+
+def half_a_record(path: Path, records: Any) -> None:
+    with path.open("ab", buffering=0) as file:
+        file.write(b'{"step": 1, "lo')
 
 
 def limited(trainer: GRPOTrainer, save: Any, step: int) -> Any:
@@ -131,7 +144,12 @@ def die_before_operation(number: int, output_dir: str, *, wanted: Any) -> None:
     sys.addaudithook(observe)
 
 
-def make_trainer(output_dir: str, engine: str = "transformers", how: str = "fresh") -> GRPOTrainer:
+ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
+
+
+def make_trainer(
+    output_dir: str, engine: str = "transformers", how: str = "fresh", rows: list[Any] = ROWS
+) -> GRPOTrainer:
     args = GRPOConfig(
         output_dir,
         per_device_train_batch_size=4,
@@ -152,15 +170,14 @@ def make_trainer(output_dir: str, engine: str = "transformers", how: str = "fres
         resume_from_checkpoint=how == "resume",
         overwrite_output_dir=how == "fresh",
     )
-    rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
     return GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=tokenizer())
 
 
 def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:
     saves = Saves(then_wait=where == "wait")
     run_output.write_report = lambda folder: folder  # charts take longer than the run
-    if "operation" in where:
-        die_before_operation(int(number), output_dir, wanted=lambda: saves.running or where == "operation")
+    if where == "operation in a save":
+        die_before_operation(int(number), output_dir, wanted=lambda: saves.running)
     trainer = make_trainer(output_dir, engine, how)
     die_when(trainer, where, int(number))
     trainer.train()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, prompt_sampler
 
 AHEAD = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
 
@@ -94,6 +97,64 @@ def test_an_error_of_the_engine_ends_the_run_when_its_rollouts_are_wanted(make_t
         trainer.train()
     assert trainer.step == 2
     assert trainer.engine.closed
+
+
+@pytest.fixture
+def stuck(make_trainer):
+    """A trainer whose engine fails, or hangs, at its third batch; then one that resumes it."""
+
+    def make(happens):
+        trainer = make_trainer(overwrite_output_dir=False, **AHEAD)
+        generate = trainer.engine.generate
+        trainer.engine.generate = lambda *a: happens() if len(trainer.engine.calls) == 2 else generate(*a)
+        return trainer
+
+    return make
+
+
+def assert_same_requests(make_trainer, tmp_path):
+    """A resumed run asks for what one that was not stopped asks for, with the same seeds."""
+    resumed = make_trainer(overwrite_output_dir=False, **AHEAD)
+    resumed.train(resume_from_checkpoint=True)
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), **AHEAD)
+    whole.train()
+    assert resumed.engine.calls == whole.engine.calls[2:]
+    keys = ("step", "prompt", "completion")
+    assert [[[row[key] for key in keys] for row in lines(run, "rollouts.jsonl")] for run in (resumed, whole)] == [
+        [[row[key] for key in keys] for row in lines(whole, "rollouts.jsonl")]
+    ] * 2
+
+
+def test_a_save_succeeds_where_the_engine_has_failed_meanwhile(stuck, make_trainer, tmp_path):
+    def fail():
+        raise UnavailableError("the server is gone")
+
+    trainer = stuck(fail)
+    trainer.args.save_steps = 2
+    with pytest.raises(UnavailableError, match="the server is gone"):
+        trainer.train()
+    assert_same_requests(make_trainer, tmp_path)
+
+
+def test_sigterm_does_not_wait_for_an_engine_that_hangs(stuck, make_trainer, tmp_path):
+    released = threading.Event()
+
+    def hang():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not released.wait(30)
+
+    trainer = stuck(hang)
+    started = time.monotonic()
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert time.monotonic() - started < 20
+    released.set()
+    assert_same_requests(make_trainer, tmp_path)
+
+
+def test_a_run_that_does_not_save_reads_no_rows_to_compare(make_trainer, monkeypatch):
+    monkeypatch.setattr(prompt_sampler, "fingerprint", lambda dataset: pytest.fail("read the dataset"))
+    make_trainer(**AHEAD, save_strategy="no").train()
 
 
 @pytest.mark.parametrize("options", [{}, {"vllm_mode": "server", "dynamic_sampling": 1}])

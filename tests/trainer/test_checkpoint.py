@@ -229,7 +229,6 @@ def test_what_killed_runs_left_goes_when_the_next_starts_and_the_only_copy_of_a_
         (run / name).mkdir()
         (run / name / "model.safetensors").write_bytes(b"half")
     (run / "checkpoint-3").mkdir()
-    (run / ".metrics.jsonl.rewound").write_text("half")
     kept = {".checkpoint-7.previous/model.safetensors": b"whole", ".notes.partial": b"mine"}
     for name, content in kept.items():
         (run / name).parent.mkdir(exist_ok=True)

@@ -8,13 +8,13 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, Image, IterableDataset
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, lists, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.data import check_dataset, load_rows
-from fused_grpo.trainer.prompt_sampler import PromptSampler
+from fused_grpo.trainer.prompt_sampler import PromptSampler, fingerprint
 from fused_grpo.trainer.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
 
 TEMPLATE = (
@@ -221,6 +221,27 @@ def test_a_prompt_may_be_what_a_transform_makes_of_other_columns():
     assert sampler.next_batch() == [{"prompt": "1+1="}]
 
 
+@pytest.mark.parametrize("odd", [{(1, 2): 3}, {1: "a", "b": 2}, {3, 4}, b"\xff", "\ud800", float("nan"), object()])
+def test_a_run_may_save_whatever_columns_its_rows_have(odd):
+    def make(value):
+        return PromptSampler([{"prompt": "1+1=", "odd": value}], prompts_per_batch=1, seed=0, shuffle=True)
+
+    state = json.loads(json.dumps(make(odd).state_dict()))
+    make(odd).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="train_dataset with contents="):
+        make([odd]).load_state_dict(state)
+
+
+def test_a_random_transform_is_no_other_dataset_and_images_are_not_decoded():
+    rows = [{"sum": f"{number}+1=", "image": "nowhere.png"} for number in range(300)]
+    dataset = Dataset.from_list(rows).cast_column("image", Image())
+    moved = Dataset.from_list([{**row, "image": "elsewhere.png"} for row in rows]).cast_column("image", Image())
+    draw = random.Random(0)
+    noisy = dataset.with_transform(lambda batch: {"prompt": [s + str(draw.random()) for s in batch["sum"]]})
+    assert fingerprint(dataset) == fingerprint(moved) == fingerprint(noisy)
+    assert fingerprint(dataset) != fingerprint(dataset.select(range(299, -1, -1)))
+
+
 def test_a_stream_is_refused_where_all_of_it_is_used():
     dataset = Dataset.from_list(some_rows(2))
     assert check_dataset(dataset, name="eval_dataset", indexed=True) is dataset
@@ -284,7 +305,9 @@ def test_what_cannot_be_encoded_is_refused(tokenizer):
     given_one = encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": TEMPLATE})
     assert tokenizer.decode(given_one[0]) == "a0=b1+1=c"
     with pytest.raises(DataError, match="got no token for the prompt of row 5"):
-        encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": "{{ '' }}"}, row_numbers=[5])
+        encode_prompts(
+            [{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": "{{ '' }}"}, row_numbers=[5]
+        )
     with pytest.raises(InputError, match="got 'tokenize' in chat_template_kwargs"):
         encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"tokenize": False})
 

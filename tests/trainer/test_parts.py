@@ -13,7 +13,7 @@ from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.advantages import group_advantages, total_rewards
 from fused_grpo.trainer.learner import Learner
 
-NAN = float("nan")
+INF, NAN = float("inf"), float("nan")
 
 
 def test_advantages_are_those_of_the_group():
@@ -49,6 +49,15 @@ def test_total_rewards_weigh_what_was_scored():
         ({"top_k": -1}, "top_k=-1"),
         ({"chunk_bytes": 0}, "chunk_bytes=0"),
         ({"adam_beta2": 2.0}, "adam_beta2=2.0"),
+        ({"ddp_timeout": 10**18}, "ddp_timeout=1000000000000000000, want seconds, 100000000 at most"),
+        ({"reward_timeout": INF}, "reward_timeout=inf"),
+        ({"num_train_epochs": INF}, "num_train_epochs=inf, want a finite number"),
+        ({"warmup_steps": INF}, "warmup_steps=inf"),
+        ({"seed": -1}, "seed=-1, want a number from 0 to 2147483647"),
+        ({"data_seed": 2**31}, "data_seed=2147483648"),
+        ({"entropy_target": NAN}, "entropy_target=nan"),
+        ({"entropy_coef_delta": NAN}, "entropy_coef_delta=nan"),
+        ({"entropy_coef_min": NAN}, "entropy_coef_min=nan"),
     ],
 )
 def test_a_config_out_of_range_is_refused(option, message):

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer import resume
 from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.resume import restore
 from fused_grpo.trainer.training_state import random_state, set_random_state
 
 RUN = Path(__file__).with_name("resume_run.py")
@@ -118,6 +120,23 @@ def test_other_options_are_refused(make_trainer):
     other = make_trainer(max_steps=3, overwrite_output_dir=False, num_iterations=2)
     with pytest.raises(CheckpointError, match=r"got num_iterations=2 .* want num_iterations=1"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_each_weight_comes_back_in_its_own_dtype_bit_for_bit(make_trainer, tmp_path):
+    def mixed(*, seed):
+        trainer = make_trainer(max_steps=3, overwrite_output_dir=False)
+        trainer.model.bfloat16().lm_head.float()
+        torch.nn.init.normal_(trainer.model.lm_head.weight, generator=torch.Generator().manual_seed(seed))
+        return trainer
+
+    first, second = mixed(seed=0), mixed(seed=1)
+    restore(second, first.save_checkpoint())
+    assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
+    second.model.lm_head.bfloat16()
+    with pytest.raises(
+        CheckpointError, match=r"it has torch\.float32 as 'lm_head\.weight', where this run has .*bfloat16"
+    ):
+        resume._read_weights(second, tmp_path / "run" / "checkpoint-0")
 
 
 def test_a_model_alone_is_refused(make_trainer):

@@ -2,8 +2,9 @@
 
     python -m fused_grpo.trainer.rewards.worker <function> <seconds> <bytes>
 
-A request is a line of JSON, the columns of one completion; the reply is one with its value, or with an error. Both
-pipes are kept out of the function's reach: what it prints goes to stderr, and it reads an empty stdin.
+A request is a line: its number, and in JSON the columns of one completion. The number is repeated before anything else;
+then comes the reply, a line of JSON with the completion's value, or with an error. Both pipes are kept out of the
+function's way: what it prints goes to stderr, and it reads an empty stdin.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fused_grpo.trainer.rewards.loading import load_reward
 
 # Of one file: far more than a function that looks at one completion has to write, far less than a disk.
 FILE_BYTES = 1 << 30
+# Of an error: it quotes the prompt, which may be longer than a reply may be.
+ERROR_CHARACTERS = 20_000
 
 
 def main(reference: str, seconds: float, memory: int) -> None:
@@ -43,7 +46,9 @@ def main(reference: str, seconds: float, memory: int) -> None:
     for request in requests:
         # Should the trainer be gone by then, nobody else ends a call that never returns.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
-        reply = answer(call, json.loads(request))
+        number, columns = request.split(" ", 1)
+        print(number, file=replies)
+        reply = answer(call, json.loads(columns))
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(reply, file=replies)
 
@@ -57,7 +62,7 @@ def answer(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
         value = None if math.isnan(scores.values[0]) else scores.values[0]
         return json.dumps({"value": value, "extra": scores.extra, "metrics": scores.metrics})
     except Exception as error:
-        return json.dumps({"error": str(error)})
+        return json.dumps({"error": str(error)[:ERROR_CHARACTERS]})
 
 
 if __name__ == "__main__":

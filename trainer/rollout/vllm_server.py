@@ -141,10 +141,9 @@ class VLLMServerEngine(RolloutEngine):
         With a process group, every rank calls this; the first one's weights are taken.
 
         Errors:
-            WeightSyncError: not every server has taken them. None is sampled from until a sync succeeds.
-            UnavailableError: the engine is closed.
+            WeightSyncError: not every server has taken them, or the engine is closed. None is sampled from until a sync
+                succeeds.
         """
-        self._check_open()
         self.weight_version, self._tag = -1, f"{uuid.uuid4().hex}:{version}"
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
         self._tag = _by_first_rank(lambda: self._publish(weights, self._tag), version=version)
@@ -167,6 +166,7 @@ class VLLMServerEngine(RolloutEngine):
         return await self._replicas.on_each(meet)
 
     def _publish(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> str:
+        self._check_open()  # here, where the other ranks hear of it
         self._transfer.send(weights if self._values is None else self._values.noted(weights))
         self._replicas.run(lambda client: self._commit(client, tag), doing="checking the new weights")
         return tag

@@ -6,7 +6,8 @@ disk wears out at every step. Containers often have 64 MB there; then the folder
 A process that is killed meanwhile leaves its folder behind, in memory that nothing else frees. So each folder is locked
 by whoever is writing it, which the kernel undoes when that process ends, and the first folder that a process makes is
 preceded by removing those of the same user that nobody holds. A lock, and not a process id: containers share memory and
-number their processes each for itself.
+number their processes each for itself. In a directory that the user names nothing is removed: other machines may share
+it, and see no locks of this one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -38,10 +39,10 @@ def published(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = 
         directory: where the folder goes. None: shared memory, or the temporary directory where they do not fit.
     """
     named = [(name, weight.detach()) for name, weight in weights]
-    if directory is None and _fits_in_shared_memory(sum(weight.nbytes for _, weight in named)):
-        directory = _SHARED_MEMORY
-    directory = directory or tempfile.gettempdir()
-    remove_abandoned(directory)
+    if directory is None:
+        fits = _fits_in_shared_memory(sum(weight.nbytes for _, weight in named))
+        directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
+        remove_abandoned(directory)
     folder, lock = _locked_folder(directory)
     try:
         write_weights(named, folder)
@@ -63,7 +64,7 @@ def remove_abandoned(directory: str) -> None:
             if os.fstat(lock).st_uid == os.geteuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:  # somebody holds it
+        except OSError:  # somebody holds it, or the file system has no locks
             pass
         finally:
             os.close(lock)
@@ -77,7 +78,8 @@ def _locked_folder(directory: str) -> tuple[Path, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # removed before it was locked
             continue
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: a folder there is found by nobody
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return folder, lock
         os.close(lock)
