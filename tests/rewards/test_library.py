@@ -91,3 +91,19 @@ def test_an_answer_that_takes_for_ever_is_wrong(monkeypatch, caplog):
     assert accuracy_reward([r"\boxed{9^{9^{9^{9}}}}"], ["$2$"]) == [0.0]
     library._grader.cache_clear()
     assert "took longer than 2.0 s and was killed" in caplog.text
+
+
+def test_grades_are_those_of_the_worker_without_one():
+    """`accuracy_reward` calls this in a process of its own; here its answers are looked at one by one."""
+    from fused_grpo.trainer.rewards.math_answers import grade
+
+    logged = []
+    completions = [r"so \boxed{\frac{1}{2}}", r"\boxed{0.25}", "no answer", r"\boxed{1}"]
+    solutions = ["$0.5$", "$0.5$", "$0.5$", "nothing to parse"]
+    assert grade(completions, solutions, lambda column, values: logged.append((column, values[0]))) == [
+        1.0,
+        0.0,
+        0.0,
+        None,
+    ]
+    assert logged[-2:] == [("gold_parsed", "[unparseable]"), ("answer_parsed", "[skipped]")]
