@@ -14,6 +14,8 @@ import os
 import runpy
 import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -43,8 +45,20 @@ def preload() -> None:
 
     import fused_grpo.trainer.loop
 
+    torch.distributed.destroy_process_group = after_a_moment(torch.distributed.destroy_process_group)
     names = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2ForCausalLM")
     assert all((accelerate, datasets, torch, fused_grpo, *(getattr(transformers, name) for name in names)))
+
+
+def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:
+    """PyTorch frees a gloo group with the interpreter locked, and waits there for a thread that may want the lock for
+    what it did last. The trainer's own end has such a moment, too (peers.settle)."""
+
+    def leave_later(*group: Any) -> None:
+        time.sleep(0.25)
+        leave(*group)
+
+    return leave_later
 
 
 def become(request: dict[str, Any]) -> None:

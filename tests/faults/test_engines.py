@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -27,7 +27,8 @@ from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 
 FAKE = Path(__file__).parent.parent / "rollout" / "fake_vllm.py"
 ENDS = "the run ends with an error that names the server; nothing was updated"
-AGAIN = "asked again, elsewhere where there is a replica, 5 times at most; then the run ends, nothing was updated"
+AGAIN = "asked 5 times in all, elsewhere where there is a replica; then the run ends, nothing was updated"
+CHANGED = "what it sampled is asked of a replica; without one the run ends, nothing was updated"
 REFUSED = "the run ends with an error that names engine, prompt and what was got; nothing was updated"
 
 
@@ -66,7 +67,7 @@ def digits(completions: list[str], **columns: Any) -> list[float]:
 
 @pytest.fixture
 def serve(farm) -> Iterator[Callable[..., str]]:
-    """The URL of a server in a process of its own; `serve.process` is the last one."""
+    """The URL of a server in a process of its own. `serve.process` is the last one, `serve.failed()` when it failed."""
     started = []
 
     def start(fault: Any = None, **attributes: Any) -> str:
@@ -74,11 +75,12 @@ def serve(farm) -> Iterator[Callable[..., str]]:
         started.append(process)
         start.process = process
         deadline = time.monotonic() + 60
-        while not (url := process.output.strip()):
+        while "\n" not in process.output:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return url
+        return process.output.split()[0]
 
+    start.failed = lambda: float(start.process.output.split()[1])
     yield start
     for process in started:
         with contextlib.suppress(ProcessLookupError):
@@ -101,27 +103,30 @@ def copy_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    ("what", "answer", "policy", "message"),
-    [
-        ("a server answers 500", 500, AGAIN, "status 500 from /v1/completions"),
-        ("a server answers 400", 400, ENDS, "status 400 from /v1/completions"),
-        ("a server answers with a page of HTML", "not json", ENDS, "that is not JSON: b'<html>"),
-        ("a server answers with JSON nested without end", "nested", ENDS, "that is not JSON"),
-        ("a server drops the connection without an answer", "no answer", AGAIN, "RemoteProtocolError"),
-        ("a server drops the connection in the middle of an answer", "cut off", AGAIN, "RemoteProtocolError"),
-        ("a server dies while sampling (kill -9)", "death", AGAIN, "want completions from"),
-        ("a server's weights change while it samples", "new weights", ENDS, "whose weights were changed meanwhile"),
-        ("a server sends a redirect to another host", 307, ENDS + ", the other host was not asked", "status 307"),
-        ("a server returns the wrong number of completions", "one too few", ENDS, r"completions \[0, 1, 2\] where 4"),
-        ("a server returns an empty completion", {"token_ids": []}, ENDS, "0 token ids"),
-    ],
-)
+# By name: a server ..., the answer it gives, what is done about it, what the error says.
+FAILURES = {
+    "500": ("answers 500", 500, AGAIN, "status 500 from /v1/completions"),
+    "400": ("answers 400", 400, ENDS, "status 400 from /v1/completions"),
+    "html": ("answers with a page of HTML", "not json", ENDS, "that is not JSON: '<html>"),
+    "nested": ("answers with JSON nested without end", "nested", ENDS, "that is not JSON"),
+    "no-answer": ("drops the connection without an answer", "no answer", AGAIN, "RemoteProtocolError"),
+    "half": ("drops the connection in the middle of an answer", "cut off", AGAIN, "RemoteProtocolError"),
+    "killed": ("dies while sampling (kill -9)", "death", AGAIN, "want completions from"),
+    "changed": ("gets other weights while it samples", "new weights", CHANGED, "none of them up with the weights of"),
+    "redirect": ("sends a redirect to another host", 307, ENDS + ", the other host was not asked", "status 307"),
+    "too-few": ("returns the wrong number of completions", "one too few", ENDS, r"completions \[0, 1, 2\] where 4"),
+    "empty": ("returns an empty completion", {"token_ids": []}, ENDS, "0 token ids"),
+}
+
+
+@pytest.mark.parametrize(("what", "answer", "policy", "message"), FAILURES.values(), ids=FAILURES)
 def test_a_server_that_fails(make_trainer, serve, fault, what, answer, policy, message) -> None:
     url = serve(answer, elsewhere="http://192.0.2.1/")
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
-    with fault(what, policy=policy, within=10), ends(trainer, UnavailableError, rf"(?s)(?=.*{url}).*{message}"):
-        trainer.train()
+    with fault(f"a server {what}", policy=policy, within=10) as clock:
+        with ends(trainer, UnavailableError, rf"(?s)(?=.*{url}).*{message}"):
+            trainer.train()
+        clock.started = serve.failed()
 
 
 @pytest.mark.parametrize(
@@ -132,22 +137,27 @@ def test_a_server_that_fails(make_trainer, serve, fault, what, answer, policy, m
         ("an engine returns NaN for a log-prob", {"token_logprobs": [-1.0, math.nan]}, "got log-prob nan"),
         ("an engine returns a log-prob above 0", {"token_logprobs": [-1.0, 0.5]}, r"got log-prob 0\.5"),
     ],
+    ids=["too-long", "token", "nan", "above-0"],
 )
 def test_an_answer_that_is_not_what_was_asked(make_trainer, serve, fault, what, answer, message) -> None:
     ids = answer.get("token_ids", [3, 4])
     answer = {"token_ids": ids, "logprobs": {"token_logprobs": answer.get("token_logprobs", [-1.0] * len(ids))}}
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=serve(answer), vllm_server_timeout=30)
     where = r"in completion 0 of prompt 0 \(token ids \[.*\]\) from the vllm-server engine"
-    with fault(what, policy=REFUSED, within=10), ends(trainer, UnavailableError, rf"{message} {where}"):
-        trainer.train()
+    with fault(what, policy=REFUSED, within=10) as clock:
+        with ends(trainer, UnavailableError, rf"{message} {where}"):
+            trainer.train()
+        clock.started = serve.failed()
 
 
 def test_a_server_that_hangs(make_trainer, serve, fault) -> None:
     url = serve("silence")
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=2)
     policy = "the run ends after vllm_server_timeout (2 s here, 240 s by default); nothing was updated"
-    with fault("a server hangs while sampling", policy=policy, within=8), ends(trainer, UnavailableError, "within 2 s"):
-        trainer.train()
+    with fault("a server hangs while sampling", policy=policy, within=8) as clock:
+        with ends(trainer, UnavailableError, "within 2 s"):
+            trainer.train()
+        clock.started = serve.failed()
 
 
 def test_a_server_that_dies_between_two_steps(make_trainer, serve, fault) -> None:
@@ -162,12 +172,14 @@ def test_a_server_that_dies_between_two_steps(make_trainer, serve, fault) -> Non
 
 
 def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, fault) -> None:
-    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=serve("endless"), vllm_server_timeout=30)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve("endless")), vllm_server_timeout=30)
     policy = "read up to a limit (16 MiB and 1 KiB per token that was asked for); the run ends, nothing was updated"
-    with fault("a server's answer never ends", policy=policy, within=20), ends(trainer, UnavailableError, "more than"):
-        trainer.train()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+    with fault("a server's answer never ends", policy=policy, within=20) as clock:
+        with ends(trainer, UnavailableError, "more than"):
+            trainer.train()
+        clock.started = serve.failed()
+    sent = httpx.get(f"{url}/sent", trust_env=False).json()
+    assert 16 << 20 < sent["bytes"] < sent["answers"] * (32 << 20)
 
 
 @pytest.mark.parametrize("quirk", ["ignores_weights", "forgets_tag"])
@@ -200,6 +212,7 @@ class Dishonest(Stale):
         (Dishonest, "got completions of weight version 0", "an engine answers with an older version's completions"),
         (Stale, "got a max difference", "an engine samples from stale weights and does not say so"),
     ],
+    ids=["says-so", "does-not"],
 )
 def test_an_engine_of_the_users_with_stale_weights(make_trainer, fault, engine, message, what) -> None:
     trainer = make_trainer(rollout_engine=engine())

@@ -1,6 +1,6 @@
 """What a vLLM server says over HTTP, with failures on order: from a thread (test_replicas), or as a script.
 
-As a script it prints its URL and serves until it is killed:
+As a script it prints its URL, then the time (of the monotonic clock) of each fault, and serves until it is killed:
 
     fake_vllm.py FAULT ATTRIBUTES    as JSON: what becomes of each request for completions, attributes of FakeServer
 """
@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,7 +25,8 @@ from safetensors.torch import load_file
 
 # Instead of an answer: status, headers and body as they are, whatever they say about each other.
 RAW = {
-    "not json": (200, {"Content-Type": "text/html"}, b"<html>It works!</html>"),
+    "not json": (200, {"Content-Type": "text/html"}, b"<html>It works! KEY</html>"),
+    "long page": (500, {}, b"-" * 490 + b"KEY"),
     "json of another kind": (200, {}, b'[{"choices": 3}]'),
     "nested": (200, {}, b"[" * 100_000),
     "endless": (200, {}, b"[" * (1 << 20)),
@@ -48,6 +50,8 @@ class FakeServer(ThreadingHTTPServer):
         self.ignores_weights, self.forgets_tag, self.transfer, self.elsewhere = False, False, None, ""
         self.sent = 0  # bytes
         self.repacked: set[str] = set()  # names of weights that are kept in another form
+        self.behind: set[str] = set()  # names of weights that the first of two workers has not taken
+        self.max_model_len, self.dtype, self.old, self.hides_weights = 64, "torch.float32", False, False
         self.calls: list[tuple[str, Any]] = []
         self.wire: list[tuple[str, Any]] = []  # what was broadcast, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
@@ -92,19 +96,26 @@ class FakeServer(ThreadingHTTPServer):
     def held(self, name: str, weight: Any) -> Any:
         return weight * 2 if name in self.repacked else weight
 
+    def checksums(self) -> dict[str, str]:
+        held = {"model.embed_tokens.weight": ""} | ({} if self.tied else {"lm_head.weight": ""})
+        held |= {name: hashlib.sha256(weight.numpy().data).hexdigest() for name, weight in self.weights.items()}
+        first = {f"dp0:pp0:pcp0:tp0:{name}": "" if name in self.behind else sha for name, sha in held.items()}
+        return first | {f"dp0:pp0:pcp0:tp1:{name}": sha for name, sha in held.items()}
+
     def get(self, path: str) -> dict[str, Any] | int:
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": "torch.float32"},
+            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": self.dtype},
             "device_config": {"device": "cpu"},
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
         return {
             "/health": {},
             "/version": {"version": "0.0"},
-            "/v1/models": {"data": [{"id": "model", "max_model_len": 64}]},
+            "/v1/models": {"data": [{"id": "model", "max_model_len": self.max_model_len}]},
             "/server_info?config_format=json": {"vllm_config": config} if self.dev_mode else 404,
             "/weight_info": {"weight_version": self.tag},
             "/get_world_size": {"world_size": 2},
+            "/sent": {"bytes": self.sent, "answers": self.served},
         }.get(path, 404)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | int | str | None:
@@ -123,9 +134,7 @@ class FakeServer(ThreadingHTTPServer):
                 self.tag = self.tag if self.forgets_tag else body["new_version"]
                 return {}
             case "/weight_checker":
-                held = {} if self.tied else {"lm_head.weight": ""}
-                held |= {name: hashlib.sha256(weight.numpy().data).hexdigest() for name, weight in self.weights.items()}
-                return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in held.items()}}
+                return 404 if self.old else {"checksums": {} if self.hides_weights else self.checksums()}
             case "/finish_weight_update":
                 self.weights |= dict(self.wire)
                 return {}
@@ -150,6 +159,7 @@ class Handler(BaseHTTPRequestHandler):
         if what is None:
             return
         status, headers, payload = RAW[what] if isinstance(what, str) else self.written(what)
+        payload = payload.replace(b"KEY", str(self.headers["Authorization"]).encode()) if what != "endless" else payload
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -187,9 +197,15 @@ def serving(count: int) -> Iterator[list[FakeServer]]:
 def main(fault: str, attributes: str) -> None:
     server = FakeServer()
     vars(server).update(json.loads(attributes))
-    server.faults = itertools.repeat(json.loads(fault))
+    server.faults = timed(json.loads(fault))
     print(server.url, flush=True)
     signal.pause()
+
+
+def timed(fault: Any) -> Iterator[Any]:
+    while fault is not None:
+        print(time.monotonic(), flush=True)
+        yield fault
 
 
 if __name__ == "__main__":

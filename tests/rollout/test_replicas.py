@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
-from fused_grpo.trainer.rollout import checkpoint_weights
+from fused_grpo.trainer.rollout import checkpoint_weights, replicas
 from fused_grpo.trainer.rollout.replicas import Replicas
 from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
 from fused_grpo.trainer.types import SamplingParams
@@ -23,6 +26,7 @@ _spec.loader.exec_module(fake_vllm)
 
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=0)
+KEY = "sk-secret"
 EXPECTED = [[prompt, index] for prompt, _ in PROMPTS for index in range(SAMPLING.n)]
 
 
@@ -94,9 +98,10 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ({"token_ids": []}, "0 token ids with 2 log-probs"),
         ({"token_ids": None}, "0 token ids with 2 log-probs"),
         ({"logprobs": {"token_logprobs": [-1.0]}}, "2 token ids with 1 log-probs"),
-        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "2 token ids with 2 log-probs"),
+        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "token ids or log-probs that are no numbers"),
+        ({"token_ids": [4, "5"]}, "token ids or log-probs that are no numbers"),
         (400, "status 400 from /v1/completions"),
-        ("not json", "an answer from /v1/completions that is not JSON: b'<html>"),
+        ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
         ("nested", "an answer from /v1/completions that is not JSON"),
         ("json of another kind", r"completions \[\] where 3 were asked for"),
         ({"index": None}, "an answer from /v1/completions that vLLM does not give"),
@@ -160,8 +165,44 @@ def test_a_server_restarted_since_the_sync_is_not_sampled_from(connect, servers)
 def test_weights_that_change_while_sampling_are_noticed(connect, servers) -> None:
     engine = connect(1)
     servers[0].faults = iter(["new weights"])
-    with pytest.raises(UnavailableError, match="whose weights were changed meanwhile"):
+    with pytest.raises(UnavailableError, match=r"none of them up with the weights of the last sync.*one trainer per"):
         engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("then", [500, None], ids=["then it fails", "then it goes on"])
+def test_what_a_server_sampled_while_its_weights_changed_is_asked_again_elsewhere(connect, servers, then) -> None:
+    engine = connect(max_concurrency=4)
+    servers[0].faults = iter([None, "new weights", None, *[then] * 99])
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    assert servers[0].served >= 3
+    assert sorted(body["prompt"] for body in servers[1].seen) == PROMPTS
+
+
+def test_a_server_that_fails_at_once_does_not_take_every_attempt(connect, servers) -> None:
+    engine = connect(max_concurrency=1)
+    servers[0].faults = iter([500] * 99)
+    assert engine.generate(PROMPTS[:4], SAMPLING).completion_ids == EXPECTED[: 4 * SAMPLING.n]
+    assert [server.served for server in servers] == [4, 4]
+
+
+def test_a_prompt_is_asked_five_times_with_a_growing_pause_before_each_but_the_first(
+    connect, servers, monkeypatch
+) -> None:
+    engine, sleep, pauses = connect(1), asyncio.sleep, []
+    servers[0].faults = iter([500] * 99)
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
+    with pytest.raises(UnavailableError, match="status 500"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[0].served == 5
+    assert pauses == [0, 0.1, 0.2, 0.4, 0.8]
+
+
+def test_a_server_without_checksums_is_warned_of_once_and_synced(connect, servers, model, caplog) -> None:
+    servers[0].old = True
+    engine = connect(1)
+    engine.load_weights(checkpoint_weights(model), version=1)
+    assert engine.weight_version == 1
+    assert caplog.text.count(f"{servers[0].url} has no /weight_checker") == 1
 
 
 def test_every_server_reads_every_weight_and_the_files_are_gone_afterwards(connect, servers, model) -> None:
@@ -206,6 +247,21 @@ def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, serve
         connect()
 
 
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        ({"max_model_len": math.inf}, "OverflowError"),
+        ({"max_model_len": "many"}, "ValueError"),
+        ({"dtype": "float17"}, "AttributeError"),
+        ({"dtype": "nn"}, "TypeError"),
+    ],
+)
+def test_a_server_that_says_of_itself_what_vllm_does_not_is_refused(connect, servers, says, error) -> None:
+    vars(servers[0]).update(says)
+    with pytest.raises(UnavailableError, match=rf"that vLLM does not give \({error}: .*\) at {servers[0].url}"):
+        connect()
+
+
 def test_a_server_for_shorter_sequences_is_refused(connect) -> None:
     with pytest.raises(InputError, match=r"for 64 tokens, want 65 .*--max-model-len 65"):
         connect(max_model_len=65)
@@ -227,12 +283,34 @@ def test_a_redirect_is_an_error_and_is_not_followed(connect, servers) -> None:
     assert servers[1].calls == []
 
 
-def test_the_key_is_sent_to_the_server_and_said_nowhere_else(connect, servers, caplog) -> None:
-    engine = connect(1, api_key="sk-secret")
-    servers[0].faults = iter([500] * 9)
-    with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=r"on order: Bearer \.\.\.") as raised:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (500, r"on order: Bearer \.\.\."),
+        ("not json", r"It works! Bearer \.\.\."),
+        ("long page", r"--Bearer \.\.\.'"),
+        ({"finish_reason": KEY}, r"ended with '\.\.\.'"),
+        ({"token_ids": [KEY, 4]}, "no numbers"),
+    ],
+    ids=["error", "page", "long page", "reason", "token"],
+)
+def test_the_key_is_sent_to_the_server_and_said_nowhere_else(
+    connect, servers, caplog, monkeypatch, fault, said
+) -> None:
+    monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
+    engine = connect(1, api_key=KEY)
+    servers[0].faults = iter([fault] * 9)
+    with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=said) as raised:
         engine.generate(PROMPTS[:1], SAMPLING)
-    assert "sk-secret" not in f"{raised.value}{raised.value.__cause__}{caplog.text}{vars(engine)}"
+    assert "sk-" not in "".join(traceback.format_exception(raised.value)) + f"{caplog.text}{vars(engine)}"
+
+
+@pytest.mark.parametrize("where", ["logprobs_mode", "max_model_len"])
+def test_the_key_in_what_a_server_says_of_itself_is_not_repeated(connect, servers, where) -> None:
+    setattr(servers[0], where, KEY)
+    with pytest.raises((InputError, UnavailableError), match=r"\.\.\.") as raised:
+        connect(1, api_key=KEY)
+    assert "sk-" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_an_answer_without_an_end_is_read_no_further_than_it_can_be_meant(connect, servers) -> None:
@@ -245,8 +323,6 @@ def test_an_answer_without_an_end_is_read_no_further_than_it_can_be_meant(connec
 
 
 def test_it_works_where_an_event_loop_runs_already(connect) -> None:
-    import asyncio
-
     async def cell() -> list[list[int]]:
         return connect().generate(PROMPTS, SAMPLING).completion_ids
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fused_grpo.trainer.rollout import checkpoint_weights, nccl_transfer
 from fused_grpo.trainer.rollout.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.rollout.replicas import Replicas
 from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
+from fused_grpo.trainer.rollout.weight_transfer import choose_transfer
 
 _spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
 fake_vllm = importlib.util.module_from_spec(_spec)
@@ -66,6 +69,25 @@ def test_weights_that_a_server_keeps_in_another_form_are_not_compared(connect, s
         engine.load_weights(checkpoint_weights(model), version=3)
 
 
+def test_every_worker_of_a_server_has_to_have_the_weights(connect, servers, model) -> None:
+    engine = connect()
+    engine.load_weights(checkpoint_weights(model), version=0)
+    servers[0].behind = {"model.norm.weight"}
+    with pytest.raises(WeightSyncError, match=r"other values of model\.norm\.weight than it was sent"):
+        engine.load_weights(checkpoint_weights(model), version=1)
+
+
+def test_a_server_of_which_nothing_can_be_compared_is_warned_of_or_refused(connect, servers, caplog) -> None:
+    engine, weights = connect(), [("of.another.name", torch.ones(1))]
+    for server in servers:
+        server.ignores_weights = True
+    engine.load_weights(weights, version=0)
+    assert all(f"{server.url} has no weight of a name that it was sent" in caplog.text for server in servers)
+    servers[1].hides_weights = True
+    with pytest.raises(WeightSyncError, match=f"no checksum of any weight .* at {servers[1].url}"):
+        engine.load_weights(weights, version=1)
+
+
 def test_nccl_that_cannot_run_here_is_refused_with_the_reason(connect, servers) -> None:
     with pytest.raises(UnavailableError, match=rf"'nccl' and a server at {servers[0].url} that was started without it"):
         connect(weight_transfer="nccl")
@@ -85,6 +107,22 @@ def test_auto_takes_files_where_nccl_cannot_run(connect, servers, model) -> None
         server.transfer = "nccl"
     connect().load_weights(checkpoint_weights(model), version=0)
     assert "/collective_rpc" in dict(servers[0].calls)
+
+
+def test_auto_opens_no_group_with_another_machine(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(nccl_transfer, "why_not", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    far = Replicas(["http://127.0.0.1:8000", "http://192.0.2.1:8000"], allow_remote=True)
+    assert choose_transfer("auto", far, []).name == "files"
+    assert "only where vllm_weight_transfer='nccl' says so" in caplog.text
+    assert choose_transfer("nccl", far, []).name == "nccl"
+
+
+def test_a_server_that_only_ipv6_reaches_is_no_member_of_a_group(servers) -> None:
+    started_for_it = [SimpleNamespace(weight_transfer="nccl")]
+    assert nccl_transfer.why_not(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
+    port = servers[0].server_port
+    assert "no IPv4 connection" in nccl_transfer.why_not(Replicas([f"http://[::1]:{port}"]), started_for_it)
 
 
 class Communicator:
@@ -170,11 +208,27 @@ def test_after_nccl_failed_on_a_server_the_next_sync_opens_a_new_group(by_nccl, 
 
 def test_a_broadcast_that_hangs_is_given_up_on(servers, monkeypatch) -> None:
     transfer = NCCLTransfer(Replicas([servers[0].url], timeout=0.3), device=torch.device("cpu"))
-    monkeypatch.setattr(transfer, "_send", lambda: servers[0].released.wait(30))
+    monkeypatch.setattr(transfer, "_send", lambda *_: servers[0].released.wait(30))
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"got TimeoutError .*its time was up; .*fix:"):
         transfer.send([("norm", torch.ones(1))])
     assert time.monotonic() - start < 5
+
+
+def test_a_sync_that_was_given_up_on_sends_nothing_later(monkeypatch) -> None:
+    transfer = NCCLTransfer(Replicas(["http://127.0.0.1:9"], timeout=0.2), device=torch.device("cpu"))
+    senders, met = [Mock(), Mock()], threading.Event()
+    waits = iter([lambda: met.wait(30), lambda: None])
+    left = iter(senders)
+    monkeypatch.setattr(transfer, "_meet", lambda source: (next(left), next(waits)())[0])
+    with pytest.raises(WeightSyncError, match="its time was up"):
+        transfer.send([("norm", torch.ones(1))])
+    late = next(thread for thread in threading.enumerate() if thread.name == "weight-transfer")
+    transfer.send([("norm", torch.ones(1))])
+    met.set()
+    late.join(30)
+    transfer.send([("norm", torch.ones(1))])
+    assert [sender.send_weights.call_count for sender in senders] == [0, 2]
 
 
 @pytest.mark.engine

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.rewards.calling import in_thread
-from fused_grpo.trainer.rollout.replicas import Json, Replicas, understood
+from fused_grpo.trainer.rollout.replicas import Json, Replica, Replicas, understood
 from fused_grpo.trainer.rollout.server_facts import ServerFacts
 from fused_grpo.trainer.rollout.weight_transfer import WeightTransfer
 
@@ -39,6 +39,10 @@ def why_not(servers: Replicas, facts: Sequence[ServerFacts]) -> str | None:
     for replica, server in zip(servers.all, facts, strict=True):
         if server.weight_transfer != "nccl":
             return f"a server at {replica.url} that was started without it"
+    try:
+        _meeting_point(servers.all[0].url)
+    except OSError:
+        return f"no IPv4 connection to {servers.all[0].url}, and vLLM's groups know no other"
     if not torch.cuda.is_available():
         return "a trainer without a CUDA device"
     if importlib.util.find_spec("vllm") is None or not _has_trainer_side():
@@ -58,8 +62,7 @@ class NCCLTransfer(WeightTransfer):
 
     def __init__(self, servers: Replicas, *, device: torch.device) -> None:
         self._servers, self._device = servers, device
-        self._source = Source(device)
-        self._sender: Any = None
+        self._group: tuple[Source, Any] | None = None  # what the last send that succeeded has left
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast them; see WeightTransfer.
@@ -67,25 +70,27 @@ class NCCLTransfer(WeightTransfer):
         Errors:
             WeightSyncError: vLLM failed on either side, or took longer than the servers' timeout.
         """
-        self._source.hold(weights)
+        # A group in which a broadcast was not finished cannot be used again.
+        group, self._group = self._group or (Source(self._device), None), None
+        source, _ = group
+        source.hold(weights)
         try:
-            in_thread(self._send, name="weight-transfer").result(self._servers.timeout)
+            sender = in_thread(lambda: self._send(*group), name="weight-transfer").result(self._servers.timeout)
         except Exception as error:
-            # A group in which a broadcast was not finished cannot be used again.
-            self._sender = None
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM's weight transfer by NCCL: {str(error) or 'its time was up'}; "
                 f"want all workers of {self._servers} to take the weights; fix: look at the servers' logs, start them "
                 "again, and raise vllm_server_timeout where it only needs longer"
             ) from error
         finally:
-            self._source.hold(())
+            source.hold(())
+        self._group = source, sender
 
     def close(self) -> None:
         """Leave the group, on both sides; see WeightTransfer."""
-        sender, self._sender = self._sender, None
-        if sender is None:
+        if self._group is None:
             return
+        (_, sender), self._group = self._group, None
 
         async def part(client: httpx.AsyncClient) -> None:
             async with asyncio.timeout(_SECONDS_TO_PART):
@@ -98,16 +103,20 @@ class NCCLTransfer(WeightTransfer):
         with contextlib.suppress(TimeoutError):
             in_thread(sender.shutdown, name="weight-transfer").result(_SECONDS_TO_PART)
 
-    def _send(self) -> None:
+    def _send(self, source: Source, sender: Any) -> Any:
+        """What has sent; the next send needs it."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             # The optimizer's writes, on a stream that vLLM's knows nothing of.
             torch.cuda.synchronize()
-        if self._sender is None:
-            self._sender = self._meet()
-        self._sender.send_weights()
+        if sender is None:
+            sender = self._meet(source)
+        # Meeting may take longer than anybody waited for it. Then the source is empty, and the next send may be on.
+        if source.holds:
+            sender.send_weights()
+        return sender
 
-    def _meet(self) -> Any:
+    def _meet(self, source: Source) -> Any:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -116,7 +125,7 @@ class NCCLTransfer(WeightTransfer):
         info = NCCLTrainerInitInfo(
             master_address=address, master_port=port, world_size=1 + sum(control.workers), rank=0
         )
-        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=self._source)
+        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
 
 
 class Source:
@@ -129,6 +138,11 @@ class Source:
     def hold(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """These are the weights from now on."""
         self._weights = [(name, weight.detach()) for name, weight in weights]
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._weights)
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of each."""
@@ -179,9 +193,12 @@ class ControlPlane:
         self._servers.post("/finish_weight_update", body, doing="loading weights")
 
     async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
-        answers = await self._servers.on_each(lambda replica: replica.ask(client, "GET", "/get_world_size"))
-        with understood("/get_world_size"):
-            return [int(answer["world_size"]) for answer in answers]
+        async def workers(replica: Replica) -> int:
+            answer = await replica.ask(client, "GET", "/get_world_size")
+            with understood("/get_world_size"):
+                return int(answer["world_size"])
+
+        return await self._servers.on_each(workers)
 
 
 def _has_trainer_side() -> bool:
@@ -196,8 +213,11 @@ def _meeting_point(server: str) -> tuple[str, int]:
     """An address of this machine that the server can reach, loopback where it is here too, and a free port."""
     url = httpx.URL(server)
     port = url.port or (443 if url.scheme == "https" else 80)
-    with socket.create_connection((url.host, port), timeout=_SECONDS_TO_PART) as connection:
+    # IPv4, as vLLM's side listens on.
+    with socket.socket(socket.AF_INET) as connection:
+        connection.settimeout(_SECONDS_TO_PART)
+        connection.connect((url.host, port))
         address: str = connection.getsockname()[0]
-    with socket.socket() as free:
+    with socket.socket(socket.AF_INET) as free:
         free.bind((address, 0))
         return address, free.getsockname()[1]

@@ -31,8 +31,8 @@ from fused_grpo.trainer.rollout.server_urls import checked_url
 T = TypeVar("T")
 Json = dict[str, Any]
 
-_ATTEMPTS = 5
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+# Seconds before each time that one prompt is asked; and between two looks at a server that starts.
+_PAUSES, _LOOK_AGAIN = (0.0, 0.1, 0.2, 0.4, 0.8), 0.5
 # uvicorn closes idle connections after 5 s; one that we reuse in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
 # Of an answer: what any route but completions may send, and what a sampled token may take (its text, id and log-prob).
@@ -42,21 +42,29 @@ _log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """One request to one server failed. `status` is None where no answer came."""
+    """One request to one server failed. `status` is None where no answer came.
+
+    It and its cause may quote the server at any length: it is shown by way of `Replica.quoted`, and is nothing's cause.
+    """
 
     def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
-        # It may quote the server, at any length.
-        super().__init__(message[:1000])
+        super().__init__(message)
         self.status, self.retry = status, retry
 
 
 class Replica:
     """One server: where it is, how many requests of ours it is working on, what the last one that failed met."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url, self._key = url, api_key
         self.in_flight = 0
         self.trouble = "no answer"
+        self.has_checksums = True  # as far as is known
+
+    def quoted(self, said: object, *, length: int = 1000) -> str:
+        """What it said, for an error or a log: without the key that it was sent, and then not at any length."""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+        return (text.replace(self._key, "...") if self._key else text)[:length]
 
     async def ask(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> Json:
         """The JSON object of the answer; an empty one where the answer is empty.
@@ -69,20 +77,20 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_answer(body))
         except httpx.HTTPError as error:
-            self.trouble = f"{type(error).__name__} ({str(error) or 'connection lost'})"
+            self.trouble = f"{type(error).__name__} ({self.quoted(error) or 'connection lost'})"
             raise RequestError(self.trouble, retry=True) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
-            status, key = response.status_code, client.headers.get("Authorization", "")
-            said = content[:500].decode(errors="replace").replace(key.removeprefix("Bearer ") or "\0", "...")
-            self.trouble = f"status {status} from {path}: {said!r}"
+            status = response.status_code
+            self.trouble = f"status {status} from {path}: {self.quoted(content, length=500)!r}"
             retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
             raise RequestError(self.trouble, status=status, retry=retry)
         try:
             answer = json.loads(content) if content else {}
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"an answer from {path} that is not JSON: {content[:200]!r}") from error
+            said = self.quoted(content, length=200)
+            raise RequestError(f"an answer from {path} that is not JSON: {said!r}") from error
         return answer if isinstance(answer, dict) else {"answer": answer}
 
     async def tag(self, client: httpx.AsyncClient) -> str | None:
@@ -129,7 +137,7 @@ class Replicas:
         max_concurrency: int = 256,
         timeout: float = 240.0,
     ) -> None:
-        self.all = [Replica(checked_url(url, allow_remote=allow_remote)) for url in urls]
+        self.all = [Replica(checked_url(url, allow_remote=allow_remote), api_key=api_key) for url in urls]
         if len({replica.url for replica in self.all}) != len(urls) or not urls:
             shown = [replica.url for replica in self.all]
             raise InputError(f"got base_urls={shown}, want one URL or several different ones; fix: list each once")
@@ -189,7 +197,7 @@ class Replicas:
             except RequestError as error:
                 if not error.retry:
                     raise
-                await asyncio.sleep(5 * _FIRST_PAUSE)
+                await asyncio.sleep(_LOOK_AGAIN)
             else:
                 return
 
@@ -205,8 +213,9 @@ class Replicas:
                 return await ask(replica)
             except RequestError as error:
                 raise UnavailableError(
-                    f"got {error} at {replica.url}, want what was asked of it; fix: look at that server's log"
-                ) from error
+                    f"got {replica.quoted(error)} at {replica.url}, want what was asked of it; fix: look at that "
+                    "server's log"
+                ) from None
 
         return await gathered([asked(replica) for replica in self.all])
 
@@ -215,8 +224,9 @@ class Replicas:
     ) -> list[T]:
         """The answer to each body, from whichever server carries `tag`, in the order of `bodies`.
 
-        A body is asked again, elsewhere if possible, when its server gives no answer or reports a failure of its own.
-        Exactly one answer to it is kept, since each is the return value of one coroutine.
+        A body is asked again, elsewhere if possible, when its server gives no answer or reports a failure of its own;
+        also when its server, asked after all have been answered, does not say that it carries `tag` still. Exactly one
+        answer to each is kept.
 
         Args:
             read: makes something useful of body and answer; it raises RequestError where it cannot.
@@ -224,58 +234,61 @@ class Replicas:
         Errors:
             UnavailableError: no server is left, one refused a request, or a request failed too often.
         """
-        carrying = await gathered([replica.carries(client, tag) for replica in self.all])
-        live = [replica for replica, carries in zip(self.all, carrying, strict=True) if carries]
-        for replica in self.all:
-            if replica not in live:
-                _log.warning("%s is down or has other weights; sampling without it until the next sync", replica.url)
+        live = list(self.all)
+        await self._leave_out(client, live, among=self.all, tag=tag)
         turns = asyncio.Semaphore(self._max_concurrency)
 
-        async def answered(body: Json) -> T:
+        async def answered(body: Json) -> tuple[Replica, T]:
             async with turns:
                 return await self._complete_one(client, body, live, tag=tag, read=read)
 
-        results = await gathered([answered(body) for body in bodies])
-        await gathered([self._check_unchanged(client, replica, tag) for replica in live])
-        return results
+        answers: dict[int, tuple[Replica, T]] = {}
+        while missing := [index for index in range(len(bodies)) if index not in answers]:
+            answers |= zip(missing, await gathered([answered(bodies[index]) for index in missing]), strict=True)
+            # All that answered, not only those that are left: one may have sampled from other weights before it went.
+            givers = list({replica for replica, _ in answers.values()})
+            unsure = await self._leave_out(client, live, among=givers, tag=tag)
+            answers = {index: answer for index, answer in answers.items() if answer[0] not in unsure}
+        return [answers[index][1] for index in range(len(bodies))]
+
+    async def _leave_out(
+        self, client: httpx.AsyncClient, live: list[Replica], *, among: Sequence[Replica], tag: str
+    ) -> list[Replica]:
+        """Which of `among` do not say that they carry `tag`. They are no longer in `live`."""
+        carrying = await gathered([replica.carries(client, tag) for replica in among])
+        lost = [replica for replica, carries in zip(among, carrying, strict=True) if not carries]
+        live[:] = [replica for replica in live if replica not in lost]
+        for replica in lost:
+            _log.warning("%s is down or has other weights; sampling without it until the next sync", replica.url)
+        return lost
 
     async def _complete_one(
         self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, tag: str, read: Callable[[Json, Json], T]
-    ) -> T:
-        pause, last = _FIRST_PAUSE, "none of them up with the weights of the last sync"
-        for _ in range(_ATTEMPTS):
+    ) -> tuple[Replica, T]:
+        """The answer, and who gave it."""
+        last, tried = "none of them up with the weights of the last sync", list[Replica]()
+        for pause in _PAUSES:
+            await asyncio.sleep(pause)
             if not live:
                 break
-            replica = min(live, key=lambda replica: replica.in_flight)
+            # The least busy one may be least busy because it fails at once.
+            replica = min(live, key=lambda replica: (tried.count(replica), replica.in_flight))
+            tried.append(replica)
             try:
                 answer = await replica.ask(client, "POST", "/v1/completions", body)
                 with understood("/v1/completions"):
-                    return read(body, answer)
+                    return replica, read(body, answer)
             except RequestError as error:
-                last = f"{error} at {replica.url}"
+                last = f"{replica.quoted(error)} at {replica.url}"
                 if not error.retry:
                     break
                 if not await replica.carries(client, tag) and replica in live:
                     live.remove(replica)
                     _log.warning("%s: sampling without it until the next sync", last)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
         raise UnavailableError(
-            f"got {last}, want completions from {self}; fix: look at the server's log; if it stopped, start it "
-            "again and start the trainer from its last checkpoint"
+            f"got {last}, want completions from {self}; fix: look at the server's log; one trainer per server; if it "
+            "stopped, start it again and start the trainer from its last checkpoint"
         )
-
-    async def _check_unchanged(self, client: httpx.AsyncClient, replica: Replica, tag: str) -> None:
-        """Raise where a server was restarted or given other weights while it sampled."""
-        try:
-            found = await replica.tag(client)
-        except RequestError:
-            return  # It went away after its last answer, which was a good one.
-        if found not in (tag, None):
-            raise UnavailableError(
-                f"got completions from {replica.url}, whose weights were changed meanwhile, want those of the last "
-                "sync; fix: one trainer per server, and a server that stays up"
-            )
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
@@ -304,7 +317,7 @@ def understood(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RequestError(
             f"an answer from {path} that vLLM does not give ({type(error).__name__}: {error})"
         ) from error

@@ -6,6 +6,7 @@ import logging
 from typing import NamedTuple
 
 import httpx
+import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.rollout.replicas import Replica, RequestError, understood
@@ -22,7 +23,7 @@ class ServerFacts(NamedTuple):
     max_model_len: int
     logprobs_mode: str
     on_cpu: bool
-    dtype: str  # of the weights, as "bfloat16"
+    dtype: torch.dtype  # of the weights
     weight_transfer: str | None  # the backend of --weight-transfer-config
 
     def check(self, url: str, *, max_model_len: int | None) -> None:
@@ -61,28 +62,49 @@ async def facts_of(client: httpx.AsyncClient, replica: Replica) -> ServerFacts:
     with understood("/v1/models, /server_info or /version"):
         config, model = info["vllm_config"], models["data"][0]
         transfer = config.get("weight_transfer_config") or {}
+        dtype = getattr(torch, str(config["model_config"]["dtype"]).removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{dtype} is no dtype")
         return ServerFacts(
-            version=str(version["version"]),
+            version=replica.quoted(version["version"], length=100),
             model_name=str(model["id"]),
             max_model_len=int(model["max_model_len"]),
-            logprobs_mode=config["model_config"]["logprobs_mode"],
+            logprobs_mode=replica.quoted(config["model_config"]["logprobs_mode"], length=100),
             on_cpu=config["device_config"]["device"] == "cpu",
-            dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
+            dtype=dtype,
             weight_transfer=transfer.get("backend"),
         )
 
 
 async def check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
     """Raise where vLLM's CPU build serves a tied head: it would stay behind at every sync. See weights.py."""
-    if not any(name.endswith(f":{tie.head}") for name in await checksums(client, replica)):
+    held = await checksums(client, replica)
+    if held is not None and tie.head not in held:
         raise InputError(
             f"got a server at {replica.url} that ties {tie.head} to the embedding, want weights of its own: vLLM's CPU "
             "build never updates a tied head; fix: serve the folder that server_folder(model, tokenizer, DIR) writes"
         )
 
 
-async def checksums(client: httpx.AsyncClient, replica: Replica) -> dict[str, str]:
-    """The sha256 of each weight that the server has, by worker and name, as "dp0:pp0:pcp0:tp0:model.norm.weight"."""
-    answer = await replica.ask(client, "POST", "/weight_checker", {"action": "checksum"})
+async def checksums(client: httpx.AsyncClient, replica: Replica) -> dict[str, set[str]] | None:
+    """The sha256 sums of each weight that the server has: one where all its workers hold the same.
+
+    None where it is too old to tell, which is logged once.
+    """
+    if not replica.has_checksums:
+        return None
+    try:
+        answer = await replica.ask(client, "POST", "/weight_checker", {"action": "checksum"})
+    except RequestError as error:
+        if error.status != httpx.codes.NOT_FOUND:
+            raise
+        replica.has_checksums = False
+        _log.warning("%s has no /weight_checker; the values of its weights are not compared", replica.url)
+        return None
+    held: dict[str, set[str]] = {}
     with understood("/weight_checker"):
-        return {str(name): str(digest) for name, digest in answer["checksums"].items()}
+        for name, digest in answer["checksums"].items():  # by worker, as "dp0:pp0:pcp0:tp0:model.norm.weight"
+            held.setdefault(name.rpartition(":")[2], set()).add(str(digest))
+    if not held:
+        raise RequestError("no checksum of any weight from /weight_checker")
+    return held

@@ -39,10 +39,15 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
     if not (allow_remote or _is_this_machine(parts.host)):
         raise InputError(
             f"got server URL {shown!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs "
-            "the server's development mode, and whoever reaches that controls it; fix: a loopback address, an SSH "
-            "tunnel, or vllm_server_allow_remote=True (allow_remote) on a network that you trust"
+            "the server's development mode, and whoever reaches that controls it; fix: a loopback address, or "
+            "vllm_server_allow_remote=True (allow_remote) on a network that you trust"
         )
     return (shown + parts.path).rstrip("/").removesuffix("/v1")
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether a URL that was checked leads to loopback."""
+    return _is_this_machine(httpx.URL(url).host)
 
 
 def _is_this_machine(host: str) -> bool:

@@ -243,8 +243,10 @@ def _completion(choice: Json) -> Completion:
     token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if choice["finish_reason"] not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
-    if not token_ids or logprobs is None or len(logprobs) != len(token_ids) or None in logprobs:
+    if not token_ids or logprobs is None or len(logprobs) != len(token_ids):
         raise RequestError(f"{len(token_ids or [])} token ids with {len(logprobs or [])} log-probs")
+    if not {*map(type, token_ids), *map(type, logprobs)} <= {int, float}:
+        raise RequestError("token ids or log-probs that are no numbers")
     return Completion(token_ids, logprobs, choice["finish_reason"])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rollout.replicas import Replica, Replicas, RequestError
 from fused_grpo.trainer.rollout.server_facts import ServerFacts, checksums
+from fused_grpo.trainer.rollout.server_urls import is_this_machine
 from fused_grpo.trainer.rollout.weight_files import published
 
 TransferName = Literal["auto", "files", "nccl"]
@@ -76,24 +77,25 @@ class FileTransfer(WeightTransfer):
 class SentValues:
     """Compares the weights that a server holds with those that it was sent, by sha256.
 
-    Not every weight can be compared: vLLM fuses, shards and repacks some. Those that were equal after the first sync
-    have to be equal after every other, and after the first at least one has to be.
+    Not every weight can be compared: vLLM fuses, shards and repacks some. Those that were equal on every worker after
+    the first sync have to be equal after every other, and after the first at least one has to be. A server that has no
+    checksums, or none under a name that it was sent, is warned of.
 
     Args:
-        dtype: what the servers keep weights in, as "bfloat16".
+        dtype: what the servers keep weights in.
     """
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype: torch.dtype = getattr(torch, dtype)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._sent: dict[str, str] = {}
         self._comparable: dict[str, set[str]] = {}  # by URL
 
     @classmethod
-    def of(cls, model: torch.nn.Module, dtype: str) -> SentValues | None:
+    def of(cls, model: torch.nn.Module, dtype: torch.dtype) -> SentValues | None:
         """None where the model is too large to be compared at every sync."""
         kept = cls(dtype)
         weights = sum(parameter.numel() for parameter in model.parameters())
-        return kept if weights * kept._dtype.itemsize <= _COMPARED_BYTES else None
+        return kept if weights * dtype.itemsize <= _COMPARED_BYTES else None
 
     def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`weights`, while their checksums are taken."""
@@ -110,10 +112,14 @@ class SentValues:
         Errors:
             RequestError: it does; names a weight.
         """
-        held = {key.rpartition(":")[2]: digest for key, digest in (await checksums(client, replica)).items()}
-        known = self._comparable.get(replica.url, held.keys() & self._sent.keys())
-        equal = {name for name in known if held.get(name) == self._sent.get(name)}
+        held = await checksums(client, replica)
+        if held is None:
+            return
         first = replica.url not in self._comparable
+        known = self._comparable.get(replica.url, held.keys() & self._sent.keys())
+        if first and not known:
+            _log.warning("%s has no weight of a name that it was sent; their values are not compared", replica.url)
+        equal = {name for name in known if held.get(name) == {self._sent.get(name)}}
         if (first and known and not equal) or (not first and equal != known):
             raise RequestError(f"other values of {min(known - equal)} than it was sent")
         self._comparable[replica.url] = equal
@@ -123,6 +129,8 @@ def choose_transfer(
     wanted: TransferName, servers: Replicas, facts: Sequence[ServerFacts], *, directory: str | None = None
 ) -> WeightTransfer:
     """The transfer called `wanted`; "auto" is nccl where servers were started for it and it can run, files otherwise.
+
+    A group with another machine opens a port there that asks for no password, so "auto" makes none.
 
     Errors:
         InputError: an unknown name.
@@ -134,6 +142,9 @@ def choose_transfer(
         from fused_grpo.trainer.rollout.nccl_transfer import NCCLTransfer, why_not
 
         reason = why_not(servers, facts)
+        if reason is None and wanted == "auto" and not all(is_this_machine(replica.url) for replica in servers.all):
+            reason = "a server that is not on this machine"
+            _log.warning("got %s: weights go by NCCL only where vllm_weight_transfer='nccl' says so", reason)
         if reason is None:
             _log.info("weights go to the servers by NCCL")
             return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
