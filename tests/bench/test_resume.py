@@ -37,7 +37,8 @@ def suite(farm, tmp_path):
     program.write_text(PROGRAM)
 
     def run(how: str) -> tuple[int, list[str]]:
-        process = farm.start(program, output, log, how)
+        # In no repository: another test that edits a file of this one meanwhile would make it another run.
+        process = farm.start(program, output, log, how, env={"GIT_DIR": str(tmp_path / "none")})
         return process.wait(), log.read_text().splitlines() if log.exists() else process.output
 
     run.output = output
