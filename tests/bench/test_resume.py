@@ -37,8 +37,10 @@ def suite(farm, tmp_path):
     program.write_text(PROGRAM)
 
     def run(how: str) -> tuple[int, list[str]]:
-        # In no repository: another test that edits a file of this one meanwhile would make it another run.
-        process = farm.start(program, output, log, how, env={"GIT_DIR": str(tmp_path / "none")})
+        # In no repository: another test that edits a file of this one meanwhile would make it another run. And in no
+        # worker of xdist, where pytest-benchmark writes no file.
+        env = {"GIT_DIR": str(tmp_path / "none"), "PYTEST_XDIST_WORKER": ""}
+        process = farm.start(program, output, log, how, env=env)
         return process.wait(), log.read_text().splitlines() if log.exists() else process.output
 
     run.output = output
