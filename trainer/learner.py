@@ -31,7 +31,7 @@ from fused_grpo.trainer.models import attention_cost, disable_dropout, model_wei
 from fused_grpo.trainer.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.rollout import checkpoint_weights
-from fused_grpo.trainer.sharding import prepare_sharding, reshard, shard_like_policy
+from fused_grpo.trainer.sharding import is_divided, prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
@@ -216,7 +216,7 @@ class Learner:
     def _clip(self) -> float:
         """Clip the gradient of all processes to `max_grad_norm`; its norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(norm.full_tensor() if is_divided(norm) else norm)
 
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""

@@ -26,7 +26,7 @@ class TrainResult:
     """How a run went."""
 
     steps: int
-    metrics: dict[str, Any]  # of the last step
+    metrics: dict[str, Any]  # of the last step; empty where a resumed run had none left to make
     eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
     eval_after: dict[str, float] | None
     checkpoint: Path

@@ -20,10 +20,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-from scale_out_run import EngineByPrompt, tokenizer
+from scale_out_run import EngineByPrompt
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, run_output
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import EffectiveBatch
 
 OUT, FAULT, RANK = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -44,7 +45,7 @@ def main() -> None:
         rows[3] = {"prompt": "1+1=" * 5}
     engine = None if FAULT == "start" else EngineByPrompt(model)
     loop.choose_engine = lambda *_: no_engine() if is_here() else EngineByPrompt(model)
-    trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=engine)
+    trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
     break_it(trainer)
     try:
         trainer.train()

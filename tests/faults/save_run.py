@@ -21,9 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 PARTS = runpy.run_path(str(Path(__file__).parents[1] / "trainer" / "resume_run.py"))
-MODEL, TOKENIZER = PARTS["model"](), PARTS["tokenizer"]()
+MODEL, TOKENIZER = PARTS["model"](), build_tokenizer()
 # No file of this checkpoint fits; some configurations do, all of them, the tokenizer too, most of the weights.
 LIMITS = (0, 100, 600, 1000, 2000, 120_000, 242_000)
 SIZES = (280, 400, 480)  # KiB; a checkpoint takes 256

@@ -17,6 +17,7 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import manifest
 from fused_grpo.trainer.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
 from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.resume import find_checkpoint, restore
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
@@ -29,7 +30,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def save(parts):
-    model = {"model": parts["model"](), "tokenizer": parts["tokenizer"]()}
+    model = {"model": parts["model"](), "tokenizer": build_tokenizer()}
     return lambda path, step: save_checkpoint(path / f"checkpoint-{step}", trainer_state={"step": step}, **model)
 
 

@@ -11,6 +11,7 @@ import pytest
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import newest_checkpoint, save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.metrics import METRICS_FILE, RunLog, read_metrics
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 SAVE = Path(__file__).with_name("save_run.py")
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
@@ -28,7 +29,7 @@ def files(directory):
 @pytest.fixture
 def checkpoint(tmp_path):
     parts = runpy.run_path(str(RUN))
-    options = {"model": parts["model"](), "tokenizer": parts["tokenizer"](), "trainer_state": {"step": 1}}
+    options = {"model": parts["model"](), "tokenizer": build_tokenizer(), "trainer_state": {"step": 1}}
     return save_checkpoint(tmp_path / "run" / "checkpoint-1", **options)
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.errors import FusedGRPOError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
 from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 
@@ -30,15 +31,6 @@ ENDS = "the run ends with an error that names the server; nothing was updated"
 AGAIN = "asked 5 times in all, elsewhere where there is a replica; then the run ends, nothing was updated"
 CHANGED = "what it sampled is asked of a replica; without one the run ends, nothing was updated"
 REFUSED = "the run ends with an error that names engine, prompt and what was got; nothing was updated"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
 def tiny_model() -> Qwen2ForCausalLM:
@@ -56,7 +48,7 @@ def make_trainer(tmp_path) -> Callable[..., GRPOTrainer]:
         args = GRPOConfig(str(tmp_path / "run"), log_completions=False, **{**shape, "learning_rate": 1e-2, **options})
         rows = [{"prompt": f"{a}+{a}="} for a in range(8)]
         model = tiny_model() if model is None else model
-        return GRPOTrainer(model, digits, args, rows, processing_class=tokenizer(), rollout_engine=rollout_engine)
+        return GRPOTrainer(model, digits, args, rows, processing_class=build_tokenizer(), rollout_engine=rollout_engine)
 
     return make
 
@@ -196,7 +188,7 @@ class Stale(TransformersEngine):
     """Samples from weights that are never replaced, and says that they were."""
 
     def __init__(self) -> None:
-        super().__init__(tiny_model(), tokenizer())
+        super().__init__(tiny_model(), build_tokenizer())
 
 
 class Dishonest(Stale):

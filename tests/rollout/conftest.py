@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import string
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +157,14 @@ def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
         return torch.tensor([value for values in rollouts.sampling_logprobs for value in values])
 
     return collect
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Any]]:
+    """Two servers that speak as vLLM does, and fail as they are told. See fake_vllm.py."""
+    spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    fake_vllm = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake_vllm)
+    yield from fake_vllm.serving(2)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,19 +18,10 @@ from fused_grpo.trainer.rollout.replicas import Replicas
 from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
 from fused_grpo.trainer.types import SamplingParams
 
-_spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
-fake_vllm = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_vllm)
-
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=0)
 KEY = "sk-secret"
 EXPECTED = [[prompt, index] for prompt, _ in PROMPTS for index in range(SAMPLING.n)]
-
-
-@pytest.fixture
-def servers() -> Iterator[list[Any]]:
-    yield from fake_vllm.serving(2)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,15 +17,6 @@ from fused_grpo.trainer.rollout.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.rollout.replicas import Replicas
 from fused_grpo.trainer.rollout.vllm_server import VLLMServerEngine
 from fused_grpo.trainer.rollout.weight_transfer import choose_transfer
-
-_spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
-fake_vllm = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_vllm)
-
-
-@pytest.fixture
-def servers() -> Iterator[list[Any]]:
-    yield from fake_vllm.serving(2)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "trainer"))
-from resume_run import model, tokenizer
+from resume_run import model
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -45,7 +46,9 @@ def main(folder: str, secret: str) -> None:
         vllm_server_base_url=f"http://user:{secret}@127.0.0.1:8000",
     )
     rows = [{"prompt": f"{number}+1="} for number in range(8)]
-    GRPOTrainer(f"{folder}/model", reward, args, rows, eval_dataset=rows[:2], processing_class=tokenizer()).train()
+    GRPOTrainer(
+        f"{folder}/model", reward, args, rows, eval_dataset=rows[:2], processing_class=build_tokenizer()
+    ).train()
 
 
 if __name__ == "__main__":

@@ -20,20 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint, loop, metrics, run_output
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
 def model() -> Qwen2ForCausalLM:
@@ -170,7 +162,7 @@ def make_trainer(
         resume_from_checkpoint=how == "resume",
         overwrite_output_dir=how == "fresh",
     )
-    return GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=tokenizer())
+    return GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=build_tokenizer())
 
 
 def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:

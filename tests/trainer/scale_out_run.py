@@ -20,24 +20,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, peers
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.rollout import RolloutEngine
 from fused_grpo.trainer.sharding import whole_state
 from fused_grpo.trainer.types import Rollouts
-
-LETTERS = "0123456789+="
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *LETTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
 class EngineByPrompt(RolloutEngine):
@@ -125,7 +115,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     defaults = {"max_steps": 5, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
-    trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer(), rollout_engine=engine)
+    trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
     learner = trainer.learner
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))
