@@ -54,7 +54,7 @@ def _linear_logprobs(
     batch_invariant: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p [N], entropy [N], the other tokens' maximum and total [2, N], d log p / d hidden [N, D]).
+    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
 
     The entropy is [0] where it is not asked for. So is the last, but where gradients are `wanted` (of hidden, weight,
     bias) of the hidden states alone.

@@ -1,16 +1,18 @@
 """The row passes in plain torch: the path for CPUs, and for any device that Triton does not serve.
 
 The same passes that `fused_grpo.kernels` offers, so that the ops are written once over either module. `logits` [R, C]
-is always a tile of raw h.w: some rows, and the whole vocabulary or a stretch of it. The passes walk it in blocks of
-rows that fit a core's cache, with two block-sized scratch tensors. That keeps the peak at one tile and is also the fast
-way on a CPU: a block is exponentiated, summed and differentiated while it is still in the cache.
+is always a tile of raw h.w: some rows, and the whole vocabulary or a stretch of it, rows or columns in one piece in
+memory. The passes walk it in blocks that fit the caches: a block is exponentiated, summed and differentiated while it
+is still there, in place, or where that cannot be in scratch of its size. That keeps the peak at one tile and is also
+the fast way on a CPU.
 The numerics are those of `statistics.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +21,6 @@ from fused_grpo import planner, reference
 from fused_grpo.config import TokenTerms
 from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.statistics import RowState, finish_rows, finite, share_of_others, start_rows
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of a tile with their transformed logits, in scratch."""
-
-    rows: slice
-    z: Tensor  # [r, C], the tile itself where nothing transforms it, else scratch
-    work: Tensor  # [r, C], scratch
-    spare: Tensor  # [r, C], scratch once z is not needed
-    slope: Tensor | None  # [r, C] dz/dx of the soft cap, None without one
-    column: Tensor  # [r, 1] of the target, 0 where it is not here
-    here: Tensor  # [r, 1] whether the target is in this tile
 
 
 def fold_tile_(
@@ -46,39 +35,52 @@ def fold_tile_(
     entropy: bool = False,
     weights: torch.dtype | None = None,
     weights_scale: float = 1.0,
+    anchored: bool = False,
 ) -> Tensor | None:
     """Fold a tile [R, C] into the state of its rows; `targets` are -1 where the target is in another tile.
 
     With `weights`, the tile is overwritten by weights_scale * e^(z - m) * dsoftcap, 0 at the target, in that dtype, and
-    returned: a view of its memory. Sums that were weighted before are relative to the maximum of then: scale them by
+    returned: a view of its memory. Sums that were weighted before are relative to the m of then: scale them by
     e^(m_then - m). Without, the tile is left as it was.
+
+    The state's m is raised to the largest logit, for which the tile is looked through once more; for rows that are
+    `anchored`, to the largest of the first block of their first tile.
     """
+    tile = _Tile(logits, targets, bias, temperature, logit_scale, softcap)
     out = None if weights is None else _in_place(logits, weights)
-    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=weights is not None):
-        maximum, total, weighted, target_logit = state.rows(block.rows)
-        at_target = block.z.gather(1, block.column)
-        target_logit.copy_(torch.where(block.here, at_target, target_logit[:, None])[:, 0])
-        others = block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))
-        top = torch.maximum(maximum, others.amax(1))
-        shift = finite(top)
-        drop = maximum - shift
-        rescale = drop.exp()
-        centred = torch.sub(others, shift[:, None], out=block.work)
-        others.scatter_(1, block.column, at_target)
-        # Straight to where it belongs, one pass less, unless it has yet to be scaled or narrowed.
-        kept = out is not None and out.dtype == centred.dtype and weights_scale == 1.0
-        e = torch.exp(centred, out=out[block.rows] if out is not None and kept else block.spare)
+    target_logit, _ = tile.at_target()
+    state.target_logit.copy_(torch.where(tile.has_target, target_logit, state.target_logit))
+    if not anchored or not state.total.any():
+        _raise_shift(state, tile.blocks(slope=False, keep=True, most=1 if anchored else None))
+    shift = finite(state.shift)[:, None]
+    # Straight to where it belongs, unless it has yet to be scaled or narrowed.
+    direct = out is not None and out.dtype == logits.dtype and weights_scale == 1.0
+    for block in tile.blocks(slope=out is not None, keep=out is None):
+        rows, place = block.rows, None if out is None else out[block.rows, block.columns]
+        e = place if direct and place is not None else block.scratch(1 if entropy else 0)
+        centred = torch.sub(block.z, shift[rows], out=block.scratch(0) if entropy else e)
+        torch.exp(centred, out=e)
         if entropy:
             # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
-            moved = rescale * (weighted + drop.clamp_min(-128.0) * total)
-            weighted.copy_(moved + centred.clamp_min_(-128.0).mul_(e).sum(1))
-        total.mul_(rescale).add_(e.sum(1))
-        maximum.copy_(top)
-        if out is not None:
+            state.weighted[rows] += centred.clamp_min_(-128.0).mul_(e).sum(1)
+        state.total[rows] += e.sum(1)
+        if place is not None:
             e = e if block.slope is None else e.mul_(block.slope)
-            if not kept:
-                torch.mul(e, weights_scale, out=out[block.rows])
+            if not direct:
+                torch.mul(e, weights_scale, out=place)
     return out
+
+
+def _raise_shift(state: RowState, blocks: Iterable[_Block]) -> None:
+    """Make m the largest logit so far, these blocks' among them."""
+    top = state.shift.clone()
+    for block in blocks:
+        top[block.rows] = torch.maximum(top[block.rows], block.z.amax(1))
+    drop = state.shift - finite(top)
+    rescale = drop.exp()
+    state.weighted.add_(drop.clamp_min(-128.0) * state.total).mul_(rescale)
+    state.total.mul_(rescale)
+    state.shift.copy_(top)
 
 
 def row_statistics(
@@ -117,11 +119,12 @@ def logits_gradient_(
 ) -> Tensor:
     """d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
-    `targets` are -1 where the target is in another tile; the statistics are those of the whole row.
+    `targets` are -1 where the target is in another tile; the statistics are those of the whole row, `maximum` its m.
     """
-    out = _in_place(logits, dtype)
+    tile, out = _Tile(logits, targets, bias, temperature, logit_scale, softcap), _in_place(logits, dtype)
+    _, slope_at_target = tile.at_target()
     # Of each row, [R, 1]: once for the tile, not for each of its blocks.
-    log_p_target, upstream, shift = logprobs[:, None], grad_logprobs[:, None], finite(maximum[:, None])
+    log_p_target, upstream, shift = logprobs[:, None], grad_logprobs[:, None], finite(maximum)[:, None]
     slope, share = logit_scale / temperature[:, None], share_of_others(log_p_target, total[:, None])
     at_target = upstream * -torch.expm1(log_p_target)
     factor = -upstream * slope * share
@@ -133,23 +136,23 @@ def logits_gradient_(
         at_target = at_target - upstream_entropy * log_p_target.exp() * surprise
         of_entropy = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
         factor = slope * share
-    at_target = at_target * slope
-    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
-        rows = block.rows
-        centred = torch.sub(block.z, shift[rows], out=block.work)
-        e = torch.exp(centred, out=block.spare)
+    at_target = at_target * slope if slope_at_target is None else at_target * slope * slope_at_target[:, None]
+    for block in tile.blocks(slope=True, keep=False):
+        rows, place = block.rows, out[block.rows, block.columns]
         # Straight to where it belongs, one pass less, unless it has yet to be narrowed.
-        gradient = out[rows] if out.dtype == e.dtype else e
+        e = place if place.dtype == logits.dtype else block.scratch(1)
+        centred = torch.sub(block.z, shift[rows], out=e if of_entropy is None else block.scratch(0))
+        torch.exp(centred, out=e)
         if of_entropy is not None:
             push, offset = (value[rows] for value in of_entropy)
             e.mul_(centred.clamp_min_(-128.0).add_(offset).mul_(push).sub_(upstream[rows]))
-        torch.mul(e, factor[rows], out=gradient)
-        elsewhere = gradient.gather(1, block.column)
-        gradient.scatter_(1, block.column, torch.where(block.here, at_target[rows], elsewhere))
+        e.mul_(factor[rows])
         if block.slope is not None:
-            gradient.mul_(block.slope)
-        if gradient is e:
-            out[rows] = gradient
+            e.mul_(block.slope)
+        if e is not place:
+            place.copy_(e)
+    column = tile.column[:, None]
+    out.scatter_(1, column, torch.where(tile.has_target[:, None], at_target.to(dtype), out.gather(1, column)))
     return out
 
 
@@ -163,12 +166,10 @@ def weights_(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """e^(z - m) * dsoftcap [R, C] over a tile, 0 at the target, with `maximum` m [R] that of the whole row."""
-    shift = finite(maximum[:, None])
-    for block in _blocks(logits, targets, bias, temperature, logit_scale, softcap, slope=True):
-        at_target = block.z.gather(1, block.column)
-        block.z.scatter_(1, block.column, torch.where(block.here, -torch.inf, at_target))
-        e = torch.sub(block.z, shift[block.rows], out=logits[block.rows]).exp_()
+    """e^(z - m) * dsoftcap [R, C] over a tile, 0 at the target, with m that of the whole row, `maximum` [R]."""
+    tile, shift = _Tile(logits, targets, bias, temperature, logit_scale, softcap), finite(maximum)[:, None]
+    for block in tile.blocks(slope=True, keep=False):
+        e = torch.sub(block.z, shift[block.rows], out=logits[block.rows, block.columns]).exp_()
         if block.slope is not None:
             e.mul_(block.slope)
     return logits
@@ -199,40 +200,86 @@ def grpo_token_loss(
     return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 
-def _blocks(
-    logits: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    *,
-    slope: bool,
-) -> Iterator[_Block]:
-    """Transformed logits of `logits`, a cache-sized block of rows at a time, in reused scratch."""
-    num_rows, columns = logits.shape
-    # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.
-    height = min(num_rows, 1 << (max(1, BLOCK_BYTES // (columns * logits.element_size())).bit_length() - 1))
-    first, second = logits.new_empty((2, height, columns))
-    # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
-    as_they_are = bias is None and softcap is None and _all_equal(temperature, logit_scale)
-    for rows in planner.chunks(num_rows, height):
-        z, work = (scratch[: rows.stop - rows.start] for scratch in (first, second))
-        raw, slopes = logits[rows], None
-        if as_they_are:
-            z, spare = raw, z
-        else:
-            spare = z
-            raw = raw if bias is None else torch.add(raw, bias, out=z)
-            if softcap is None:
-                # Where temperature and scale are equal this is exactly 1: a row is multiplied or not, to the same bits.
-                torch.mul(raw, logit_scale / temperature[rows, None], out=z)
-            else:
-                torch.mul(raw, logit_scale / softcap, out=z).tanh_()
-                slopes = 1 - z.square() if slope else None
-                z.mul_(softcap / temperature[rows, None])
-        target = targets[rows, None]
-        yield _Block(rows, z, work, spare, slopes, target.clamp_min(0), target >= 0)
+class _Block(NamedTuple):
+    """A piece of a tile with its transformed logits."""
+
+    tile: _Tile
+    rows: slice
+    columns: slice
+    z: Tensor  # [r, c], -inf at the targets; the tile itself where nothing transforms it, else scratch 0
+    slope: Tensor | None  # [r, c] dz/dx of the soft cap, None without one
+
+    def scratch(self, number: int) -> Tensor:
+        """[r, c]."""
+        return self.tile.scratch(number, *self.z.shape)
+
+
+class _Tile:
+    """A tile [R, C], what makes logits of its raw ones, and where its targets are."""
+
+    def __init__(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        temperature: Tensor,
+        logit_scale: float,
+        softcap: float | None,
+    ) -> None:
+        self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature[:, None]
+        self.logit_scale, self.softcap = logit_scale, softcap
+        self.has_target, self.column = targets >= 0, targets.clamp_min(0)
+        # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
+        self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
+        self.in_columns = raw.stride(0) < raw.stride(1)
+        across = raw.shape[0] if self.in_columns else raw.shape[1]
+        # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.
+        self.thickness = 1 << (max(1, BLOCK_BYTES // max(1, across * raw.element_size())).bit_length() - 1)
+        self._scratch: dict[int, Tensor] = {}
+
+    def at_target(self) -> tuple[Tensor, Tensor | None]:
+        """(z, its slope), each [R], at the target; of no meaning where it is in another tile."""
+        column = self.column[:, None]
+        raw, bias = self.raw.gather(1, column), None if self.bias is None else self.bias[column]
+        z, slope = self._transformed(raw, bias, slice(None), torch.empty_like(raw), slope=True)
+        return z[:, 0], None if slope is None else slope[:, 0]
+
+    def blocks(self, *, slope: bool, keep: bool, most: int | None = None) -> Iterator[_Block]:
+        """A cache-sized block at a time, all or the first; `keep` what is in the tile where it is not written over."""
+        whole = slice(0, self.raw.shape[0]), slice(0, self.raw.shape[1])
+        pieces = planner.chunks(self.raw.shape[1 if self.in_columns else 0], self.thickness)
+        for some in itertools.islice(pieces, most):
+            rows, columns = (whole[0], some) if self.in_columns else (some, whole[1])
+            raw, bias = self.raw[rows, columns], None if self.bias is None else self.bias[columns]
+            z, slopes = raw, None
+            if not self.as_it_is:
+                z, slopes = self._transformed(raw, bias, rows, self.scratch(0, *raw.shape), slope=slope)
+            local = self.targets[rows, None] - columns.start
+            column = local.clamp(0, raw.shape[1] - 1)
+            kept = z.gather(1, column)
+            z.scatter_(1, column, torch.where(local == column, -torch.inf, kept))
+            yield _Block(self, rows, columns, z, slopes)
+            if keep and self.as_it_is:
+                z.scatter_(1, column, kept)
+
+    def scratch(self, number: int, rows: int, columns: int) -> Tensor:
+        """[r, c], in the order of the tile, made when it is first asked for, which is for the largest block."""
+        if number not in self._scratch:
+            self._scratch[number] = self.raw.new_empty(rows * columns)
+        flat = self._scratch[number][: rows * columns]
+        return flat.view(columns, rows).t() if self.in_columns else flat.view(rows, columns)
+
+    def _transformed(
+        self, raw: Tensor, bias: Tensor | None, rows: slice, out: Tensor, *, slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(z, dz/dx of the soft cap if there is one and it is asked for), from `raw` [r, c] into `out`."""
+        raw = raw if bias is None else torch.add(raw, bias, out=out)
+        if self.softcap is None:
+            # Where temperature and scale are equal this is exactly 1: a row is multiplied or not, to the same bits.
+            return torch.mul(raw, self.logit_scale / self.temperature[rows], out=out), None
+        torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
+        slopes = 1 - out.square() if slope else None
+        return out.mul_(self.softcap / self.temperature[rows]), slopes
 
 
 def _all_equal(temperature: Tensor, value: float) -> bool:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner
-from fused_grpo.planner import TileShape
+from fused_grpo._pages import on_large_pages
+from fused_grpo.planner import BLOCK_BYTES, TileShape
 from fused_grpo.reference import compute_dtype
 
 # A slice of W as fp32 on the CPU: large enough for a good GEMM, small beside any chunk.
@@ -93,9 +94,11 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_shape(self, chunk_bytes: int | None, *, vocab_size: int | None = None) -> TileShape:
+    def chunk_shape(
+        self, chunk_bytes: int | None, *, vocab_size: int | None = None, in_columns: bool = False
+    ) -> TileShape:
         """Whole rows, as many as the budget allows; as many as if they had `vocab_size` columns, if given."""
-        rows = planner.chunk_rows(
+        shape = planner.chunk_shape(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
@@ -103,11 +106,17 @@ class Head:
             row_bytes=self._row_bytes(weight_gradient=True),
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
+            in_columns=in_columns,
         )
-        return TileShape(rows, len(self.weight))
+        return shape._replace(columns=len(self.weight))
 
     def tile_shape(
-        self, chunk_bytes: int | None, *, num_rows: int | None = None, weight_gradient: bool = False
+        self,
+        chunk_bytes: int | None,
+        *,
+        num_rows: int | None = None,
+        weight_gradient: bool = False,
+        in_columns: bool = False,
     ) -> TileShape:
         """Tiles for passes that need not see a whole row at once; for `num_rows` rows, not the head's own, if given."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
@@ -122,6 +131,7 @@ class Head:
             column_bytes=column_bytes,
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
+            in_columns=in_columns,
         )
 
     def _row_bytes(self, *, weight_gradient: bool) -> int:
@@ -136,12 +146,29 @@ class Head:
         """What a GEMM holds of W in a wider dtype."""
         return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
+    def anchors(self) -> Tensor:
+        """The logit [N] of each row's target, which it must have, from a product of its own; see `statistics.py`."""
+        found = self.hidden.new_empty(len(self.targets), dtype=self.dtype)
+        for rows, at_target in self.weight_at(self.targets, self.dtype):
+            hidden = self.hidden[rows if self.index is None else self.index[rows]]
+            raw = (hidden.to(self.dtype) * at_target).sum(1)
+            raw = raw if self.bias is None else raw + self.bias[self.targets[rows]]
+            z = raw * self.logit_scale
+            found[rows] = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return found.div_(self.temperature)
+
+    def weight_at(self, targets: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, W at their `targets` [r, D]), a small block at a time."""
+        height = max(1, BLOCK_BYTES // max(1, 2 * self.weight.shape[1] * dtype.itemsize))
+        for rows in planner.chunks(len(targets), height):
+            yield rows, self.weight[targets[rows]].to(self.hidden.dtype).to(dtype)
+
     def tiles(self, shape: TileShape, *, pad: bool = False) -> Iterator[Tile]:
         """All logits, row group by row group, each from left to right. Every tile lives in the same buffer.
 
         With `pad` every tile has `shape.rows` rows, however few there are: those past the end are of zeros.
         """
-        buffer = self.hidden.new_empty(shape.rows * shape.columns, dtype=self.dtype)
+        buffer = on_large_pages(self.hidden.new_empty(shape.size, dtype=self.dtype))
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
         head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
         for rows in planner.chunks(len(self.targets), shape.rows):
@@ -154,10 +181,17 @@ class Head:
             group = slice(rows.start, rows.start + count)
             for columns in planner.chunks(len(head_weight), shape.columns):
                 weight = head_weight[columns].to(self.hidden.dtype)
-                logits = buffer[: count * len(weight)].view(count, len(weight))
+                logits = _piece(buffer, count, len(weight), shape.stride)
                 logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
                 yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)
+
+
+def _piece(buffer: Tensor, rows: int, columns: int, stride: int) -> Tensor:
+    """[R, C] in a flat buffer: row after row, or with a `stride` column after column, that far apart."""
+    if not stride:
+        return buffer[: rows * columns].view(rows, columns)
+    return buffer[: columns * stride].view(columns, stride)[:, :rows].t()
 
 
 def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:

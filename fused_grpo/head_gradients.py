@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner
+from fused_grpo._pages import on_large_pages
 from fused_grpo.head import Head, Tile, multiply_into, weighted_sum_into
 from fused_grpo.planner import BLOCK_BYTES, TileShape
 
@@ -59,7 +60,7 @@ class HeadGradients:
         self._pushed: Tensor | None = None  # its hidden states, times push
         self._started: set[int] = set()  # the columns of which dW has been written
         weight_dtype = None if shape.rows >= len(head.targets) and rounded else head.dtype
-        self._weight = torch.empty_like(head.weight, dtype=weight_dtype) if weight else None
+        self._weight = on_large_pages(torch.empty_like(head.weight, dtype=weight_dtype)) if weight else None
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
 
     def scaled(self, upstream: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def _slope_at(head: Head, hidden: Tensor, targets: Tensor, dtype: torch.dtype) -
     """1 - tanh^2 of the target's logit, [R], as 4 e / (1 + e)^2: nothing cancels where the cap saturates."""
     slope = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     assert head.softcap is not None
-    for rows, at_target in _rows_of_weight(head, targets, dtype):
+    for rows, at_target in head.weight_at(targets, dtype):
         raw = (hidden[rows].to(dtype) * at_target).sum(1)
         raw = raw if head.bias is None else raw + head.bias[targets[rows]]
         e = torch.exp(-2 * (raw * (head.logit_scale / head.softcap)).abs())
@@ -173,14 +174,8 @@ def apply_factors_(sums: Tensor, head: Head, factors: Factors) -> None:
     """dH [R, D], in place, from the weighted sums of the rows of W."""
     if not len(head.weight):
         return
-    for rows, at_target in _rows_of_weight(head, factors.targets.clamp_min(0), sums.dtype):
+    for rows, at_target in head.weight_at(factors.targets.clamp_min(0), sums.dtype):
         sums[rows].mul_(factors.push[rows, None]).addcmul_(at_target, factors.pull[rows, None])
-
-
-def _rows_of_weight(head: Head, targets: Tensor, dtype: torch.dtype):  # type: ignore[no-untyped-def]
-    """(rows, W at their targets [r, D]), a small block at a time."""
-    for rows in planner.chunks(len(targets), max(1, BLOCK_BYTES // max(1, 2 * head.weight.shape[1] * dtype.itemsize))):
-        yield rows, head.weight[targets[rows]].to(head.hidden.dtype).to(dtype)
 
 
 def _add_targets_(product: Tensor, tile: Tile, pull: Tensor) -> None:

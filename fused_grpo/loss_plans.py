@@ -30,15 +30,19 @@ from torch import Tensor
 from fused_grpo import planner, reference
 from fused_grpo._layout import LossInputs, TokenInputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head import Head, Tile
+from fused_grpo.head import Head, Tile, logits_into
 from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
 from fused_grpo.planner import BLOCK_BYTES, TileShape
-from fused_grpo.plans import power_of_two_scale, rows_of, takes_weights
-from fused_grpo.statistics import RowState, finish_rows, start_rows
+from fused_grpo.plans import anchors, in_columns, power_of_two_scale, rows_of, takes_weights
+from fused_grpo.statistics import RowState, adrift, finish_rows, start_rows
 from fused_grpo.vocab_parallel import Shards
 
 Score = Literal["all", "needed"]
+
+
+# Moving a row costs about as much as a fraction 1 / _FEW of its tile's other rows would save in the GEMMs.
+_FEW = 8
 
 
 class Done(NamedTuple):
@@ -56,7 +60,7 @@ class _Rows(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None
-    maximum: Tensor
+    shift: Tensor
     total: Tensor
 
     def of(self, rows: slice | Tensor) -> _Rows:
@@ -88,13 +92,15 @@ def fused_loss(
     differentiated = any(wanted.values())
     # A shard whose rank wants no gradient meets the same rows in the same order as the others.
     rows = head.select(_rows_in_order(inputs, config, score, differentiated or shards is not None))
-    shape = rows.chunk_shape(chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
+    vocab_size = None if shards is None else max(shards.sizes)
+    shape = rows.chunk_shape(chunk_bytes, vocab_size=vocab_size, in_columns=in_columns(rows, passes))
     how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs), "every_row": False, "rounded": rounded}
     gradients = HeadGradients(rows, shape, **how, hidden_dtype=None if shards is None else head.dtype)
     # The weights of a shard would be relative to the maximum of its own columns.
     as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef and shards is None
     taken = gradients if differentiated else None
-    step = _Step(rows, shape, inputs, config, passes, taken, as_weights, entropy, shards)
+    anchor = anchors(rows, passes) if as_weights and not entropy else None
+    step = _Step(rows, shape, inputs, config, passes, taken, as_weights, anchor, entropy, shards)
     statistics, seen, upstream = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
     per_token = [
         None if values is None else _everywhere(values, rows.index, len(head.targets))
@@ -159,6 +165,7 @@ class _Step:
     gradients: HeadGradients | None  # None where none is wanted
     as_weights: bool
     """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
+    anchor: Tensor | None  # of each row, where those weights are relative to it
     entropy: bool  # whether anybody asks for it
     shards: Shards | None
 
@@ -201,7 +208,7 @@ class _Step:
             for tile in self.head.select(left).tiles(self.shape) if len(left) else ():
                 some = rows.of(left[tile.rows])
                 if self.as_weights:
-                    self.passes.weights_(tile.logits, tile.targets, maximum=some.maximum, **tile.arguments)
+                    self.passes.weights_(tile.logits, tile.targets, maximum=some.shift, **tile.arguments)
                 self._take_gradient(tile, some, done.of(left[tile.rows]))
         return {**done.statistics, "recomputed": again}, rows, done
 
@@ -209,17 +216,31 @@ class _Step:
         """Of whole rows, of which a rank of several has a stretch."""
         options = {**tile.arguments, "entropy": self.entropy}
         if self.shards is None and not self.as_weights:
-            logprobs, entropy, (maximum, total, *_) = self.passes.row_statistics(tile.logits, tile.targets, **options)
-            return _Rows(logprobs, entropy, maximum, total)
-        state = start_rows(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+            logprobs, entropy, (shift, total, *_) = self.passes.row_statistics(tile.logits, tile.targets, **options)
+            return _Rows(logprobs, entropy, shift, total)
         if self.shards is None:
-            self.passes.fold_tile_(tile.logits, tile.targets, state, **options, weights=tile.logits.dtype)
+            state = self._weigh_(tile)
         else:
+            state = start_rows(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
             if tile.logits.shape[1]:
                 state = RowState(*self.passes.row_statistics(tile.logits, tile.targets, **options)[2])
             state = self.shards.merge(state)
         logprobs, entropy = finish_rows(state)
-        return _Rows(logprobs, entropy if self.entropy else None, state.maximum, state.total)
+        return _Rows(logprobs, entropy if self.entropy else None, state.shift, state.total)
+
+    def _weigh_(self, tile: Tile) -> RowState:
+        """Leave e^(z - m) in a tile: m is the anchor of a row, or all have none if one of them does not hold."""
+        like: dict[str, Any] = {"dtype": tile.logits.dtype, "device": tile.logits.device}
+        options = {**tile.arguments, "weights": tile.logits.dtype}
+        if self.anchor is not None:
+            state = start_rows(len(tile.targets), **like, anchor=self.anchor[tile.rows])
+            self.passes.fold_tile_(tile.logits, tile.targets, state, **options, anchored=True)
+            if adrift(state) is None:
+                return state
+            logits_into(tile.logits, tile.hidden, tile.weight)
+        state = start_rows(len(tile.targets), **like)
+        self.passes.fold_tile_(tile.logits, tile.targets, state, **options, entropy=self.entropy)
+        return state
 
     def _take_gradient(self, tile: Tile, rows: _Rows, done: LossGradients) -> None:
         """Take the rows of the tile that have a gradient into dH, dW, db."""
@@ -227,7 +248,8 @@ class _Step:
             return
         # A GPU would have to wait for the answer: it is asked only where it may be yes.
         ask = tile.index is not None or not tile.logits.is_cuda or _may_vanish(self.inputs, self.config)
-        order = kept_first_(tile.logits, rows_of(_has_gradient(done))) if ask else None
+        kept = rows_of(_has_gradient(done)) if ask else None
+        order = None if kept is None or self._may_stay(rows, kept) else kept_first_(tile.logits, kept)
         if order is not None:
             tile, rows, done = tile.select(order), rows.of(order), done.of(order)
         if not tile.logits.numel():
@@ -241,7 +263,7 @@ class _Step:
         dlogits = self.passes.logits_gradient_(
             tile.logits,
             tile.targets,
-            maximum=rows.maximum,
+            maximum=rows.shift,
             total=rows.total,
             logprobs=rows.logprobs,
             entropy=None if grad_entropy is None else rows.entropy,
@@ -251,6 +273,11 @@ class _Step:
             dtype=self.head.gemm_dtype,
         )
         self.gradients.add(tile, dlogits)
+
+    def _may_stay(self, rows: _Rows, kept: Tensor) -> bool:
+        """Whether rows without a gradient are too few to be worth moving: as weights they are multiplied by 0."""
+        few = len(rows.total) - len(kept) <= len(rows.total) // _FEW
+        return self.as_weights and few and bool(torch.isfinite(rows.total).all())
 
 
 def _may_vanish(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -275,9 +302,9 @@ def kept_first_(logits: Tensor, kept: Tensor | None) -> Tensor | None:
     order = torch.arange(count, device=kept.device)
     is_kept = torch.zeros(len(logits), dtype=torch.bool, device=kept.device).index_fill_(0, kept, True)
     holes, movers = (~is_kept[:count]).nonzero()[:, 0], kept[kept >= count]
-    height = max(1, BLOCK_BYTES // max(1, logits[:1].nbytes))
-    for some in planner.chunks(len(holes), height):
-        logits[holes[some]] = logits[movers[some]]
+    width = max(1, BLOCK_BYTES // max(1, len(holes) * logits.element_size()))
+    for columns in planner.chunks(logits.shape[1] if len(holes) else 0, width):
+        logits[holes, columns] = logits[movers, columns]
     return order.index_copy_(0, holes, movers)
 
 

@@ -10,6 +10,9 @@ two shapes of piece:
   price is that dH, [R, D], accumulates over the tiles. So tiles are tall: all rows up to twice the side of a square,
   beyond which narrow tiles would spend more on dH than another sweep over the vocabulary costs.
 
+On a CPU the columns of a piece, not its rows, are in one piece in memory: what a GEMM packs for each block of W is then
+the hidden states, which fit a cache, and not W.
+
 256 MiB is 441 whole rows at V=151936, or all of 8192 rows by 8192 columns.
 """
 
@@ -35,13 +38,28 @@ CPU_TILE_BYTES = 32 * 2**20
 # Whole rows on a CPU, unless told otherwise: few enough to be small beside full logits, many enough for a good GEMM.
 CPU_CHUNK_BYTES = 96 * 2**20
 
+# The numbers of a cache line in fp32, by which columns are aligned.
+_LINE = 16
+
+# Below this many rows nothing is aligned: a column would be mostly padding.
+_LEAST_ALIGNED = 128
+
 # Columns in multiples of what GEMM kernels and vectorised loads like.
 ALIGNMENT = 128
 
 
 class TileShape(NamedTuple):
+    """Of the pieces of one sweep, and how they lie in memory."""
+
     rows: int
     columns: int
+    stride: int = 0
+    """How far apart columns begin, each of them in one piece; 0: rows are, one after the other."""
+
+    @property
+    def size(self) -> int:
+        """The numbers that a buffer for it holds."""
+        return (self.stride or self.rows) * self.columns
 
 
 def budget(chunk_bytes: int | None) -> int:
@@ -55,7 +73,7 @@ def _room(chunk_bytes: int | None, device: torch.device, slice_bytes: int) -> in
     return max(whole - _SCRATCH_BYTES - slice_bytes, whole // 3) if device.type == "cpu" else whole
 
 
-def chunk_rows(
+def chunk_shape(
     num_rows: int,
     vocab_size: int,
     *,
@@ -64,10 +82,17 @@ def chunk_rows(
     row_bytes: int = 0,
     slice_bytes: int = 0,
     chunk_bytes: int | None = None,
-) -> int:
-    """Rows per chunk: the most that fit the budget (at least one), evened out so that the last chunk is not a stub."""
+    in_columns: bool = False,
+) -> TileShape:
+    """Whole rows: the most that fit the budget (at least one), evened out so that the last chunk is not a stub."""
     chunk_bytes = CPU_CHUNK_BYTES if chunk_bytes is None and device.type == "cpu" else chunk_bytes
-    return _evened(num_rows, _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize + row_bytes))
+    most = _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize + row_bytes)
+    if not in_columns or most < _LEAST_ALIGNED + 2 * _LINE:
+        rows = _evened(num_rows, most)
+        return TileShape(rows, vocab_size, rows if in_columns else 0)
+    rows = _evened(num_rows, most - most % _LINE - _LINE)
+    rows = min(num_rows, rows + -rows % _LINE)
+    return TileShape(rows, vocab_size, _stride(rows))
 
 
 def tile_shape(
@@ -80,6 +105,7 @@ def tile_shape(
     column_bytes: int = 0,
     slice_bytes: int = 0,
     chunk_bytes: int | None = None,
+    in_columns: bool = False,
 ) -> TileShape:
     """The tile for [num_rows, vocab_size] logits of `itemsize` bytes each.
 
@@ -93,10 +119,17 @@ def tile_shape(
     if row_bytes:
         tallest = min(tallest, room // (4 * row_bytes))
     rows = _evened(num_rows, tallest)
-    widest = (room - rows * row_bytes) // max(1, rows * itemsize + column_bytes)
+    stride = _stride(rows) if in_columns else 0
+    widest = (room - rows * row_bytes) // max(1, (stride or rows) * itemsize + column_bytes)
     widest -= widest % ALIGNMENT if widest >= ALIGNMENT else 0
     columns = _evened(vocab_size, widest)
-    return TileShape(rows, min(vocab_size, columns + -columns % ALIGNMENT) if widest >= ALIGNMENT else columns)
+    columns = min(vocab_size, columns + -columns % ALIGNMENT) if widest >= ALIGNMENT else columns
+    return TileShape(rows, columns, stride)
+
+
+def _stride(rows: int) -> int:
+    """An odd number of cache lines, lest columns share a cache set; no padding where a column would be mostly that."""
+    return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
 
 
 def _evened(total: int, most: int) -> int:

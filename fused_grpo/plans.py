@@ -6,8 +6,8 @@
   whose upstream gradient is zero take no part.
 - `forward_with_direction`, 2U: with the head frozen, d log p / d h needs nothing from upstream, so it is taken on the
   way and the backward pass is a product. It is the recurrence of attention with W as keys and values: with
-  e_v = e^(z_v - m) for every token but the target t, and s their sum, folded in tile by tile and rescaled whenever the
-  maximum m grows,
+  e_v = e^(z_v - m) for every token but the target t, and s their sum, folded in tile by tile and rescaled whenever m
+  grows,
 
       d log p / d h = logit_scale / temperature * (1 - p) * (slope_t w_t - sum_v e_v slope_v w_v / s)
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_grpo import planner
 from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets, weighted_sum_into
 from fused_grpo.head_gradients import HeadGradients, apply_factors_, softmax_factors
-from fused_grpo.statistics import RowState, finish_rows, merge_rows, start_rows
+from fused_grpo.statistics import RowState, adrift, finish_rows, merge_rows, start_rows
 
 # fp16 ends at 2^16: the largest weight or gradient goes near 2^10, so that 2^-34 of it is still a number.
 _FP16_EXPONENT = 10
@@ -39,7 +39,7 @@ class Statistics(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None
-    maximum: Tensor
+    shift: Tensor
     total: Tensor
 
 
@@ -48,7 +48,7 @@ def forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int |
     if _in_kernel(passes, **how) and _one_launch(head, chunk_bytes):
         with full_precision(head.hidden):
             logprobs, entropies, state = _launch(head, passes, entropy=entropy)
-        return Statistics(logprobs, entropies, state.maximum, state.total)
+        return Statistics(logprobs, entropies, state.shift, state.total)
     return finish(fold(head, passes, entropy=entropy, chunk_bytes=chunk_bytes, **how), entropy=entropy)
 
 
@@ -60,8 +60,9 @@ def fold(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     wanted: dict[str, bool] | None = None,
+    anchored: bool = True,
 ) -> RowState:
-    """What is known of the rows once every logit of this head is folded in.
+    """What is known of the rows once every logit of this head is folded in, `anchored` where they can be.
 
     Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
     another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
@@ -72,13 +73,34 @@ def fold(
         # With tiles of one size for every N, no GEMM and no sum can choose another order.
         num_rows = INVARIANT_ROWS if batch_invariant else None
         weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
-        shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+        columns = in_columns(head, passes)
+        shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient, in_columns=columns)
         count = len(head.targets)
         padding = -count % shape.rows if batch_invariant else 0
-        state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device)
+        anchor = anchors(head, passes) if anchored and not entropy and not batch_invariant else None
+        state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device, anchor=anchor)
+        how: dict[str, Any] = {"entropy": entropy} if anchor is None else {"anchored": True}
         for tile in head.tiles(shape, pad=batch_invariant):
-            passes.fold_tile_(tile.logits, tile.targets, state.rows(tile.rows), **tile.arguments, entropy=entropy)
-        return state.rows(slice(count))
+            passes.fold_tile_(tile.logits, tile.targets, state.rows(tile.rows), **tile.arguments, **how)
+        state = state.rows(slice(count))
+        lost = None if anchor is None else adrift(state)
+        if lost is not None:
+            options: dict[str, Any] = {"entropy": False, "chunk_bytes": chunk_bytes, "wanted": wanted}
+            state.put(lost, fold(head.select(lost), passes, **options, anchored=False))
+        return state
+
+
+def in_columns(head: Head, passes: ModuleType) -> bool:
+    """Whether the columns of tiles should be in one piece: what GEMMs of a CPU, and row passes in torch, like."""
+    return head.hidden.device.type == "cpu" and takes_weights(head, passes)
+
+
+def anchors(head: Head, passes: ModuleType) -> Tensor | None:
+    """What the sums of each row are to be relative to, [N], where these passes can do that and all rows have a target.
+
+    A GPU would have to wait for the answer whether they hold.
+    """
+    return head.anchors() if in_columns(head, passes) and bool((head.targets >= 0).all()) else None
 
 
 def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dict[str, bool] | None = None) -> bool:
@@ -88,7 +110,7 @@ def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dic
 
 def finish(state: RowState, *, entropy: bool) -> Statistics:
     logprobs, entropies = finish_rows(state)
-    return Statistics(logprobs, entropies if entropy else None, state.maximum, state.total)
+    return Statistics(logprobs, entropies if entropy else None, state.shift, state.total)
 
 
 def _launch(
@@ -142,8 +164,8 @@ def backward(
     if index is not None:
         statistics = Statistics(*(None if x is None else x[index] for x in statistics))  # type: ignore[arg-type]
         grad_logprobs, grad_entropy = grad_logprobs[index], None if grad_entropy is None else grad_entropy[index]
-    logprobs, entropy, maximum, total = statistics
-    shape = head.tile_shape(chunk_bytes, weight_gradient=wanted["weight"])
+    logprobs, entropy, shift, total = statistics
+    shape = head.tile_shape(chunk_bytes, weight_gradient=wanted["weight"], in_columns=in_columns(head, passes))
     upstream = grad_logprobs.abs() if grad_entropy is None else grad_logprobs.abs() + grad_entropy.abs()
     scale = power_of_two_scale(head, upstream, exponent=_FP16_EXPONENT)
     gradients = HeadGradients(head, shape, **wanted, scale=scale, hidden_dtype=hidden_dtype)
@@ -152,7 +174,7 @@ def backward(
         for tile in head.tiles(shape) if len(head.weight) else ():
             rows = tile.rows
             if grad_entropy is None and takes_weights(head, passes):
-                weights = passes.weights_(tile.logits, tile.targets, maximum=maximum[rows], **tile.arguments)
+                weights = passes.weights_(tile.logits, tile.targets, maximum=shift[rows], **tile.arguments)
                 if tile.columns.start == 0:  # once for a row group, not for each of its tiles
                     options = {"logprobs": logprobs[rows], "total": total[rows], "upstream": grad_logprobs[rows]}
                     factors = softmax_factors(head, tile, head.targets[rows], **options)
@@ -161,7 +183,7 @@ def backward(
             dlogits = passes.logits_gradient_(
                 tile.logits,
                 tile.targets,
-                maximum=maximum[rows],
+                maximum=shift[rows],
                 total=total[rows],
                 logprobs=logprobs[rows],
                 entropy=None if grad_entropy is None or entropy is None else entropy[rows],
@@ -202,11 +224,15 @@ def rows_of(mask: Tensor) -> Tensor | None:
 
 
 def forward_with_direction(
-    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None
+    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, anchored: bool = True
 ) -> tuple[Statistics, Tensor]:
     """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators."""
-    state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device)
-    shape, scale = head.tile_shape(chunk_bytes), 2.0**_FP16_EXPONENT if head.gemm_dtype == torch.float16 else 1.0
+    anchor = anchors(head, passes) if anchored and not entropy else None
+    state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device, anchor=anchor)
+    shape = head.tile_shape(chunk_bytes, in_columns=in_columns(head, passes))
+    scale = 2.0**_FP16_EXPONENT if head.gemm_dtype == torch.float16 else 1.0
+    how: dict[str, Any] = {"entropy": entropy} if anchor is None else {"anchored": True}
+    how |= {"weights": head.gemm_dtype, "weights_scale": scale}
     allocate = torch.empty_like if head.index is None else torch.zeros_like
     sums = direction = allocate(head.hidden, dtype=head.dtype)
     with full_precision(head.hidden):
@@ -214,15 +240,23 @@ def forward_with_direction(
             rows, later = state.rows(tile.rows), tile.columns.start > 0
             if not later:
                 sums = direction[tile.rows] if head.index is None else direction.new_empty(tile.hidden.shape)
-            before = rows.maximum.clone()
-            options = {**tile.arguments, "entropy": entropy, "weights": head.gemm_dtype, "weights_scale": scale}
-            weights = passes.fold_tile_(tile.logits, tile.targets, rows, **options)
-            if later:
-                sums.mul_(torch.exp(before - rows.maximum).nan_to_num_(0.0)[:, None])
+            before = rows.shift.clone()
+            weights = passes.fold_tile_(tile.logits, tile.targets, rows, **tile.arguments, **how)
+            if later and anchor is None:
+                sums.mul_(torch.exp(before - rows.shift).nan_to_num_(0.0)[:, None])
             weighted_sum_into(sums, weights, tile.weight, accumulate=later)
             if tile.columns.stop == len(head.weight):
                 options = {"logprobs": finish_rows(rows)[0], "total": rows.total * scale}
                 apply_factors_(sums, head, softmax_factors(head, tile, head.targets[tile.rows], **options))
                 if head.index is not None:
                     direction[head.index[tile.rows]] = sums
-        return finish(state, entropy=entropy), direction
+    lost = None if anchor is None else adrift(state)
+    statistics = finish(state, entropy=entropy)
+    if lost is not None:
+        again = head.select(lost)
+        found, ways = forward_with_direction(again, passes, entropy=False, chunk_bytes=chunk_bytes, anchored=False)
+        direction[again.index] = ways[again.index]
+        for mine, theirs in zip(statistics, found, strict=True):
+            if mine is not None and theirs is not None:
+                mine[lost] = theirs
+    return statistics, direction

@@ -1,7 +1,7 @@
 """What is known of a row's softmax while it is still in parts: tiles that are folded in, shards that are merged.
 
-All of it leaves the target t out. With z_t the target's logit, m the maximum of the others, s = sum_v e^(z_v - m),
-w = sum_v e^(z_v - m) (z_v - m) and d = m + log s - z_t,
+All of it leaves the target t out. With z_t the target's logit, m the largest logit of the others,
+s = sum_v e^(z_v - m), w = sum_v e^(z_v - m) (z_v - m) and d = m + log s - z_t,
 
     log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
     H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
@@ -9,21 +9,31 @@ w = sum_v e^(z_v - m) (z_v - m) and d = m + log s - z_t,
 so log p is never positive, a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 and its gradient, where a
 log-sum-exp minus z_t would round to 0, and the entropy is a sum of terms that are all >= 0: nothing cancels. The
 log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded to 1e-3, and every p_v with it.
+
+Any m near the largest logit gives the same, and one that is known beforehand spares the pass that looks for it. A token
+that was sampled tells one, its own logit, which is the **anchor** of its row; m is then the larger of that and of a few
+other logits, and s between e^-50 and e^50 for everybody who samples from the model that is trained. A row whose s is
+not, a token that nobody would have sampled or one without an alternative, is folded again with the largest logit. Where
+the entropy is asked for there is no anchor: w / s would cancel against log s.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+ANCHOR_HOLDS = math.exp(-50.0), math.exp(50.0)
+"""The sums s that are exact in fp32, and leave room for what is multiplied by them."""
+
 
 class RowState(NamedTuple):
     """What is known of some rows while tiles are folded in: each [N], over all tokens but the target."""
 
-    maximum: Tensor
-    """m, the largest logit so far."""
+    shift: Tensor
+    """m, the largest logit so far, or near it."""
     total: Tensor
     """s."""
     weighted: Tensor
@@ -34,12 +44,26 @@ class RowState(NamedTuple):
         """Views of these rows."""
         return RowState(*(value[rows] for value in self))
 
+    def put(self, rows: Tensor, state: RowState) -> None:
+        """In the place of these rows."""
+        for mine, theirs in zip(self, state, strict=True):
+            mine[rows] = theirs
 
-def start_rows(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
-    """The state of `count` rows that have seen no logit."""
+
+def start_rows(count: int, *, dtype: torch.dtype, device: torch.device, anchor: Tensor | None = None) -> RowState:
+    """The state of `count` rows that have seen no logit; m is -inf, or the `anchor` [N]."""
     values = torch.zeros((4, count), dtype=dtype, device=device)
     values[::3] = -torch.inf
+    if anchor is not None:
+        values[0] = anchor
     return RowState(*values)
+
+
+def adrift(state: RowState) -> Tensor | None:
+    """The rows, an index, whose anchor is too far from the other logits for their sums to be exact; None for none."""
+    low, high = ANCHOR_HOLDS
+    held = (state.total > low) & (state.total < high)
+    return None if held.all() else (~held).nonzero()[:, 0]
 
 
 def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
@@ -49,8 +73,8 @@ def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
     """
     alone = state.total == 0.0
     total = state.total.masked_fill(alone, 1.0)
-    # (maximum - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
-    d = ((state.maximum - state.target_logit) + total.log()).masked_fill(alone, -torch.inf)
+    # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
+    d = ((state.shift - state.target_logit) + total.log()).masked_fill(alone, -torch.inf)
     logprobs = -softplus(d)
     rest = softplus(-d).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
     entropy = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)
@@ -59,12 +83,12 @@ def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
 
 def merge_rows(parts: RowState) -> RowState:
     """The state [N] of rows from those of S parts of the vocabulary, each [S, N]."""
-    maximum = parts.maximum.amax(0)
-    drop = parts.maximum - finite(maximum)
+    shift = parts.shift.amax(0)
+    drop = parts.shift - finite(shift)
     rescale = drop.exp()
     total = (rescale * parts.total).sum(0)
     weighted = (rescale * (parts.weighted + drop.clamp_min(-128.0) * parts.total)).sum(0)
-    return RowState(maximum, total, weighted, parts.target_logit.amax(0))
+    return RowState(shift, total, weighted, parts.target_logit.amax(0))
 
 
 def share_of_others(logprobs: Tensor, total: Tensor) -> Tensor:
@@ -72,9 +96,9 @@ def share_of_others(logprobs: Tensor, total: Tensor) -> Tensor:
     return -torch.expm1(logprobs) / total.masked_fill(total == 0.0, 1.0)
 
 
-def finite(maximum: Tensor) -> Tensor:
+def finite(shift: Tensor) -> Tensor:
     """A shift for exp: where there is nothing but -inf, any finite one keeps -inf - shift out of NaN."""
-    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+    return shift.masked_fill(shift == -torch.inf, 0.0)
 
 
 def softplus(x: Tensor) -> Tensor:

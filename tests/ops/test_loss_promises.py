@@ -158,7 +158,8 @@ def test_the_reference_adds_to_no_main_gradient(leaves, rest):
 def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, impl):
     with_it, without = (run(leaves, rest, impl=impl, entropy=asked) for asked in (True, False))
     assert with_it.metrics.keys() - without.metrics.keys() == {"entropy"}
-    assert torch.equal(with_it.loss, without.loss)
+    # On a CPU sums that have no entropy beside them may be relative to another number.
+    torch.testing.assert_close(with_it.loss, without.loss, rtol=1e-6, atol=1e-8)
 
 
 # NumPy, under the interpreter, warns of what this test is about.

@@ -259,8 +259,8 @@ def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
 def test_a_chunk_of_logits_is_256_mib_unless_told_otherwise():
     vocab_size, rows = 1024, 2**28 // (1024 * 4)
     options = {"device": torch.device("cuda"), "itemsize": 4}
-    assert planner.chunk_rows(rows, vocab_size, **options) == rows
-    assert planner.chunk_rows(rows + 2, vocab_size, **options) == rows // 2 + 1
+    assert planner.chunk_shape(rows, vocab_size, **options) == (rows, vocab_size, 0)
+    assert planner.chunk_shape(rows + 2, vocab_size, **options) == (rows // 2 + 1, vocab_size, 0)
 
 
 SHAPE = {

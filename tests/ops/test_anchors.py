@@ -1,0 +1,150 @@
+"""Sums relative to the logit of the token that was sampled, and tokens that nobody would have sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fused_grpo import chunked, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.head import local_targets
+from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.statistics import ANCHOR_HOLDS, RowState, adrift, start_rows
+
+N, V = 40, 64
+WAYS = ["no_grad", "frozen", "trainable", "loss"]
+# Of the target, from the largest logit of the others, one of the last: nothing that fp32 can hold, just beyond what an
+# anchor may be off by, just within, and tokens without an alternative.
+FAR = {3: -200.0, 7: -60.0, 8: -30.0, 20: 30.0, 21: 60.0, 39: 200.0}
+CHUNKS = [None, 40 * V]  # all in one piece; several of rows, several of columns
+
+
+def problem(far: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(hidden, weight, targets) whose logits are the hidden states, but for rounding nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, targets = torch.randn(N, V, generator=generator), torch.randint(V, (N,), generator=generator)
+    for row, distance in far.items():
+        targets[row] = V - 2
+        hidden[row, -1 if distance < 0 else -2] += abs(distance)
+    return hidden, torch.eye(V), targets
+
+
+@pytest.fixture(params=[BLOCK_BYTES, 8 * 4 * N], ids=["one block", "eight columns"])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes of the blocks of a row pass, the first of which is looked through."""
+    monkeypatch.setattr(chunked, "BLOCK_BYTES", request.param)
+    return int(request.param)
+
+
+def run(way: str, inputs: tuple[torch.Tensor, ...], **options: object) -> list[torch.Tensor]:
+    """Log-probs and the gradients that this way has."""
+    hidden, weight, targets = inputs
+    hidden = hidden.clone().requires_grad_(way != "no_grad")
+    weight = weight.clone().requires_grad_(way in ("trainable", "loss"))
+    if way == "loss":
+        advantages = torch.linspace(-1, 1, N, dtype=hidden.dtype)
+        everything = {"advantages": advantages[:, None], "mask": torch.ones(N, 1), "entropy": False, **options}
+        output = fused_linear_grpo_loss(hidden[:, None], weight, targets[:, None], **everything)
+        output.loss.backward()
+        return [output.logprobs[:, 0], hidden.grad, weight.grad]
+    logprobs = linear_logprobs(hidden, weight, targets, **options)
+    if way == "no_grad":
+        return [logprobs]
+    (logprobs * torch.linspace(-1, 1, N, dtype=hidden.dtype)).sum().backward()
+    return [logprobs.detach(), hidden.grad, *([] if weight.grad is None else [weight.grad])]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+@pytest.mark.parametrize("softcap", [None, 1e4])
+@pytest.mark.usefixtures("block")
+def test_tokens_far_from_the_others_are_as_exact_as_any(way, chunk_bytes, softcap):
+    inputs = problem(FAR)
+    ours = run(way, inputs, chunk_bytes=chunk_bytes, softcap=softcap, impl="torch")
+    wide = (inputs[0].double(), inputs[1].double(), inputs[2])
+    exact = run(way, wide, softcap=softcap, impl="reference")
+    for mine, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=2e-5, atol=2e-6)
+    # Not by its size alone: where p is all but 1, 1 - p is what the gradient is made of.
+    likely = [20, 21]
+    logits, targets = inputs[0].double()[likely], inputs[2][likely, None]
+    apart = (logits - logits.gather(1, targets)).scatter(1, targets, -torch.inf)
+    rtol = 1e-5 if softcap is None else 1e-3  # which rounds the logits themselves
+    torch.testing.assert_close(ours[0].double()[likely], -apart.exp().sum(1).log1p(), rtol=rtol, atol=0)
+
+
+@contextmanager
+def searched() -> Iterator[list[int]]:
+    """The number of rows of every tile that is looked through for its largest logits."""
+    rows, fold = [], chunked.fold_tile_
+
+    def spied(logits: torch.Tensor, *args: Any, anchored: bool = False, **options: Any) -> torch.Tensor | None:
+        rows.extend([] if anchored else [len(logits)])
+        return fold(logits, *args, anchored=anchored, **options)
+
+    with mock.patch.object(chunked, "fold_tile_", spied):
+        yield rows
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_nobody_looks_for_the_largest_logit_of_tokens_that_were_sampled(way, chunk_bytes):
+    with searched() as rows:
+        run(way, problem({8: -30.0, 20: 30.0}), chunk_bytes=chunk_bytes, impl="torch")
+    assert rows == []
+
+
+@pytest.mark.parametrize("way", ["no_grad", "frozen", "trainable"])
+def test_rows_adrift_are_folded_again_and_no_others(way, block):
+    with searched() as rows:
+        run(way, problem(FAR), impl="torch")
+    assert rows == [2 if block == BLOCK_BYTES else 4]
+
+
+def test_a_chunk_of_the_loss_with_a_row_adrift_is_made_again(block):
+    with searched() as rows:
+        run("loss", problem({30: 60.0}), chunk_bytes=CHUNKS[1], impl="torch")
+    assert len(rows) == 1
+
+
+def test_an_anchored_tile_is_looked_at_once_at_its_beginning():
+    """A few logits tell more than the target's, where that is unlikely: the largest weights round least near 1."""
+    hidden, _, targets = problem({8: -30.0})
+    state = start_rows(N, dtype=torch.float32, device=hidden.device, anchor=torch.full((N,), -5.0))
+    for columns in (slice(0, 40), slice(40, V)):
+        logits, here = hidden[:, columns].clone(), local_targets(targets, columns)
+        chunked.fold_tile_(logits, here, state, temperature=torch.ones(N), anchored=True)
+        assert torch.equal(logits, hidden[:, columns])
+    others = hidden[:, :40].scatter(1, targets.clamp_max(39)[:, None], -torch.inf)
+    others = torch.where((targets < 40)[:, None], others, hidden[:, :40])
+    assert torch.equal(state.shift, others.amax(1).clamp_min(-5.0))
+
+
+def test_the_entropy_has_no_anchor():
+    with searched() as rows:
+        linear_logprobs_and_entropy(*problem({}), impl="torch")
+    assert rows
+
+
+def test_a_row_of_nans_is_nobody_elses():
+    hidden, weight, targets = problem({})
+    whole = run("frozen", (hidden, weight, targets), impl="torch")
+    hidden[5] = math.nan
+    ours = run("frozen", (hidden, weight, targets), impl="torch")
+    others = torch.arange(N) != 5
+    for mine, wanted in zip(ours, whole, strict=True):
+        assert mine[5].isnan().all()
+        torch.testing.assert_close(mine[others], wanted[others], rtol=1e-6, atol=1e-7)
+
+
+def test_adrift_is_whoever_is_outside_of_the_range_or_no_number():
+    low, high = ANCHOR_HOLDS
+    total = torch.tensor([1.0, 0.0, low / 2, 2 * low, high / 2, 2 * high, math.inf, math.nan])
+    state = RowState(*(torch.zeros_like(total),), total, *(torch.zeros_like(total) for _ in range(2)))
+    assert adrift(state).tolist() == [1, 2, 5, 6, 7]
+    assert adrift(state.rows(slice(0, 1))) is None
