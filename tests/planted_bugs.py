@@ -136,8 +136,9 @@ BUGS = {
         CONFIDENT,
     ),
     "the sum so far is not rescaled": Bug("fused_grpo/chunked.py", "    state.total.mul_(rescale)\n", "", ENTROPY),
-    "a row adrift keeps its anchor": Bug(
-        "fused_grpo/plans.py", "lost = None if anchor is None else adrift(state)", "lost = None", ANCHORS
+    "a row adrift keeps its anchor": Bug("fused_grpo/plans.py", "state.put(lost, fold(", "_ = (lost, fold(", ANCHORS),
+    "a row adrift keeps its direction": Bug(
+        "fused_grpo/plans.py", "direction[again.index] = ways[again.index]", "pass", ANCHORS
     ),
     "a chunk keeps anchors adrift": Bug("fused_grpo/loss_plans.py", "if adrift(state) is None:", "if True:", ANCHORS),
     "what an anchor may be off by": Bug("fused_grpo/statistics.py", "math.exp(50.0)", "math.exp(88.0)", ANCHORS),
