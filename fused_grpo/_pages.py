@@ -1,8 +1,8 @@
 """Large pages for the large buffers of a CPU.
 
 Fresh memory costs a page fault for every 4 KiB, which for a head's gradient and a chunk of logits together is a
-twentieth of the time of the three GEMMs. Linux serves 2 MiB at a time to whoever asks, where transparent huge pages are
-set to `madvise`, as they are by default. PyTorch asks for all of its memory if THP_MEM_ALLOC_ENABLE=1 is in the
+twentieth of the time of the three GEMMs. Linux serves 2 MiB at a time to whoever asks, unless transparent huge pages
+are set to `never`. PyTorch asks for all of its memory if THP_MEM_ALLOC_ENABLE=1 is in the
 environment, which a library cannot put there.
 """
 
@@ -19,7 +19,7 @@ _LEAST_BYTES = 8 * 2**20
 
 
 def on_large_pages(fresh: Tensor) -> Tensor:
-    """The same tensor, whose memory nobody has touched yet. Does nothing where there is nothing to gain."""
+    """The same tensor, for memory that nobody has written to yet. Does nothing where there is nothing to gain."""
     advise = _madvise()
     if advise is None or fresh.device.type != "cpu" or fresh.nbytes < _LEAST_BYTES:
         return fresh

@@ -11,7 +11,7 @@ The numerics are those of `statistics.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_grpo import planner, reference
 from fused_grpo.config import TokenTerms
 from fused_grpo.planner import BLOCK_BYTES
-from fused_grpo.statistics import RowState, finish_rows, finite, share_of_others, start_rows
+from fused_grpo.statistics import ABOVE_OTHERS, RowState, finish_rows, finite, share_of_others, start_rows
 
 
 def fold_tile_(
@@ -43,39 +43,45 @@ def fold_tile_(
     returned: a view of its memory. Sums that were weighted before are relative to the m of then: scale them by
     e^(m_then - m). Without, the tile is left as it was.
 
-    The state's m is raised to the largest logit, for which the tile is looked through once more; for rows that are
-    `anchored`, to the largest of the first block of their first tile.
+    The state's m is raised to the largest logit, for which the tile is looked through once more. For rows that are
+    `anchored` that is the first block of their first tile, and m stays where it is not far above.
     """
     tile = _Tile(logits, targets, bias, temperature, logit_scale, softcap)
     out = None if weights is None else _in_place(logits, weights)
     target_logit, _ = tile.at_target()
     state.target_logit.copy_(torch.where(tile.has_target, target_logit, state.target_logit))
-    if not anchored or not state.total.any():
-        _raise_shift(state, tile.blocks(slope=False, keep=True, most=1 if anchored else None))
+    if not anchored:
+        _raise_shift(state, tile.largest())
+    elif not state.total.any():
+        few = tile.largest(most=1)
+        state.shift.copy_(torch.clamp(state.shift, few, few + ABOVE_OTHERS))
     shift = finite(state.shift)[:, None]
     # Straight to where it belongs, unless it has yet to be scaled or narrowed.
     direct = out is not None and out.dtype == logits.dtype and weights_scale == 1.0
+    totals, products = tile.partial_sums(), tile.partial_sums() if entropy else None
     for block in tile.blocks(slope=out is not None, keep=out is None):
         rows, place = block.rows, None if out is None else out[block.rows, block.columns]
         e = place if direct and place is not None else block.scratch(1 if entropy else 0)
         centred = torch.sub(block.z, shift[rows], out=block.scratch(0) if entropy else e)
         torch.exp(centred, out=e)
-        if entropy:
+        if products is not None:
             # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
-            state.weighted[rows] += centred.clamp_min_(-128.0).mul_(e).sum(1)
-        state.total[rows] += e.sum(1)
+            torch.sum(centred.clamp_min_(-128.0).mul_(e), 1, out=products[block.part, rows])
+        torch.sum(e, 1, out=totals[block.part, rows])
         if place is not None:
             e = e if block.slope is None else e.mul_(block.slope)
             if not direct:
                 torch.mul(e, weights_scale, out=place)
+    # Blocks first: their number grows with that of the rows, and so would the error of adding one to the next.
+    state.total.add_(totals.sum(0))
+    if products is not None:
+        state.weighted.add_(products.sum(0))
     return out
 
 
-def _raise_shift(state: RowState, blocks: Iterable[_Block]) -> None:
-    """Make m the largest logit so far, these blocks' among them."""
-    top = state.shift.clone()
-    for block in blocks:
-        top[block.rows] = torch.maximum(top[block.rows], block.z.amax(1))
+def _raise_shift(state: RowState, largest: Tensor) -> None:
+    """Make m no less than `largest` [R]."""
+    top = torch.maximum(state.shift, largest)
     drop = state.shift - finite(top)
     rescale = drop.exp()
     state.weighted.add_(drop.clamp_min(-128.0) * state.total).mul_(rescale)
@@ -204,6 +210,7 @@ class _Block(NamedTuple):
     """A piece of a tile with its transformed logits."""
 
     tile: _Tile
+    part: int  # of a row: the row passes add up blocks last
     rows: slice
     columns: slice
     z: Tensor  # [r, c], -inf at the targets; the tile itself where nothing transforms it, else scratch 0
@@ -248,7 +255,7 @@ class _Tile:
         """A cache-sized block at a time, all or the first; `keep` what is in the tile where it is not written over."""
         whole = slice(0, self.raw.shape[0]), slice(0, self.raw.shape[1])
         pieces = planner.chunks(self.raw.shape[1 if self.in_columns else 0], self.thickness)
-        for some in itertools.islice(pieces, most):
+        for number, some in enumerate(itertools.islice(pieces, most)):
             rows, columns = (whole[0], some) if self.in_columns else (some, whole[1])
             raw, bias = self.raw[rows, columns], None if self.bias is None else self.bias[columns]
             z, slopes = raw, None
@@ -258,9 +265,21 @@ class _Tile:
             column = local.clamp(0, raw.shape[1] - 1)
             kept = z.gather(1, column)
             z.scatter_(1, column, torch.where(local == column, -torch.inf, kept))
-            yield _Block(self, rows, columns, z, slopes)
+            yield _Block(self, number if self.in_columns else 0, rows, columns, z, slopes)
             if keep and self.as_it_is:
                 z.scatter_(1, column, kept)
+
+    def largest(self, *, most: int | None = None) -> Tensor:
+        """The largest logit but the target's, [R], of all blocks or the first."""
+        found = self.raw.new_full((len(self.raw),), -torch.inf)
+        for block in self.blocks(slope=False, keep=True, most=most):
+            found[block.rows] = torch.maximum(found[block.rows], block.z.amax(1))
+        return found
+
+    def partial_sums(self) -> Tensor:
+        """[blocks of a row, R] of zeros."""
+        rows, columns = self.raw.shape
+        return self.raw.new_zeros(-(-columns // self.thickness) if self.in_columns else 1, rows)
 
     def scratch(self, number: int, rows: int, columns: int) -> Tensor:
         """[r, c], in the order of the tile, made when it is first asked for, which is for the largest block."""

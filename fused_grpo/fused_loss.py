@@ -88,8 +88,8 @@ def fused_linear_grpo_loss(
 
     Returns:
         `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of
-        the scored tokens whose logits were made twice: 0 where the loss of a token needs no other token, else what did
-        not fit the budget.
+        the scored tokens whose logits were made twice: where the loss of a token needs others, what did not fit the
+        budget; on a CPU, chunks with a token far less likely than any that is sampled (`statistics.py`); else 0.
 
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
         their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,

@@ -148,14 +148,18 @@ class Head:
 
     def anchors(self) -> Tensor:
         """The logit [N] of each row's target, which it must have, from a product of its own; see `statistics.py`."""
-        found = self.hidden.new_empty(len(self.targets), dtype=self.dtype)
-        for rows, at_target in self.weight_at(self.targets, self.dtype):
-            hidden = self.hidden[rows if self.index is None else self.index[rows]]
+        z = self.raw_at(slice(None) if self.index is None else self.index, self.targets).mul_(self.logit_scale)
+        z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return z / self.temperature
+
+    def raw_at(self, which: slice | Tensor, targets: Tensor) -> Tensor:
+        """h.w + b [R] of the hidden states in `which`, each at one of `targets` [R]."""
+        found = self.hidden.new_empty(len(targets), dtype=self.dtype)
+        for rows, at_target in self.weight_at(targets, self.dtype):
+            hidden = self.hidden[which][rows] if isinstance(which, slice) else self.hidden[which[rows]]
             raw = (hidden.to(self.dtype) * at_target).sum(1)
-            raw = raw if self.bias is None else raw + self.bias[self.targets[rows]]
-            z = raw * self.logit_scale
-            found[rows] = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
-        return found.div_(self.temperature)
+            found[rows] = raw if self.bias is None else raw + self.bias[targets[rows]]
+        return found
 
     def weight_at(self, targets: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """(rows, W at their `targets` [r, D]), a small block at a time."""
@@ -179,9 +183,10 @@ class Head:
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
             group = slice(rows.start, rows.start + count)
+            stride = planner.column_stride(count) if shape.stride and count < shape.rows else shape.stride
             for columns in planner.chunks(len(head_weight), shape.columns):
                 weight = head_weight[columns].to(self.hidden.dtype)
-                logits = _piece(buffer, count, len(weight), shape.stride)
+                logits = _piece(buffer, count, len(weight), stride)
                 logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
                 yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)

@@ -154,20 +154,16 @@ def softmax_factors(
     push = -pull / total.masked_fill(total == 0.0, 1.0)
     here = targets >= 0
     if head.softcap is not None:
-        pull = pull * _slope_at(head, tile.hidden, targets.clamp_min(0), pull.dtype)
+        pull = pull * _slope_at(head, tile, targets.clamp_min(0))
     return Factors(push, torch.where(here, pull, 0.0), targets)
 
 
-def _slope_at(head: Head, hidden: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+def _slope_at(head: Head, tile: Tile, targets: Tensor) -> Tensor:
     """1 - tanh^2 of the target's logit, [R], as 4 e / (1 + e)^2: nothing cancels where the cap saturates."""
-    slope = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     assert head.softcap is not None
-    for rows, at_target in head.weight_at(targets, dtype):
-        raw = (hidden[rows].to(dtype) * at_target).sum(1)
-        raw = raw if head.bias is None else raw + head.bias[targets[rows]]
-        e = torch.exp(-2 * (raw * (head.logit_scale / head.softcap)).abs())
-        slope[rows] = 4 * e / (1 + e).square()
-    return slope
+    raw = head.raw_at(tile.rows if tile.index is None else tile.index, targets)
+    e = torch.exp(-2 * (raw * (head.logit_scale / head.softcap)).abs())
+    return 4 * e / (1 + e).square()
 
 
 def apply_factors_(sums: Tensor, head: Head, factors: Factors) -> None:

@@ -14,7 +14,8 @@ and decide alike. What the shards add to dH is summed once, at the end, in fp32:
 know whether another found rows with a gradient in a chunk.
 
 Rows that cannot have a gradient (masked, zero advantage) are sorted out before, rows that turn out to have none
-(clipped, left out by a correction) before the d-logits: neither takes part in the GEMMs of dH and dW.
+(clipped, left out by a correction) before the d-logits: neither takes part in the GEMMs of dH and dW. On a CPU, where
+rows are dear to move, a few of the latter stay, with factors of 0.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from fused_grpo.vocab_parallel import Shards
 Score = Literal["all", "needed"]
 
 
-# Moving a row costs about as much as a fraction 1 / _FEW of its tile's other rows would save in the GEMMs.
-_FEW = 8
+# Of a tile in columns, this share of rows is about as dear to move as to keep in the GEMMs of dH and dW.
+_FEW = 1 / 8
 
 
 class Done(NamedTuple):
@@ -153,7 +154,7 @@ def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """A call's way through the head. Both ways give (statistics, the head's rows, the upstream gradients of each)."""
 
@@ -168,6 +169,8 @@ class _Step:
     anchor: Tensor | None  # of each row, where those weights are relative to it
     entropy: bool  # whether anybody asks for it
     shards: Shards | None
+    adrift: int = 0
+    """Rows whose logits were made again for a row of their chunk that did not hold its anchor."""
 
     def chunk_by_chunk(self) -> tuple[dict[str, Tensor], _Rows, LossGradients]:
         seen, parts = [], []
@@ -180,7 +183,7 @@ class _Step:
             parts.append(done)
             self._take_gradient(tile, rows, done)
         statistics = reference.merge_statistics([part.statistics for part in parts])
-        statistics["recomputed"] = torch.zeros_like(statistics["loss"])
+        statistics["recomputed"] = torch.full_like(statistics["loss"], self.adrift)
         upstream = (_joined([part.logprobs for part in parts]), _joined([part.entropy for part in parts]))
         return statistics, _Rows.joined(seen), LossGradients(statistics, *upstream)  # type: ignore[arg-type]
 
@@ -198,7 +201,7 @@ class _Step:
         done = value_and_gradient(logprobs, entropy, inputs, config=self.config, passes=self.passes)
         if index is not None:
             done = done.of(index)
-        again = torch.zeros_like(done.statistics["loss"])
+        again = torch.full_like(done.statistics["loss"], self.adrift)
         if self.gradients is not None:
             first = tile.rows.start
             self._take_gradient(tile, rows.of(tile.rows), done.of(tile.rows))
@@ -237,6 +240,7 @@ class _Step:
             self.passes.fold_tile_(tile.logits, tile.targets, state, **options, anchored=True)
             if adrift(state) is None:
                 return state
+            self.adrift += len(tile.targets)
             logits_into(tile.logits, tile.hidden, tile.weight)
         state = start_rows(len(tile.targets), **like)
         self.passes.fold_tile_(tile.logits, tile.targets, state, **options, entropy=self.entropy)
@@ -276,7 +280,7 @@ class _Step:
 
     def _may_stay(self, rows: _Rows, kept: Tensor) -> bool:
         """Whether rows without a gradient are too few to be worth moving: as weights they are multiplied by 0."""
-        few = len(rows.total) - len(kept) <= len(rows.total) // _FEW
+        few = len(rows.total) - len(kept) <= _FEW * len(rows.total)
         return self.as_weights and few and bool(torch.isfinite(rows.total).all())
 
 
@@ -291,13 +295,11 @@ def _has_gradient(done: LossGradients) -> Tensor:
     return done.logprobs != 0 if done.entropy is None else (done.logprobs != 0) | (done.entropy != 0)
 
 
-def kept_first_(logits: Tensor, kept: Tensor | None) -> Tensor | None:
+def kept_first_(logits: Tensor, kept: Tensor) -> Tensor:
     """Move the rows `kept` [K], ascending, to the front of `logits` [R, C]; the row that each came from, [K].
 
-    Only rows that lie behind the front move, each into a place whose own row is not kept. None: all rows stay.
+    Only rows that lie behind the front move, each into a place whose own row is not kept.
     """
-    if kept is None:
-        return None
     count = len(kept)
     order = torch.arange(count, device=kept.device)
     is_kept = torch.zeros(len(logits), dtype=torch.bool, device=kept.device).index_fill_(0, kept, True)

@@ -41,8 +41,8 @@ CPU_CHUNK_BYTES = 96 * 2**20
 # The numbers of a cache line in fp32, by which columns are aligned.
 _LINE = 16
 
-# Below this many rows nothing is aligned: a column would be mostly padding.
-_LEAST_ALIGNED = 128
+# Below this many rows nothing is aligned: too much of a column would be padding.
+_LEAST_ALIGNED = 96
 
 # Columns in multiples of what GEMM kernels and vectorised loads like.
 ALIGNMENT = 128
@@ -87,12 +87,12 @@ def chunk_shape(
     """Whole rows: the most that fit the budget (at least one), evened out so that the last chunk is not a stub."""
     chunk_bytes = CPU_CHUNK_BYTES if chunk_bytes is None and device.type == "cpu" else chunk_bytes
     most = _room(chunk_bytes, device, slice_bytes) // max(1, vocab_size * itemsize + row_bytes)
-    if not in_columns or most < _LEAST_ALIGNED + 2 * _LINE:
+    if not in_columns or most < _LEAST_ALIGNED:
         rows = _evened(num_rows, most)
         return TileShape(rows, vocab_size, rows if in_columns else 0)
-    rows = _evened(num_rows, most - most % _LINE - _LINE)
+    rows = _evened(num_rows, most - (most - _LINE) % (2 * _LINE))
     rows = min(num_rows, rows + -rows % _LINE)
-    return TileShape(rows, vocab_size, _stride(rows))
+    return TileShape(rows, vocab_size, column_stride(rows))
 
 
 def tile_shape(
@@ -119,7 +119,7 @@ def tile_shape(
     if row_bytes:
         tallest = min(tallest, room // (4 * row_bytes))
     rows = _evened(num_rows, tallest)
-    stride = _stride(rows) if in_columns else 0
+    stride = column_stride(rows) if in_columns else 0
     widest = (room - rows * row_bytes) // max(1, (stride or rows) * itemsize + column_bytes)
     widest -= widest % ALIGNMENT if widest >= ALIGNMENT else 0
     columns = _evened(vocab_size, widest)
@@ -127,8 +127,8 @@ def tile_shape(
     return TileShape(rows, columns, stride)
 
 
-def _stride(rows: int) -> int:
-    """An odd number of cache lines, lest columns share a cache set; no padding where a column would be mostly that."""
+def column_stride(rows: int) -> int:
+    """An odd multiple of 16, which is an odd number of cache lines in fp32, lest columns share a set of the cache."""
     return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
 
 

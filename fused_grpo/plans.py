@@ -73,7 +73,8 @@ def fold(
         # With tiles of one size for every N, no GEMM and no sum can choose another order.
         num_rows = INVARIANT_ROWS if batch_invariant else None
         weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
-        columns = in_columns(head, passes)
+        # Across rows that lie side by side, sums are vectorised: theirs would depend on how many there are.
+        columns = in_columns(head, passes) and not batch_invariant
         shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient, in_columns=columns)
         count = len(head.targets)
         padding = -count % shape.rows if batch_invariant else 0
@@ -85,6 +86,7 @@ def fold(
         state = state.rows(slice(count))
         lost = None if anchor is None else adrift(state)
         if lost is not None:
+            del tile  # its memory is free for the tiles that come now
             options: dict[str, Any] = {"entropy": False, "chunk_bytes": chunk_bytes, "wanted": wanted}
             state.put(lost, fold(head.select(lost), passes, **options, anchored=False))
         return state
@@ -224,17 +226,30 @@ def rows_of(mask: Tensor) -> Tensor | None:
 
 
 def forward_with_direction(
-    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, anchored: bool = True
+    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None
 ) -> tuple[Statistics, Tensor]:
     """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators."""
-    anchor = anchors(head, passes) if anchored and not entropy else None
+    allocate = torch.empty_like if head.index is None else torch.zeros_like
+    direction = allocate(head.hidden, dtype=head.dtype)
+    anchor = None if entropy else anchors(head, passes)
+    state = _fold_direction_(direction, head, passes, entropy=entropy, chunk_bytes=chunk_bytes, anchor=anchor)
+    lost = None if anchor is None else adrift(state)
+    if lost is not None:
+        again = head.select(lost)
+        state.put(lost, _fold_direction_(direction, again, passes, entropy=False, chunk_bytes=chunk_bytes, anchor=None))
+    return finish(state, entropy=entropy), direction
+
+
+def _fold_direction_(
+    direction: Tensor, head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None, anchor: Tensor | None
+) -> RowState:
+    """The state of the head's rows, whose `direction` is written to its [N, D]."""
     state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device, anchor=anchor)
     shape = head.tile_shape(chunk_bytes, in_columns=in_columns(head, passes))
     scale = 2.0**_FP16_EXPONENT if head.gemm_dtype == torch.float16 else 1.0
     how: dict[str, Any] = {"entropy": entropy} if anchor is None else {"anchored": True}
     how |= {"weights": head.gemm_dtype, "weights_scale": scale}
-    allocate = torch.empty_like if head.index is None else torch.zeros_like
-    sums = direction = allocate(head.hidden, dtype=head.dtype)
+    sums = direction
     with full_precision(head.hidden):
         for tile in head.tiles(shape):
             rows, later = state.rows(tile.rows), tile.columns.start > 0
@@ -250,13 +265,4 @@ def forward_with_direction(
                 apply_factors_(sums, head, softmax_factors(head, tile, head.targets[tile.rows], **options))
                 if head.index is not None:
                     direction[head.index[tile.rows]] = sums
-    lost = None if anchor is None else adrift(state)
-    statistics = finish(state, entropy=entropy)
-    if lost is not None:
-        again = head.select(lost)
-        found, ways = forward_with_direction(again, passes, entropy=False, chunk_bytes=chunk_bytes, anchored=False)
-        direction[again.index] = ways[again.index]
-        for mine, theirs in zip(statistics, found, strict=True):
-            if mine is not None and theirs is not None:
-                mine[lost] = theirs
-    return statistics, direction
+    return state

@@ -11,10 +11,10 @@ log-sum-exp minus z_t would round to 0, and the entropy is a sum of terms that a
 log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded to 1e-3, and every p_v with it.
 
 Any m near the largest logit gives the same, and one that is known beforehand spares the pass that looks for it. A token
-that was sampled tells one, its own logit, which is the **anchor** of its row; m is then the larger of that and of a few
-other logits, and s between e^-50 and e^50 for everybody who samples from the model that is trained. A row whose s is
-not, a token that nobody would have sampled or one without an alternative, is folded again with the largest logit. Where
-the entropy is asked for there is no anchor: w / s would cancel against log s.
+that was sampled tells one, its own logit, which is the **anchor** of its row; m is then that, or the largest of a few
+other logits where the anchor is below it or far above. A row whose s leaves the range of exact sums all the same, a
+token that its model would not sample once in e^50 times, is folded again with the largest logit. Where the entropy is
+asked for there is no anchor: w / s would cancel against log s.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ANCHOR_HOLDS = math.exp(-50.0), math.exp(50.0)
+ANCHOR_HOLDS = math.exp(-70.0), math.exp(50.0)
 """The sums s that are exact in fp32, and leave room for what is multiplied by them."""
+
+ABOVE_OTHERS = 60.0
+"""How far an anchor may be above the few others that are looked at: what is far below it keeps its digits, too."""
 
 
 class RowState(NamedTuple):
@@ -62,7 +65,7 @@ def start_rows(count: int, *, dtype: torch.dtype, device: torch.device, anchor: 
 def adrift(state: RowState) -> Tensor | None:
     """The rows, an index, whose anchor is too far from the other logits for their sums to be exact; None for none."""
     low, high = ANCHOR_HOLDS
-    held = (state.total > low) & (state.total < high)
+    held = (state.total > low) & (state.total < high) & (state.shift > -torch.inf)
     return None if held.all() else (~held).nonzero()[:, 0]
 
 

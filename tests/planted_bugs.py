@@ -138,14 +138,16 @@ BUGS = {
     "the sum so far is not rescaled": Bug("fused_grpo/chunked.py", "    state.total.mul_(rescale)\n", "", ENTROPY),
     "a row adrift keeps its anchor": Bug("fused_grpo/plans.py", "state.put(lost, fold(", "_ = (lost, fold(", ANCHORS),
     "a row adrift keeps its direction": Bug(
-        "fused_grpo/plans.py", "direction[again.index] = ways[again.index]", "pass", ANCHORS
+        "fused_grpo/plans.py", "_fold_direction_(direction, again", "_fold_direction_(direction.clone(), again", ANCHORS
     ),
     "a chunk keeps anchors adrift": Bug("fused_grpo/loss_plans.py", "if adrift(state) is None:", "if True:", ANCHORS),
     "what an anchor may be off by": Bug("fused_grpo/statistics.py", "math.exp(50.0)", "math.exp(88.0)", ANCHORS),
     "a tile's look at its first block changes it": Bug(
         "fused_grpo/chunked.py", "if keep and self.as_it_is:", "if False:", ANCHORS
     ),
-    "columns that share a cache set": Bug("fused_grpo/planner.py", "% (2 * _LINE)", "% _LINE", LAYOUT),
+    "columns that share a cache set": Bug(
+        "fused_grpo/planner.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", LAYOUT
+    ),
     "few rows without a gradient stay, with one": Bug(
         "fused_grpo/loss_plans.py",
         "bool(torch.isfinite(rows.total).all())",

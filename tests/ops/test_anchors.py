@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fused_grpo import chunked, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.head import local_targets
+from fused_grpo.head import Head, local_targets
 from fused_grpo.planner import BLOCK_BYTES
-from fused_grpo.statistics import ANCHOR_HOLDS, RowState, adrift, start_rows
+from fused_grpo.plans import fold
+from fused_grpo.statistics import ANCHOR_HOLDS, RowState, adrift, finish_rows, merge_rows, start_rows
 
 N, V = 40, 64
 WAYS = ["no_grad", "frozen", "trainable", "loss"]
@@ -103,13 +104,54 @@ def test_nobody_looks_for_the_largest_logit_of_tokens_that_were_sampled(way, chu
 def test_rows_adrift_are_folded_again_and_no_others(way, block):
     with searched() as rows:
         run(way, problem(FAR), impl="torch")
-    assert rows == [2 if block == BLOCK_BYTES else 4]
+    # The first block has every other logit, or none of those that are far above the target's.
+    assert rows == ([] if block == BLOCK_BYTES else [2])
 
 
-def test_a_chunk_of_the_loss_with_a_row_adrift_is_made_again(block):
+def test_a_chunk_of_the_loss_with_a_row_adrift_is_made_again_and_says_so(monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK_BYTES", 8 * 4 * 8)  # eight columns of eight rows
+    hidden, weight, targets = (x.requires_grad_() if x.is_floating_point() else x for x in problem({30: -60.0}))
+    options = {"advantages": torch.ones(N), "entropy": False, "chunk_bytes": 3 * 8 * 2 * 4 * V, "impl": "torch"}
     with searched() as rows:
-        run("loss", problem({30: 60.0}), chunk_bytes=CHUNKS[1], impl="torch")
+        output = fused_linear_grpo_loss(hidden[:, None], weight, targets[:, None], **options)
     assert len(rows) == 1
+    assert rows[0] < N
+    assert output.metrics["recomputed_fraction"].item() == pytest.approx(rows[0] / N)
+    with searched() as rows:
+        ordinary = fused_linear_grpo_loss(problem({})[0][:, None], weight, targets[:, None], **options)
+    assert rows == []
+    assert ordinary.metrics["recomputed_fraction"].item() == 0.0
+
+
+@pytest.mark.parametrize("banned", [8, 16])
+def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned):
+    """Nor does an anchor that is banned itself: m would be -inf, and the sums relative to 0."""
+    monkeypatch.setattr(chunked, "BLOCK_BYTES", 8 * 4 * N)
+    hidden, weight, targets = problem({})
+    targets[:4] = torch.arange(4)
+    bias = torch.zeros(V).index_fill_(0, torch.arange(banned), -torch.inf)
+    wide = (hidden.double(), weight.double(), targets)
+    exact = linear_logprobs(*wide, bias=bias.double(), impl="reference")
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    ours = linear_logprobs(*leaves, targets, bias=bias, impl="torch")
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
+    assert (ours == -torch.inf).sum() == (targets < banned).sum()
+    torch.where(ours.isinf(), 0.0, ours).sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("distance", [*FAR.values(), 0.0])
+def test_shards_of_which_one_alone_has_anchors_are_one_vocabulary(distance):
+    hidden, weight, targets = problem(dict.fromkeys(range(N), distance) if distance else {})
+    targets.fill_(V - 2)
+    parts = []
+    for columns in (slice(0, 20), slice(20, V)):
+        local = local_targets(targets, columns)
+        options = (None, local, torch.ones(N), 1.0, None)
+        parts.append(fold(Head(hidden, weight[columns], *options), chunked, entropy=False))
+    merged = merge_rows(RowState(*(torch.stack(values) for values in zip(*parts, strict=True))))
+    exact = linear_logprobs(hidden.double(), weight.double(), targets, impl="torch")
+    torch.testing.assert_close(finish_rows(merged)[0].double(), exact, rtol=1e-5, atol=1e-30)
 
 
 def test_an_anchored_tile_is_looked_at_once_at_its_beginning():
