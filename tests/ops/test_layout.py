@@ -19,6 +19,13 @@ from fused_grpo.plans import in_columns
 from fused_grpo.statistics import start_rows
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 SIZES = {"num_rows": st.integers(1, 5000), "vocab_size": st.integers(2, 200_000), "mib": st.integers(8, 300)}
 
 
@@ -129,7 +136,7 @@ def test_clipped_rows_add_nothing_whether_they_stay_or_go(clipped: int) -> None:
         gradients.append([leaf.grad for leaf in leaves])
     assert (gradients[0][0][gone] == 0).all()
     for ours, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
 def test_large_pages_are_asked_for_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
