@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fused_grpo import planner
-from fused_grpo._pages import on_large_pages
 from fused_grpo.planner import BLOCK_BYTES, TileShape
 from fused_grpo.reference import compute_dtype
 
@@ -172,7 +171,7 @@ class Head:
 
         With `pad` every tile has `shape.rows` rows, however few there are: those past the end are of zeros.
         """
-        buffer = on_large_pages(self.hidden.new_empty(shape.size, dtype=self.dtype))
+        buffer = self.hidden.new_empty(shape.size, dtype=self.dtype)
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
         head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
         for rows in planner.chunks(len(self.targets), shape.rows):
