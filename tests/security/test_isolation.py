@@ -56,6 +56,16 @@ def read(path: Path) -> bytes:
         return b""
 
 
+def still_there(folder: Path) -> list[Path]:
+    """Processes that were started from there, given some seconds to go: the kernel ends the killed one by one."""
+    for _ in range(100):
+        found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in read(path)]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_hostile_completion_costs_its_reward(judge, bad, tmp_path):
     body = f"if completions == ['bad']: {BAD[bad]}"
@@ -63,7 +73,7 @@ def test_a_hostile_completion_costs_its_reward(judge, bad, tmp_path):
     assert judge(body)(completions=["bad", "good"]) == [-1.0, 1.0]
     assert time.monotonic() - start < 60
     assert not list(tmp_path.glob("core*"))
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
+    assert still_there(tmp_path) == []
     assert all(path.stat().st_blocks < 100 for path in tmp_path.iterdir())
 
 
