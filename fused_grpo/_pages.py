@@ -1,9 +1,8 @@
 """Large pages for the gradient of a head on a CPU.
 
-Fresh memory costs a page fault for every 4 KiB, which for a head's gradient is a thirtieth of the time of the three
-GEMMs; for a chunk of logits, which is read in other orders, nothing was won. Linux serves 2 MiB at a time to whoever
-asks, unless transparent huge pages are set to `never`. PyTorch asks for all of its memory if THP_MEM_ALLOC_ENABLE=1 is
-in the environment, which a library cannot put there.
+Fresh memory costs a page fault for every 4 KiB, and every step takes the gradient of a head afresh. Linux serves 2 MiB
+at a time to whoever asks, unless transparent huge pages are set to `never`. PyTorch asks for all of its memory if
+THP_MEM_ALLOC_ENABLE=1 is in the environment, which a library cannot put there.
 """
 
 from __future__ import annotations

@@ -46,6 +46,11 @@ class Tile:
     arguments: dict[str, Any]  # what a row pass needs to know besides
     index: Tensor | None  # [R], which of the hidden states these are; None for `rows` of them
 
+    def make_(self) -> Tile:
+        """Put the raw logits where they belong."""
+        logits_into(self.logits, self.hidden, self.weight)
+        return self
+
     def select(self, order: Tensor) -> Tile:
         """The first rows of the logits, which have come from the rows in `order` [K]."""
         index = order + self.rows.start if self.index is None else self.index[order]
@@ -186,9 +191,9 @@ class Head:
             for columns in planner.chunks(len(head_weight), shape.columns):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = _piece(buffer, count, len(weight), stride)
-                logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
-                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)
+                local = local_targets(targets, columns)
+                yield Tile(group, columns, logits, hidden, weight, local, arguments, index).make_()
 
 
 def _piece(buffer: Tensor, rows: int, columns: int, stride: int) -> Tensor:

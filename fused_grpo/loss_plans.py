@@ -31,7 +31,7 @@ from torch import Tensor
 from fused_grpo import planner, reference
 from fused_grpo._layout import LossInputs, TokenInputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head import Head, Tile, logits_into
+from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
 from fused_grpo.planner import BLOCK_BYTES, TileShape
@@ -42,7 +42,7 @@ from fused_grpo.vocab_parallel import Shards
 Score = Literal["all", "needed"]
 
 
-# Of a tile in columns, this share of rows is about as dear to move as to keep in the GEMMs of dH and dW.
+# Up to this share of a chunk's rows is rather kept in the GEMMs of dH and dW than moved out of their way.
 _FEW = 1 / 8
 
 
@@ -241,7 +241,7 @@ class _Step:
             if adrift(state) is None:
                 return state
             self.adrift += len(tile.targets)
-            logits_into(tile.logits, tile.hidden, tile.weight)
+            tile.make_()
         state = start_rows(len(tile.targets), **like)
         self.passes.fold_tile_(tile.logits, tile.targets, state, **options, entropy=self.entropy)
         return state

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_grpo import _pages, chunked, fused_linear_grpo_loss, planner
+from fused_grpo import _pages, chunked, fused_linear_grpo_loss, loss_plans, planner
 from fused_grpo._pages import on_large_pages
 from fused_grpo.head import Head
 from fused_grpo.loss_plans import _Step, kept_first_
@@ -119,7 +120,7 @@ def test_few_rows_without_a_gradient_stay_unless_zero_times_them_is_not_zero() -
 
 
 @pytest.mark.parametrize("clipped", [3, 40])
-def test_clipped_rows_add_nothing_whether_they_stay_or_go(clipped: int) -> None:
+def test_clipped_rows_add_nothing_whether_they_stay_or_go(monkeypatch: pytest.MonkeyPatch, clipped: int) -> None:
     hidden, weight = torch.randn(96, 16), torch.randn(200, 16)
     targets, mask = torch.randint(200, (96, 1)), torch.ones(96, 1)
     logprobs = (hidden @ weight.t()).log_softmax(-1).gather(1, targets)
@@ -127,13 +128,15 @@ def test_clipped_rows_add_nothing_whether_they_stay_or_go(clipped: int) -> None:
     old[:: 96 // clipped][:clipped] -= 1.0  # a ratio of e, clipped for advantages above 0
     gone = torch.zeros(96, dtype=torch.bool)
     gone[:: 96 // clipped][:clipped] = True
-    gradients = []
+    gradients, moved = [], mock.Mock(side_effect=kept_first_)
+    monkeypatch.setattr(loss_plans, "kept_first_", moved)
     for scored, total in ((mask, None), (torch.where(gone[:, None], 0.0, mask), 96 - clipped)):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         options = {"advantages": torch.ones(96), "mask": scored, "old_logprobs": old, "entropy": False}
         loss = fused_linear_grpo_loss(leaves[0][:, None], leaves[1], targets, **options).loss
         (loss if total is None else loss * total / 96).backward()
         gradients.append([leaf.grad for leaf in leaves])
+    assert moved.call_count == (clipped > 12), "one row in eight may stay"
     assert (gradients[0][0][gone] == 0).all()
     for ours, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
