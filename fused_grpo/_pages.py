@@ -1,38 +1,75 @@
-"""Large pages for the gradient of a head on a CPU.
+"""Large memory on a CPU, used again.
 
-Fresh memory costs a page fault for every 4 KiB, and every step takes the gradient of a head afresh. Linux serves 2 MiB
-at a time to whoever asks, unless transparent huge pages are set to `never`. PyTorch asks for all of its memory if
-THP_MEM_ALLOC_ENABLE=1 is in the environment, which a library cannot put there.
+Each call needs a piece of the logits and the gradient of a head, and fresh memory costs a page fault for every 4 KiB
+of them: a twentieth of the time of a loss, more where the kernel has to look for pages. On a GPU, PyTorch's allocator
+would hand them out again; the C library's gives large pieces back to the kernel at once. So these two come from here:
+anonymous mappings that return when the last tensor on them is gone. Until the next call they are the kernel's for the
+asking (`MADV_FREE`), so that nobody runs out of memory for their sake, and at most a gigabyte of them is kept.
+
+While PyTorch's profiler records, memory comes from PyTorch, that it be counted.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
+import contextlib
+import math
 import mmap
-from collections.abc import Callable
+import weakref
 
+import torch
 from torch import Tensor
 
+# Smaller pieces the C library hands out again itself, or they are quickly had.
 _LEAST_BYTES = 8 * 2**20
+_MOST_KEPT_BYTES = 2**30
+
+_kept: list[mmap.mmap] = []
 
 
-def on_large_pages(fresh: Tensor) -> Tensor:
-    """The same tensor, for memory that nobody has written to yet. Does nothing where there is nothing to gain."""
-    advise = _madvise()
-    if advise is None or fresh.device.type != "cpu" or fresh.nbytes < _LEAST_BYTES:
-        return fresh
-    # Whole pages only: what shares a page with it is somebody else's.
-    first = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (fresh.data_ptr() + fresh.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    advise(first, size, mmap.MADV_HUGEPAGE)  # advice: what it returns changes nothing
-    return fresh
+def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, of pages that have been in use before where there are such. What they hold is undefined."""
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if device.type != "cpu" or size < _LEAST_BYTES or not _can_recycle() or torch._C._autograd._profiler_enabled():
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(_loan(size), dtype=dtype, count=count).view(shape)
 
 
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's, or None where it, or the advice, is unknown."""
-    function = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-    if function is not None:
-        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    return function
+def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.empty_like`, of such pages."""
+    dtype = tensor.dtype if dtype is None else dtype
+    if not tensor.is_contiguous():
+        return torch.empty_like(tensor, dtype=dtype)
+    return empty(tuple(tensor.shape), dtype=dtype, device=tensor.device)
+
+
+def _can_recycle() -> bool:
+    return hasattr(mmap, "MADV_FREE")
+
+
+def _loan(size: int) -> memoryview:
+    """At least so many bytes, for as long as anybody holds them."""
+    fitting = [pages for pages in _kept if size <= len(pages) <= 2 * size]
+    for pages in sorted(fitting, key=len):
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _kept.remove(pages)
+            break
+    else:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _advise(pages, mmap.MADV_HUGEPAGE)
+    loan = memoryview(pages)
+    weakref.finalize(loan, _take_back, pages).atexit = False
+    return loan
+
+
+def _take_back(pages: mmap.mmap) -> None:
+    _advise(pages, mmap.MADV_FREE)
+    _kept.append(pages)
+    while sum(map(len, _kept)) > _MOST_KEPT_BYTES:
+        _kept.pop(0)
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    with contextlib.suppress(OSError):  # a kernel that does not know it; nothing but speed depends on it
+        pages.madvise(advice)

@@ -20,7 +20,9 @@ from torch import Tensor
 from fused_grpo import planner, reference
 from fused_grpo.config import TokenTerms
 from fused_grpo.planner import BLOCK_BYTES
-from fused_grpo.statistics import ABOVE_OTHERS, RowState, finish_rows, finite, share_of_others, start_rows
+from fused_grpo.statistics import RowState, anchors, finish_rows, finite, share_of_others, start_rows
+
+_SUMMED_BY_PRODUCTS = 2048
 
 
 def fold_tile_(
@@ -43,8 +45,8 @@ def fold_tile_(
     returned: a view of its memory. Sums that were weighted before are relative to the m of then: scale them by
     e^(m_then - m). Without, the tile is left as it was.
 
-    The state's m is raised to the largest logit, for which the tile is looked through once more. For rows that are
-    `anchored` that is the first block of their first tile, and m stays where it is not far above.
+    The state's m is raised to the largest logit, for which the tile is looked through once more. Rows that are
+    `anchored` get theirs from the first block of their first tile.
     """
     tile = _Tile(logits, targets, bias, temperature, logit_scale, softcap)
     out = None if weights is None else _in_place(logits, weights)
@@ -53,21 +55,23 @@ def fold_tile_(
     if not anchored:
         _raise_shift(state, tile.largest())
     elif not state.total.any():
-        few = tile.largest(most=1)
-        state.shift.copy_(torch.clamp(state.shift, few, few + ABOVE_OTHERS))
+        state.shift.copy_(anchors(tile.largest(most=1)))
     shift = finite(state.shift)[:, None]
+    unshifted = anchored and not shift.any()
     # Straight to where it belongs, unless it has yet to be scaled or narrowed.
     direct = out is not None and out.dtype == logits.dtype and weights_scale == 1.0
     totals, products = tile.partial_sums(), tile.partial_sums() if entropy else None
     for block in tile.blocks(slope=out is not None, keep=out is None):
         rows, place = block.rows, None if out is None else out[block.rows, block.columns]
         e = place if direct and place is not None else block.scratch(1 if entropy else 0)
-        centred = torch.sub(block.z, shift[rows], out=block.scratch(0) if entropy else e)
+        centred = block.z
+        if not unshifted:
+            centred = torch.sub(block.z, shift[rows], out=block.scratch(0) if entropy else e)
         torch.exp(centred, out=e)
         if products is not None:
             # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
-            torch.sum(centred.clamp_min_(-128.0).mul_(e), 1, out=products[block.part, rows])
-        torch.sum(e, 1, out=totals[block.part, rows])
+            tile.sum_into(products[block.part, rows], centred.clamp_min_(-128.0).mul_(e))
+        tile.sum_into(totals[block.part, rows], e)
         if place is not None:
             e = e if block.slope is None else e.mul_(block.slope)
             if not direct:
@@ -255,19 +259,17 @@ class _Tile:
         """A cache-sized block at a time, all or the first; `keep` what is in the tile where it is not written over."""
         whole = slice(0, self.raw.shape[0]), slice(0, self.raw.shape[1])
         pieces = planner.chunks(self.raw.shape[1 if self.in_columns else 0], self.thickness)
+        shown = _hide_(self.raw, self.targets) if self.as_it_is else ()
         for number, some in enumerate(itertools.islice(pieces, most)):
             rows, columns = (whole[0], some) if self.in_columns else (some, whole[1])
             raw, bias = self.raw[rows, columns], None if self.bias is None else self.bias[columns]
             z, slopes = raw, None
             if not self.as_it_is:
                 z, slopes = self._transformed(raw, bias, rows, self.scratch(0, *raw.shape), slope=slope)
-            local = self.targets[rows, None] - columns.start
-            column = local.clamp(0, raw.shape[1] - 1)
-            kept = z.gather(1, column)
-            z.scatter_(1, column, torch.where(local == column, -torch.inf, kept))
+                _hide_(z, self.targets[rows] - columns.start)
             yield _Block(self, number if self.in_columns else 0, rows, columns, z, slopes)
-            if keep and self.as_it_is:
-                z.scatter_(1, column, kept)
+        if keep and self.as_it_is:
+            self.raw.scatter_(1, *shown)
 
     def largest(self, *, most: int | None = None) -> Tensor:
         """The largest logit but the target's, [R], of all blocks or the first."""
@@ -280,6 +282,16 @@ class _Tile:
         """[blocks of a row, R] of zeros."""
         rows, columns = self.raw.shape
         return self.raw.new_zeros(-(-columns // self.thickness) if self.in_columns else 1, rows)
+
+    def sum_into(self, out: Tensor, values: Tensor) -> None:
+        """The sums [r] over the columns of a block [r, c]: as a product where its columns are in one piece, and few.
+
+        That is faster, but adds up one column after the other, so that its error grows with their number.
+        """
+        if self.in_columns and values.shape[1] <= _SUMMED_BY_PRODUCTS:
+            torch.mv(values, values.new_ones(values.shape[1]), out=out)
+        else:
+            torch.sum(values, 1, out=out)
 
     def scratch(self, number: int, rows: int, columns: int) -> Tensor:
         """[r, c], in the order of the tile, made when it is first asked for, which is for the largest block."""
@@ -299,6 +311,14 @@ class _Tile:
         torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
         slopes = 1 - out.square() if slope else None
         return out.mul_(self.softcap / self.temperature[rows]), slopes
+
+
+def _hide_(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-inf at the targets that are columns of z [R, C]; what `z.scatter_(1, ...)` brings them back with."""
+    column = targets[:, None].clamp(0, z.shape[1] - 1)
+    kept = z.gather(1, column)
+    z.scatter_(1, column, torch.where(targets[:, None] == column, -torch.inf, kept))
+    return column, kept
 
 
 def _all_equal(temperature: Tensor, value: float) -> bool:

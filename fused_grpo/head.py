@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
+from fused_grpo import _pages, planner
 from fused_grpo.planner import BLOCK_BYTES, TileShape
 from fused_grpo.reference import compute_dtype
 
@@ -150,12 +150,6 @@ class Head:
         """What a GEMM holds of W in a wider dtype."""
         return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
-    def anchors(self) -> Tensor:
-        """The logit [N] of each row's target, which it must have, from a product of its own; see `statistics.py`."""
-        z = self.raw_at(slice(None) if self.index is None else self.index, self.targets).mul_(self.logit_scale)
-        z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
-        return z / self.temperature
-
     def raw_at(self, which: slice | Tensor, targets: Tensor) -> Tensor:
         """h.w + b [R] of the hidden states in `which`, each at one of `targets` [R]."""
         found = self.hidden.new_empty(len(targets), dtype=self.dtype)
@@ -176,7 +170,7 @@ class Head:
 
         With `pad` every tile has `shape.rows` rows, however few there are: those past the end are of zeros.
         """
-        buffer = self.hidden.new_empty(shape.size, dtype=self.dtype)
+        buffer = _pages.empty((shape.size,), dtype=self.dtype, device=self.hidden.device)
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
         head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
         for rows in planner.chunks(len(self.targets), shape.rows):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
-from fused_grpo._pages import on_large_pages
+from fused_grpo import _pages, planner
 from fused_grpo.head import Head, Tile, multiply_into, weighted_sum_into
 from fused_grpo.planner import BLOCK_BYTES, TileShape
 
@@ -60,7 +59,7 @@ class HeadGradients:
         self._pushed: Tensor | None = None  # its hidden states, times push
         self._started: set[int] = set()  # the columns of which dW has been written
         weight_dtype = None if shape.rows >= len(head.targets) and rounded else head.dtype
-        self._weight = on_large_pages(torch.empty_like(head.weight, dtype=weight_dtype)) if weight else None
+        self._weight = _pages.empty_like(head.weight, dtype=weight_dtype) if weight else None
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
 
     def scaled(self, upstream: Tensor) -> Tensor:

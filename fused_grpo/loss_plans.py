@@ -35,7 +35,7 @@ from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients, softmax_factors
 from fused_grpo.loss import LossGradients, value_and_gradient
 from fused_grpo.planner import BLOCK_BYTES, TileShape
-from fused_grpo.plans import anchors, in_columns, power_of_two_scale, rows_of, takes_weights
+from fused_grpo.plans import in_columns, power_of_two_scale, rows_of, takes_weights
 from fused_grpo.statistics import RowState, adrift, finish_rows, start_rows
 from fused_grpo.vocab_parallel import Shards
 
@@ -100,8 +100,8 @@ def fused_loss(
     # The weights of a shard would be relative to the maximum of its own columns.
     as_weights = differentiated and takes_weights(rows, passes) and not config.entropy_coef and shards is None
     taken = gradients if differentiated else None
-    anchor = anchors(rows, passes) if as_weights and not entropy else None
-    step = _Step(rows, shape, inputs, config, passes, taken, as_weights, anchor, entropy, shards)
+    anchored = as_weights and not entropy and in_columns(rows, passes)
+    step = _Step(rows, shape, inputs, config, passes, taken, as_weights, anchored, entropy, shards)
     statistics, seen, upstream = step.in_two_phases() if needs_other_tokens(inputs, config) else step.chunk_by_chunk()
     per_token = [
         None if values is None else _everywhere(values, rows.index, len(head.targets))
@@ -166,11 +166,12 @@ class _Step:
     gradients: HeadGradients | None  # None where none is wanted
     as_weights: bool
     """Leave e^(z - m) in the tiles, from which no pass over them but the GEMMs leads to the gradients."""
-    anchor: Tensor | None  # of each row, where those weights are relative to it
+    anchored: bool
+    """Make those weights relative to an anchor."""
     entropy: bool  # whether anybody asks for it
     shards: Shards | None
     adrift: int = 0
-    """Rows whose logits were made again for a row of their chunk that did not hold its anchor."""
+    """Rows whose logits were made again for a row of their chunk that was adrift."""
 
     def chunk_by_chunk(self) -> tuple[dict[str, Tensor], _Rows, LossGradients]:
         seen, parts = [], []
@@ -232,11 +233,11 @@ class _Step:
         return _Rows(logprobs, entropy if self.entropy else None, state.shift, state.total)
 
     def _weigh_(self, tile: Tile) -> RowState:
-        """Leave e^(z - m) in a tile: m is the anchor of a row, or all have none if one of them does not hold."""
+        """Leave e^(z - m) in a tile: m is the anchor of a row, or all have none if one of them is adrift."""
         like: dict[str, Any] = {"dtype": tile.logits.dtype, "device": tile.logits.device}
         options = {**tile.arguments, "weights": tile.logits.dtype}
-        if self.anchor is not None:
-            state = start_rows(len(tile.targets), **like, anchor=self.anchor[tile.rows])
+        if self.anchored:
+            state = start_rows(len(tile.targets), **like)
             self.passes.fold_tile_(tile.logits, tile.targets, state, **options, anchored=True)
             if adrift(state) is None:
                 return state

@@ -78,13 +78,13 @@ def fold(
         shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient, in_columns=columns)
         count = len(head.targets)
         padding = -count % shape.rows if batch_invariant else 0
-        anchor = anchors(head, passes) if anchored and not entropy and not batch_invariant else None
-        state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device, anchor=anchor)
-        how: dict[str, Any] = {"entropy": entropy} if anchor is None else {"anchored": True}
+        anchored = anchored and not entropy and columns
+        state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device)
+        how: dict[str, Any] = {"anchored": True} if anchored else {"entropy": entropy}
         for tile in head.tiles(shape, pad=batch_invariant):
             passes.fold_tile_(tile.logits, tile.targets, state.rows(tile.rows), **tile.arguments, **how)
         state = state.rows(slice(count))
-        lost = None if anchor is None else adrift(state)
+        lost = adrift(state) if anchored else None
         if lost is not None:
             del tile  # its memory is free for the tiles that come now
             options: dict[str, Any] = {"entropy": False, "chunk_bytes": chunk_bytes, "wanted": wanted}
@@ -93,16 +93,11 @@ def fold(
 
 
 def in_columns(head: Head, passes: ModuleType) -> bool:
-    """Whether the columns of tiles should be in one piece: what GEMMs of a CPU, and row passes in torch, like."""
-    return head.hidden.device.type == "cpu" and takes_weights(head, passes)
+    """Whether the columns of tiles should be in one piece: what GEMMs of a CPU, and row passes in torch, like.
 
-
-def anchors(head: Head, passes: ModuleType) -> Tensor | None:
-    """What the sums of each row are to be relative to, [N], where these passes can do that and all rows have a target.
-
-    A GPU would have to wait for the answer whether they hold.
+    Those are also who can have anchors: a GPU would have to wait for the answer whether they hold.
     """
-    return head.anchors() if in_columns(head, passes) and bool((head.targets >= 0).all()) else None
+    return head.hidden.device.type == "cpu" and takes_weights(head, passes)
 
 
 def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dict[str, bool] | None = None) -> bool:
@@ -231,23 +226,23 @@ def forward_with_direction(
     """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators."""
     allocate = torch.empty_like if head.index is None else torch.zeros_like
     direction = allocate(head.hidden, dtype=head.dtype)
-    anchor = None if entropy else anchors(head, passes)
-    state = _fold_direction_(direction, head, passes, entropy=entropy, chunk_bytes=chunk_bytes, anchor=anchor)
-    lost = None if anchor is None else adrift(state)
+    anchored = not entropy and in_columns(head, passes)
+    state = _fold_direction_(direction, head, passes, entropy=entropy, chunk_bytes=chunk_bytes, anchored=anchored)
+    lost = adrift(state) if anchored else None
     if lost is not None:
-        again = head.select(lost)
-        state.put(lost, _fold_direction_(direction, again, passes, entropy=False, chunk_bytes=chunk_bytes, anchor=None))
+        options: dict[str, Any] = {"entropy": False, "chunk_bytes": chunk_bytes, "anchored": False}
+        state.put(lost, _fold_direction_(direction, head.select(lost), passes, **options))
     return finish(state, entropy=entropy), direction
 
 
 def _fold_direction_(
-    direction: Tensor, head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None, anchor: Tensor | None
+    direction: Tensor, head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None, anchored: bool
 ) -> RowState:
     """The state of the head's rows, whose `direction` is written to its [N, D]."""
-    state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device, anchor=anchor)
+    state = start_rows(len(head.targets), dtype=head.dtype, device=head.hidden.device)
     shape = head.tile_shape(chunk_bytes, in_columns=in_columns(head, passes))
     scale = 2.0**_FP16_EXPONENT if head.gemm_dtype == torch.float16 else 1.0
-    how: dict[str, Any] = {"entropy": entropy} if anchor is None else {"anchored": True}
+    how: dict[str, Any] = {"anchored": True} if anchored else {"entropy": entropy}
     how |= {"weights": head.gemm_dtype, "weights_scale": scale}
     sums = direction
     with full_precision(head.hidden):
@@ -257,7 +252,7 @@ def _fold_direction_(
                 sums = direction[tile.rows] if head.index is None else direction.new_empty(tile.hidden.shape)
             before = rows.shift.clone()
             weights = passes.fold_tile_(tile.logits, tile.targets, rows, **tile.arguments, **how)
-            if later and anchor is None:
+            if later and not anchored:
                 sums.mul_(torch.exp(before - rows.shift).nan_to_num_(0.0)[:, None])
             weighted_sum_into(sums, weights, tile.weight, accumulate=later)
             if tile.columns.stop == len(head.weight):

@@ -10,11 +10,10 @@ so log p is never positive, a token of probability 1 - 1e-9 keeps a log-prob of 
 log-sum-exp minus z_t would round to 0, and the entropy is a sum of terms that are all >= 0: nothing cancels. The
 log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded to 1e-3, and every p_v with it.
 
-Any m near the largest logit gives the same, and one that is known beforehand spares the pass that looks for it. A token
-that was sampled tells one, its own logit, which is the **anchor** of its row; m is then that, or the largest of a few
-other logits where the anchor is below it or far above. A row whose s leaves the range of exact sums all the same, a
-token that its model would not sample once in e^50 times, is folded again with the largest logit. Where the entropy is
-asked for there is no anchor: w / s would cancel against log s.
+Any m near the largest logit gives the same, and one that is known beforehand spares the pass that looks for it: an
+**anchor**, which is 0, or the largest of a row's first few logits where that is far from 0. A row whose s leaves the
+range of exact sums all the same, as logits 50 above the anchor do, is folded again with the largest logit. Where the
+entropy is asked for there is no anchor: w / s would cancel against log s.
 """
 
 from __future__ import annotations
@@ -28,15 +27,17 @@ from torch import Tensor
 ANCHOR_HOLDS = math.exp(-70.0), math.exp(50.0)
 """The sums s that are exact in fp32, and leave room for what is multiplied by them."""
 
-ABOVE_OTHERS = 60.0
-"""How far an anchor may be above the few others that are looked at: what is far below it keeps its digits, too."""
+_NEAR_ZERO = 20.0  # leaves 30 for what is above the few logits that are looked at
+
+# Up to here both factors of e^d are numbers: s >= e^-70, and e^(m - z_t) is no more than e^86.
+_SMALL_D = 16.0
 
 
 class RowState(NamedTuple):
     """What is known of some rows while tiles are folded in: each [N], over all tokens but the target."""
 
     shift: Tensor
-    """m, the largest logit so far, or near it."""
+    """m, the largest logit so far, or the anchor."""
     total: Tensor
     """s."""
     weighted: Tensor
@@ -53,19 +54,22 @@ class RowState(NamedTuple):
             mine[rows] = theirs
 
 
-def start_rows(count: int, *, dtype: torch.dtype, device: torch.device, anchor: Tensor | None = None) -> RowState:
-    """The state of `count` rows that have seen no logit; m is -inf, or the `anchor` [N]."""
+def start_rows(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
+    """The state of `count` rows that have seen no logit; m is -inf."""
     values = torch.zeros((4, count), dtype=dtype, device=device)
     values[::3] = -torch.inf
-    if anchor is not None:
-        values[0] = anchor
     return RowState(*values)
+
+
+def anchors(few: Tensor) -> Tensor:
+    """The anchor of each row, from the largest of its first logits; 0 spares the pass that subtracts it."""
+    return torch.where((few.abs() > _NEAR_ZERO) & few.isfinite(), few, 0.0)
 
 
 def adrift(state: RowState) -> Tensor | None:
     """The rows, an index, whose anchor is too far from the other logits for their sums to be exact; None for none."""
     low, high = ANCHOR_HOLDS
-    held = (state.total > low) & (state.total < high) & (state.shift > -torch.inf)
+    held = (state.total > low) & (state.total < high)
     return None if held.all() else (~held).nonzero()[:, 0]
 
 
@@ -77,7 +81,10 @@ def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
     alone = state.total == 0.0
     total = state.total.masked_fill(alone, 1.0)
     # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
-    d = ((state.shift - state.target_logit) + total.log()).masked_fill(alone, -torch.inf)
+    gap = state.shift - state.target_logit
+    d = (gap + total.log()).masked_fill(alone, -torch.inf)
+    # A small d that is the difference of larger numbers has their rounding; the logarithm of a product has its own.
+    d = torch.where(d.abs() < _SMALL_D, (total * gap.exp()).log(), d)
     logprobs = -softplus(d)
     rest = softplus(-d).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
     entropy = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)

@@ -28,6 +28,7 @@ ORACLE = ["tests/ops/test_outside_oracle.py", "-k", "temperature_per_token or ig
 ENTROPY = ["tests/ops/test_error_grid.py", "-k", "vocabularies_of_real_models"]
 ANCHORS = ["tests/ops/test_anchors.py"]
 LAYOUT = ["tests/ops/test_layout.py"]
+PAGES = ["tests/ops/test_pages.py"]
 HALF = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype0"]
 FROZEN = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype1"]
 CONFIDENT = ["tests/ops/test_extremes.py", "-k", "confident and torch"]
@@ -125,7 +126,7 @@ BUGS = {
     ),
     "the target counts among the others": Bug(
         "fused_grpo/chunked.py",
-        "torch.where(local == column, -torch.inf, kept)",
+        "torch.where(targets[:, None] == column, -torch.inf, kept)",
         "kept",
         EXACT,
     ),
@@ -138,9 +139,20 @@ BUGS = {
     "the sum so far is not rescaled": Bug("fused_grpo/chunked.py", "    state.total.mul_(rescale)\n", "", ENTROPY),
     "a row adrift keeps its anchor": Bug("fused_grpo/plans.py", "state.put(lost, fold(", "_ = (lost, fold(", ANCHORS),
     "a row adrift keeps its direction": Bug(
-        "fused_grpo/plans.py", "_fold_direction_(direction, again", "_fold_direction_(direction.clone(), again", ANCHORS
+        "fused_grpo/plans.py",
+        "_fold_direction_(direction, head.select(lost)",
+        "_fold_direction_(direction.clone(), head.select(lost)",
+        ANCHORS,
     ),
     "a chunk keeps anchors adrift": Bug("fused_grpo/loss_plans.py", "if adrift(state) is None:", "if True:", ANCHORS),
+    "a log-prob of the rounding of its logits": Bug(
+        "fused_grpo/statistics.py", "_SMALL_D = 16.0", "_SMALL_D = 0.0", ANCHORS
+    ),
+    "memory that somebody holds": Bug("fused_grpo/_pages.py", "_kept.remove(pages)", "pass", PAGES),
+    "memory that nobody may have": Bug("fused_grpo/_pages.py", "_advise(pages, mmap.MADV_FREE)", "pass", PAGES),
+    "logits are not relative to their anchor": Bug(
+        "fused_grpo/chunked.py", "anchored and not shift.any()", "anchored", ANCHORS
+    ),
     "what an anchor may be off by": Bug("fused_grpo/statistics.py", "math.exp(50.0)", "math.exp(88.0)", ANCHORS),
     "a tile's look at its first block changes it": Bug(
         "fused_grpo/chunked.py", "if keep and self.as_it_is:", "if False:", ANCHORS

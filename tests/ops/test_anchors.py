@@ -1,4 +1,4 @@
-"""Sums relative to the logit of the token that was sampled, and tokens that nobody would have sampled."""
+"""Sums relative to 0, or to the first logits of a row, and rows whose other logits are far from those."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fused_grpo.statistics import ANCHOR_HOLDS, RowState, adrift, finish_rows, m
 
 N, V = 40, 64
 WAYS = ["no_grad", "frozen", "trainable", "loss"]
-# Of the target, from the largest logit of the others, one of the last: nothing that fp32 can hold, just beyond what an
-# anchor may be off by, just within, and tokens without an alternative.
+# Of the target, from the largest logit of the others, one of the last: nothing that fp32 can hold, just beyond what
+# logits may be above an anchor, just within, and tokens without an alternative.
 FAR = {3: -200.0, 7: -60.0, 8: -30.0, 20: 30.0, 21: 60.0, 39: 200.0}
 CHUNKS = [None, 40 * V]  # all in one piece; several of rows, several of columns
 
@@ -94,7 +94,7 @@ def searched() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
-def test_nobody_looks_for_the_largest_logit_of_tokens_that_were_sampled(way, chunk_bytes):
+def test_nobody_looks_for_the_largest_logit_near_an_anchor(way, chunk_bytes):
     with searched() as rows:
         run(way, problem({8: -30.0, 20: 30.0}), chunk_bytes=chunk_bytes, impl="torch")
     assert rows == []
@@ -104,7 +104,7 @@ def test_nobody_looks_for_the_largest_logit_of_tokens_that_were_sampled(way, chu
 def test_rows_adrift_are_folded_again_and_no_others(way, block):
     with searched() as rows:
         run(way, problem(FAR), impl="torch")
-    # The first block has every other logit, or none of those that are far above the target's.
+    # The first block has every logit, or none of those that are far above the others.
     assert rows == ([] if block == BLOCK_BYTES else [2])
 
 
@@ -125,7 +125,7 @@ def test_a_chunk_of_the_loss_with_a_row_adrift_is_made_again_and_says_so(monkeyp
 
 @pytest.mark.parametrize("banned", [8, 16])
 def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned):
-    """Nor does an anchor that is banned itself: m would be -inf, and the sums relative to 0."""
+    """An anchor of -inf would be no number to take from a logit."""
     monkeypatch.setattr(chunked, "BLOCK_BYTES", 8 * 4 * N)
     hidden, weight, targets = problem({})
     targets[:4] = torch.arange(4)
@@ -141,7 +141,7 @@ def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned):
 
 
 @pytest.mark.parametrize("distance", [*FAR.values(), 0.0])
-def test_shards_of_which_one_alone_has_anchors_are_one_vocabulary(distance):
+def test_shards_with_anchors_of_their_own_are_one_vocabulary(distance):
     hidden, weight, targets = problem(dict.fromkeys(range(N), distance) if distance else {})
     targets.fill_(V - 2)
     parts = []
@@ -154,17 +154,33 @@ def test_shards_of_which_one_alone_has_anchors_are_one_vocabulary(distance):
     torch.testing.assert_close(finish_rows(merged)[0].double(), exact, rtol=1e-5, atol=1e-30)
 
 
-def test_an_anchored_tile_is_looked_at_once_at_its_beginning():
-    """A few logits tell more than the target's, where that is unlikely: the largest weights round least near 1."""
+@pytest.mark.parametrize("level", [0.0, 15.0, -15.0, 25.0, -25.0, 1e3])
+def test_an_anchored_tile_is_looked_at_once_at_its_beginning(level):
+    """There it is seen whether 0 will do, for which nothing need be subtracted from any logit."""
     hidden, _, targets = problem({8: -30.0})
-    state = start_rows(N, dtype=torch.float32, device=hidden.device, anchor=torch.full((N,), -5.0))
+    hidden += level
+    state = start_rows(N, dtype=torch.float32, device=hidden.device)
     for columns in (slice(0, 40), slice(40, V)):
         logits, here = hidden[:, columns].clone(), local_targets(targets, columns)
         chunked.fold_tile_(logits, here, state, temperature=torch.ones(N), anchored=True)
         assert torch.equal(logits, hidden[:, columns])
     others = hidden[:, :40].scatter(1, targets.clamp_max(39)[:, None], -torch.inf)
     others = torch.where((targets < 40)[:, None], others, hidden[:, :40])
-    assert torch.equal(state.shift, others.amax(1).clamp_min(-5.0))
+    assert torch.equal(state.shift, others.amax(1) if abs(level) > 20 else torch.zeros(N))
+    exact = hidden.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(finish_rows(state)[0].double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_log_prob_has_not_the_rounding_of_its_logits():
+    """Which are near 20, as is the logarithm of the sum that is relative to 0; what they differ by is near 2."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (20 - 4 * torch.rand(4096, 16, generator=generator)).mul(2**16).round().div(2**16)
+    targets = torch.randint(16, (4096,), generator=generator)
+    state = start_rows(4096, dtype=torch.float32, device=logits.device)
+    chunked.fold_tile_(logits, targets, state, temperature=torch.ones(4096), anchored=True)
+    assert not state.shift.any()
+    exact = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(finish_rows(state)[0].double(), exact, rtol=0, atol=6e-7)
 
 
 def test_the_entropy_has_no_anchor():

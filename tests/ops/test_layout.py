@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_grpo import _pages, chunked, fused_linear_grpo_loss, loss_plans, planner
-from fused_grpo._pages import on_large_pages
+from fused_grpo import chunked, fused_linear_grpo_loss, loss_plans, planner
 from fused_grpo.head import Head
 from fused_grpo.loss_plans import _Step, kept_first_
 from fused_grpo.plans import in_columns
@@ -140,19 +138,3 @@ def test_clipped_rows_add_nothing_whether_they_stay_or_go(monkeypatch: pytest.Mo
     assert (gradients[0][0][gone] == 0).all()
     for ours, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
-
-
-def test_large_pages_are_asked_for_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(_pages, "_madvise", lambda: lambda *advice: asked.append(advice))
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
-    large, small = torch.empty(2**22), torch.empty(2**10)
-    assert on_large_pages(large) is large
-    assert on_large_pages(small) is small
-    ((first, size, _),) = asked
-    assert first % 4096 == 0
-    assert size % 4096 == 0
-    assert large.data_ptr() <= first
-    assert first + size <= large.data_ptr() + large.nbytes
-    monkeypatch.setattr(_pages, "_madvise", lambda: None)
-    assert on_large_pages(large) is large
