@@ -32,7 +32,7 @@ BLOCK_BYTES = 2 * 2**20
 # What a CPU holds beside the piece: those two blocks, and small change.
 _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
 
-# A CPU multiplies tiles of this size at full speed, and the allocator recycles their pages; larger ones fault afresh.
+# A CPU multiplies tiles of this size at all but full speed.
 CPU_TILE_BYTES = 32 * 2**20
 
 # Whole rows on a CPU, unless told otherwise: few enough to be small beside full logits, many enough for a good GEMM.
