@@ -6,7 +6,8 @@ would hand them out again; the C library's gives large pieces back to the kernel
 anonymous mappings that return when the last tensor on them is gone. Until the next call they are the kernel's for the
 asking (`MADV_FREE`), so that nobody runs out of memory for their sake, and at most a gigabyte of them is kept.
 
-While PyTorch's profiler records, memory comes from PyTorch, that it be counted.
+While PyTorch's profiler records, memory comes from PyTorch, that it be counted. Tensors are otherwise those of
+`torch.frombuffer`: their storage cannot be resized.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     """`torch.empty`, of pages that have been in use before where there are such. What they hold is undefined."""
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if device.type != "cpu" or size < _LEAST_BYTES or not _can_recycle() or torch._C._autograd._profiler_enabled():
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(_loan(size), dtype=dtype, count=count).view(shape)
+    recycled = device.type == "cpu" and size >= _LEAST_BYTES and hasattr(mmap, "MADV_FREE")
+    if recycled and not torch._C._autograd._profiler_enabled():
+        with contextlib.suppress(OSError):  # no memory: PyTorch says so in its own words
+            return torch.frombuffer(_loan(size), dtype=dtype, count=count).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,10 +46,6 @@ def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return empty(tuple(tensor.shape), dtype=dtype, device=tensor.device)
 
 
-def _can_recycle() -> bool:
-    return hasattr(mmap, "MADV_FREE")
-
-
 def _loan(size: int) -> memoryview:
     """At least so many bytes, for as long as anybody holds them."""
     fitting = [pages for pages in _kept if size <= len(pages) <= 2 * size]
@@ -55,21 +54,35 @@ def _loan(size: int) -> memoryview:
             _kept.remove(pages)
             break
     else:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise(pages, mmap.MADV_HUGEPAGE)
+        pages = _fresh(size)
     loan = memoryview(pages)
-    weakref.finalize(loan, _take_back, pages).atexit = False
+    weakref.finalize(loan, _take_back, pages).atexit = False  # at exit others may still read it
     return loan
 
 
+def _fresh(size: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        pages = mmap.mmap(-1, size, flags=flags)
+    except OSError:  # what is kept counts against the limit on address space
+        _kept.clear()
+        pages = mmap.mmap(-1, size, flags=flags)
+    _advised(pages, getattr(mmap, "MADV_HUGEPAGE", 0))
+    return pages
+
+
 def _take_back(pages: mmap.mmap) -> None:
-    _advise(pages, mmap.MADV_FREE)
+    if len(pages) > _MOST_KEPT_BYTES or not _advised(pages, mmap.MADV_FREE):
+        return
     _kept.append(pages)
     while sum(map(len, _kept)) > _MOST_KEPT_BYTES:
         _kept.pop(0)
 
 
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel that does not know it; nothing but speed depends on it
+def _advised(pages: mmap.mmap, advice: int) -> bool:
+    """Whether the kernel takes this advice."""
+    try:
         pages.madvise(advice)
+    except OSError:
+        return False
+    return True

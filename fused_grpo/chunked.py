@@ -22,7 +22,7 @@ from fused_grpo.config import TokenTerms
 from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.statistics import RowState, anchors, finish_rows, finite, share_of_others, start_rows
 
-_SUMMED_BY_PRODUCTS = 2048
+_PARTS = 4
 
 
 def fold_tile_(
@@ -70,8 +70,8 @@ def fold_tile_(
         torch.exp(centred, out=e)
         if products is not None:
             # Below -128 exp is 0 or all but: the clamps only keep 0 * -inf out.
-            tile.sum_into(products[block.part, rows], centred.clamp_min_(-128.0).mul_(e))
-        tile.sum_into(totals[block.part, rows], e)
+            products[block.part, rows] = tile.sums(centred.clamp_min_(-128.0).mul_(e))
+        totals[block.part, rows] = tile.sums(e)
         if place is not None:
             e = e if block.slope is None else e.mul_(block.slope)
             if not direct:
@@ -283,15 +283,16 @@ class _Tile:
         rows, columns = self.raw.shape
         return self.raw.new_zeros(-(-columns // self.thickness) if self.in_columns else 1, rows)
 
-    def sum_into(self, out: Tensor, values: Tensor) -> None:
-        """The sums [r] over the columns of a block [r, c]: as a product where its columns are in one piece, and few.
+    def sums(self, values: Tensor) -> Tensor:
+        """[r] over the columns of a block [r, c].
 
-        That is faster, but adds up one column after the other, so that its error grows with their number.
+        Where columns are in one piece, in parts: twice as fast as one sum. (A product with ones would be as fast, and
+        add one column to the next: equal ones would all round alike.)
         """
-        if self.in_columns and values.shape[1] <= _SUMMED_BY_PRODUCTS:
-            torch.mv(values, values.new_ones(values.shape[1]), out=out)
-        else:
-            torch.sum(values, 1, out=out)
+        if not self.in_columns or values.shape[1] % _PARTS:
+            return values.sum(1)
+        parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
+        return parts.sum(1).sum(0)
 
     def scratch(self, number: int, rows: int, columns: int) -> Tensor:
         """[r, c], in the order of the tile, made when it is first asked for, which is for the largest block."""

@@ -150,15 +150,6 @@ class Head:
         """What a GEMM holds of W in a wider dtype."""
         return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
-    def raw_at(self, which: slice | Tensor, targets: Tensor) -> Tensor:
-        """h.w + b [R] of the hidden states in `which`, each at one of `targets` [R]."""
-        found = self.hidden.new_empty(len(targets), dtype=self.dtype)
-        for rows, at_target in self.weight_at(targets, self.dtype):
-            hidden = self.hidden[which][rows] if isinstance(which, slice) else self.hidden[which[rows]]
-            raw = (hidden.to(self.dtype) * at_target).sum(1)
-            found[rows] = raw if self.bias is None else raw + self.bias[targets[rows]]
-        return found
-
     def weight_at(self, targets: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """(rows, W at their `targets` [r, D]), a small block at a time."""
         height = max(1, BLOCK_BYTES // max(1, 2 * self.weight.shape[1] * dtype.itemsize))

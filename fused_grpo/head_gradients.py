@@ -160,7 +160,10 @@ def softmax_factors(
 def _slope_at(head: Head, tile: Tile, targets: Tensor) -> Tensor:
     """1 - tanh^2 of the target's logit, [R], as 4 e / (1 + e)^2: nothing cancels where the cap saturates."""
     assert head.softcap is not None
-    raw = head.raw_at(tile.rows if tile.index is None else tile.index, targets)
+    raw = tile.hidden.new_empty(len(targets), dtype=head.dtype)
+    for rows, at_target in head.weight_at(targets, head.dtype):
+        raw[rows] = (tile.hidden[rows].to(head.dtype) * at_target).sum(1)
+    raw = raw if head.bias is None else raw + head.bias[targets]
     e = torch.exp(-2 * (raw * (head.logit_scale / head.softcap)).abs())
     return 4 * e / (1 + e).square()
 

@@ -90,8 +90,13 @@ def chunk_shape(
     if not in_columns or most < _LEAST_ALIGNED:
         rows = _evened(num_rows, most)
         return TileShape(rows, vocab_size, rows if in_columns else 0)
+    most -= (most - _LINE) % (2 * _LINE)
+    even = _evened(num_rows, most)
     # Columns without a gap between them are one long one to whoever goes through all of them.
-    rows = min(num_rows, column_stride(_evened(num_rows, most - (most - _LINE) % (2 * _LINE))))
+    rows = column_stride(even)
+    if num_rows % rows < rows // 2:
+        rows = even + -even % _LINE
+    rows = min(num_rows, rows)
     return TileShape(rows, vocab_size, column_stride(rows))
 
 

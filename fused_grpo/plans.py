@@ -77,11 +77,12 @@ def fold(
         columns = in_columns(head, passes) and not batch_invariant
         shape = head.tile_shape(chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient, in_columns=columns)
         count = len(head.targets)
-        padding = -count % shape.rows if batch_invariant else 0
+        pad = batch_invariant and count > 0
+        padding = -count % shape.rows if pad else 0
         anchored = anchored and not entropy and columns
         state = start_rows(count + padding, dtype=head.dtype, device=head.hidden.device)
         how: dict[str, Any] = {"anchored": True} if anchored else {"entropy": entropy}
-        for tile in head.tiles(shape, pad=batch_invariant):
+        for tile in head.tiles(shape, pad=pad):
             passes.fold_tile_(tile.logits, tile.targets, state.rows(tile.rows), **tile.arguments, **how)
         state = state.rows(slice(count))
         lost = adrift(state) if anchored else None

@@ -148,8 +148,12 @@ BUGS = {
     "a log-prob of the rounding of its logits": Bug(
         "fused_grpo/statistics.py", "_SMALL_D = 16.0", "_SMALL_D = 0.0", ANCHORS
     ),
+    "a gap between columns": Bug(
+        "fused_grpo/planner.py", "    rows = column_stride(even)\n", "    rows = even + -even % _LINE\n", LAYOUT
+    ),
+    "a chunk of one row": Bug("fused_grpo/planner.py", "if num_rows % rows < rows // 2:", "if False:", LAYOUT),
     "memory that somebody holds": Bug("fused_grpo/_pages.py", "_kept.remove(pages)", "pass", PAGES),
-    "memory that nobody may have": Bug("fused_grpo/_pages.py", "_advise(pages, mmap.MADV_FREE)", "pass", PAGES),
+    "memory that nobody may have": Bug("fused_grpo/_pages.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES),
     "logits are not relative to their anchor": Bug(
         "fused_grpo/chunked.py", "anchored and not shift.any()", "anchored", ANCHORS
     ),

@@ -123,13 +123,14 @@ def test_a_chunk_of_the_loss_with_a_row_adrift_is_made_again_and_says_so(monkeyp
     assert ordinary.metrics["recomputed_fraction"].item() == 0.0
 
 
+@pytest.mark.parametrize("level", [0.0, -86.0])
 @pytest.mark.parametrize("banned", [8, 16])
-def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned):
-    """An anchor of -inf would be no number to take from a logit."""
+def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned, level):
+    """An anchor of -inf would be no number to take from a logit; and 0 may be far from all others."""
     monkeypatch.setattr(chunked, "BLOCK_BYTES", 8 * 4 * N)
     hidden, weight, targets = problem({})
     targets[:4] = torch.arange(4)
-    bias = torch.zeros(V).index_fill_(0, torch.arange(banned), -torch.inf)
+    bias = torch.full((V,), level).index_fill_(0, torch.arange(banned), -torch.inf)
     wide = (hidden.double(), weight.double(), targets)
     exact = linear_logprobs(*wide, bias=bias.double(), impl="reference")
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
@@ -138,6 +139,20 @@ def test_a_first_block_of_banned_tokens_tells_nothing(monkeypatch, banned):
     assert (ours == -torch.inf).sum() == (targets < banned).sum()
     torch.where(ours.isinf(), 0.0, ours).sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("shape", [(441, 2048), (96, 50304)])
+def test_equal_logits_and_one_above_all_others_are_summed_exactly(shape):
+    """Sums of one column after the other would round all rows alike, and lose what is small beside a large one."""
+    count, vocab_size = shape
+    targets = torch.arange(count)
+    level = torch.full((count, vocab_size), 0.31)
+    for logits in (level, level.index_fill(1, torch.tensor([vocab_size - 1]), 18.0)):
+        state = start_rows(count, dtype=torch.float32, device=logits.device)
+        tile = logits.t().contiguous().t()
+        chunked.fold_tile_(tile, targets, state, temperature=torch.ones(count), anchored=True)
+        exact = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(finish_rows(state)[0].double(), exact, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("distance", [*FAR.values(), 0.0])

@@ -56,6 +56,13 @@ def test_chunks_of_columns_fit_the_budget(num_rows: int, vocab_size: int, mib: i
         assert shape.rows % 16 == 0
 
 
+@pytest.mark.parametrize(("num_rows", "rows", "stride"), [(2048, 432, 432), (1009, 128, 144), (410, 410, 432)])
+def test_full_chunks_have_no_gap_between_columns_unless_that_leaves_a_stub(num_rows, rows, stride):
+    vocab_size = 50304 if num_rows != 1009 else 151936
+    shape = planner.chunk_shape(num_rows, vocab_size, device=CPU, itemsize=4, row_bytes=3072, in_columns=True)
+    assert shape == (rows, vocab_size, stride)
+
+
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_tiles_of_columns_fit_the_budget(num_rows: int, vocab_size: int, mib: int) -> None:
