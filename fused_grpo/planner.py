@@ -94,7 +94,7 @@ def chunk_shape(
     even = _evened(num_rows, most)
     # Columns without a gap between them are one long one to whoever goes through all of them.
     rows = column_stride(even)
-    if num_rows % rows < rows // 2:
+    if num_rows > rows and num_rows % rows < rows // 2:
         rows = even + -even % _LINE
     rows = min(num_rows, rows)
     return TileShape(rows, vocab_size, column_stride(rows))

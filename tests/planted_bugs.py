@@ -151,7 +151,9 @@ BUGS = {
     "a gap between columns": Bug(
         "fused_grpo/planner.py", "    rows = column_stride(even)\n", "    rows = even + -even % _LINE\n", LAYOUT
     ),
-    "a chunk of one row": Bug("fused_grpo/planner.py", "if num_rows % rows < rows // 2:", "if False:", LAYOUT),
+    "a chunk of one row": Bug(
+        "fused_grpo/planner.py", "num_rows > rows and num_rows % rows < rows // 2", "False", LAYOUT
+    ),
     "memory that somebody holds": Bug("fused_grpo/_pages.py", "_kept.remove(pages)", "pass", PAGES),
     "memory that nobody may have": Bug("fused_grpo/_pages.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES),
     "logits are not relative to their anchor": Bug(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_grpo import chunked, fused_linear_grpo_loss, loss_plans, planner
+from fused_grpo import chunked, fused_linear_grpo_loss, linear_logprobs, loss_plans, planner
 from fused_grpo.head import Head
 from fused_grpo.loss_plans import _Step, kept_first_
 from fused_grpo.plans import in_columns
@@ -145,3 +145,14 @@ def test_clipped_rows_add_nothing_whether_they_stay_or_go(monkeypatch: pytest.Mo
     assert (gradients[0][0][gone] == 0).all()
     for ours, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
+
+
+def test_no_rows_at_all_are_as_invariant_as_any() -> None:
+    """Tiles of one size for every N would be there for none."""
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.int64)
+    logprobs = linear_logprobs(hidden, weight, targets, batch_invariant=True, impl="torch")
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
