@@ -139,26 +139,15 @@ BUGS = {
     "the sum so far is not rescaled": Bug("fused_grpo/chunked.py", "    state.total.mul_(rescale)\n", "", ENTROPY),
     "a row adrift keeps its anchor": Bug("fused_grpo/plans.py", "state.put(lost, fold(", "_ = (lost, fold(", ANCHORS),
     "a row adrift keeps its direction": Bug(
-        "fused_grpo/plans.py",
-        "_fold_direction_(direction, head.select(lost)",
-        "_fold_direction_(direction.clone(), head.select(lost)",
-        ANCHORS,
+        "fused_grpo/plans.py", "direction, head.select(lost)", "direction.clone(), head.select(lost)", ANCHORS
     ),
     "a chunk keeps anchors adrift": Bug("fused_grpo/loss_plans.py", "if adrift(state) is None:", "if True:", ANCHORS),
-    "a log-prob of the rounding of its logits": Bug(
-        "fused_grpo/statistics.py", "_SMALL_D = 16.0", "_SMALL_D = 0.0", ANCHORS
-    ),
-    "a gap between columns": Bug(
-        "fused_grpo/planner.py", "    rows = column_stride(even)\n", "    rows = even + -even % _LINE\n", LAYOUT
-    ),
-    "a chunk of one row": Bug(
-        "fused_grpo/planner.py", "num_rows > rows and num_rows % rows < rows // 2", "False", LAYOUT
-    ),
+    "a log-prob is rounded like its logits": Bug("fused_grpo/statistics.py", "_D = 16.0", "_D = 0.0", ANCHORS),
+    "a gap between columns": Bug("fused_grpo/planner.py", "column_stride(even)", "even + -even % _LINE", LAYOUT),
+    "a chunk of one row": Bug("fused_grpo/planner.py", "if num_rows > rows and", "if False and", LAYOUT),
     "memory that somebody holds": Bug("fused_grpo/_pages.py", "_kept.remove(pages)", "pass", PAGES),
     "memory that nobody may have": Bug("fused_grpo/_pages.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES),
-    "logits are not relative to their anchor": Bug(
-        "fused_grpo/chunked.py", "anchored and not shift.any()", "anchored", ANCHORS
-    ),
+    "logits that are not relative to an anchor": Bug("fused_grpo/chunked.py", " and not shift.any()", "", ANCHORS),
     "what an anchor may be off by": Bug("fused_grpo/statistics.py", "math.exp(50.0)", "math.exp(88.0)", ANCHORS),
     "a tile's look at its first block changes it": Bug(
         "fused_grpo/chunked.py", "if keep and self.as_it_is:", "if False:", ANCHORS
@@ -167,10 +156,7 @@ BUGS = {
         "fused_grpo/planner.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", LAYOUT
     ),
     "few rows without a gradient stay, with one": Bug(
-        "fused_grpo/loss_plans.py",
-        "bool(torch.isfinite(rows.total).all())",
-        "True",
-        LAYOUT,
+        "fused_grpo/loss_plans.py", "bool(torch.isfinite(rows.total).all())", "True", LAYOUT
     ),
     "entropy without the target's own term": Bug(
         "fused_grpo/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
