@@ -1,6 +1,6 @@
 """The house rules that ruff and mypy do not know: `python scripts/house_style.py` lists every breach and exits 1.
 
-Floors: kernels -> fused_grpo -> trainer; an import never goes up. Lengths: files of at most 400 lines, functions of at
+Floors: kernels -> fused_grpo -> trainer; an import never goes up. Lengths: files of at most 500 lines, functions of at
 most 60, jit kernels of at most 90, public functions of at most 4 positional parameters. Honesty: no notes to self left
 in the code. What code may not do is in security.py.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"kernels": 0, "fused_grpo": 1, "trainer": 2}
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 400, 60, 90, 4
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 500, 60, 90, 4
 PUBLIC = ("logprobs", "loss", "fused_loss", "config", "loop")
 FORBIDDEN = {
     r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b": "a note to self",

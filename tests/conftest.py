@@ -1,16 +1,22 @@
-"""Before anything imports Triton or a model library: interpret kernels, and never go to the network."""
+"""Before anything imports Triton or a model library: interpret kernels, and never go to the network.
+
+Cases marked `full` run with `--full` alone (`make test-full`): the rest of a grid whose corners always run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,20 +32,64 @@ hypothesis.settings.load_profile("unhurried")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Of farm.py: each has imported what the one before has, and more.
+STAGES = ("torch", "libraries", "trainer", "vllm")
+
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
 LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py", "test_vllm_server.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the cases marked `full` too: exhaustive grids")
+
+
+def pytest_configure() -> None:
+    patch_helpers_once()
+    # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
+    os.environ.setdefault("FARM", f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}")
+
+
+def pytest_unconfigure() -> None:
+    folder, _, session = os.environ.get("FARM", "").partition(":")
+    if session == str(os.getpid()):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def patch_helpers_once() -> None:
+    """Half the time of an interpreted kernel: at every call of a helper, Triton's interpreter looks through all of
+    `triton.language` for functions to patch, although they are patched already."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        languages = [module for module in self.fn.__globals__.values() if module is tl or module is tl.core]
+        if any(tl.core.is_builtin(module.load) for module in languages):
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*arguments, **options)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
 
 
 class Process:
     """A script that the farm has started; a small `subprocess.Popen`."""
 
-    def __init__(self, farm: Farm, pid: int, output: Path) -> None:
-        self._farm, self.pid, self._output = farm, pid, output
+    def __init__(self, farm: Farm, pid: int, output: Path, stage: str) -> None:
+        self._farm, self.pid, self._output, self._stage = farm, pid, output, stage
         self._handle = os.pidfd_open(pid)
         self.returncode: int | None = None
 
@@ -48,7 +98,7 @@ class Process:
         if self.returncode is None:
             if not select.select([self._handle], [], [], timeout)[0]:
                 raise TimeoutError(f"process {self.pid} goes on after {timeout} s:\n{self.output}")
-            self.returncode = self._farm.ask(reap=self.pid)["returncode"]
+            self.returncode = self._farm.ask(self._stage, {"reap": self.pid})["returncode"]
             os.close(self._handle)
         return self.returncode
 
@@ -72,43 +122,45 @@ class Process:
 
 
 class Farm:
-    """Starts scripts in processes that have imported torch, transformers and the trainer already. See farm.py."""
+    """Starts scripts in processes that have imported what they need already. See farm.py."""
 
     def __init__(self, folder: Path) -> None:
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        # The same hash of a string in all of them; no GPU.
-        env = {**os.environ, **threads, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
         self._folder, self._processes = folder, list[Process]()
+        self._stages: dict[str, socket.socket] = {}
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         # Below those that the kernel hands out; a range for each worker, in an order that no other session has.
         first = 10_000 + worker % 20 * 1000
         self._ports = iter(random.Random().sample(range(first, first + 1000), 1000))
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("farm.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        assert self._read()["ready"]
 
-    def start(self, script: str | Path, *arguments: Any, env: dict[str, str] | None = None) -> Process:
-        """`python script *arguments`, with a process group of its own."""
+    def start(
+        self,
+        script: str | Path,
+        *arguments: Any,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        stage: str = "trainer",
+    ) -> Process:
+        """`python script *arguments`, with a process group of its own; `stage` is what it finds imported."""
         output = self._folder / f"{len(self._processes)}.txt"
         command = [str(part) for part in (script, *arguments)]
-        pid = self.ask(start=command, env=env or {}, output=str(output))["pid"]
-        self._processes.append(Process(self, pid, output))
+        env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **(env or {})}
+        request = {"start": command, "env": env, "cwd": str(cwd or Path.cwd()), "output": str(output)}
+        pid = self.ask(stage, request)["pid"]
+        self._processes.append(Process(self, pid, output, stage))
         return self._processes[-1]
 
     def start_ranks(
-        self, script: str | Path, *arguments: Any, processes: int = 2, env: dict[str, str] | None = None
+        self,
+        script: str | Path,
+        *arguments: Any,
+        processes: int = 2,
+        env: dict[str, str] | None = None,
+        **options: Any,
     ) -> list[Process]:
         """As torchrun does: the same script in several processes that find each other."""
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._free_port()), "WORLD_SIZE": str(processes)}
-        return [
-            self.start(script, *arguments, env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})})
-            for rank in range(processes)
-        ]
+        ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})} for rank in range(processes)]
+        return [self.start(script, *arguments, env=rank, **options) for rank in ranks]
 
     def run(
         self, script: str | Path, *arguments: Any, processes: int = 1, timeout: float = 120.0, **options: Any
@@ -122,11 +174,39 @@ class Farm:
             assert process.wait(timeout) == 0, process.output
         return started[0].output
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return self._read()
+    def ask(self, stage: str, request: dict[str, Any]) -> dict[str, Any]:
+        """What a stage answers; it is made where it is not there yet."""
+        if stage not in self._stages:
+            before = STAGES[: STAGES.index(stage)]
+            found = self.ask(before[-1], {"stage": stage}) if before else self._first_stage()
+            while not Path(found["socket"]).exists():
+                assert is_alive(found["pid"]), f"the farm's stage {stage!r} did not come up: its traceback is above"
+                time.sleep(0.05)
+            self._stages[stage] = socket.socket(socket.AF_UNIX)
+            self._stages[stage].connect(found["socket"])
+        self._stages[stage].sendall(json.dumps(request).encode() + b"\n")
+        received = b""
+        while not received.endswith(b"\n"):
+            received += (more := self._stages[stage].recv(1 << 16))
+            assert more, f"the farm's stage {stage!r} has ended"
+        answer: dict[str, Any] = json.loads(received)
+        return answer
+
+    @staticmethod
+    def _first_stage() -> dict[str, Any]:
+        """Where it is. The first worker that asks starts it."""
+        folder, _, session = os.environ["FARM"].partition(":")
+        started = Path(folder, "started")
+        with Path(folder, "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not started.exists():
+                threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+                # The same hash of a string in all of them; no GPU.
+                env = {**os.environ, **threads, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+                script = str(Path(__file__).with_name("farm.py"))
+                command = [sys.executable, "-W", "ignore", script, folder, session]
+                started.write_text(str(os.posix_spawn(sys.executable, command, env, setsid=True)))
+        return {"socket": str(Path(folder, STAGES[0])), "pid": int(started.read_text())}
 
     def close(self) -> None:
         """End everything that still runs."""
@@ -134,8 +214,8 @@ class Farm:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        self._server.kill()
-        self._server.communicate()
+        for stage in self._stages.values():
+            stage.close()
 
     def _free_port(self) -> int:
         """Not one that the kernel hands out, to any process between now and the rank that takes it."""
@@ -145,10 +225,12 @@ class Farm:
                 return port
         raise OSError("every port of this worker is taken")
 
-    def _read(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and is no zombie."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.fixture(scope="session")

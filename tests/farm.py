@@ -1,53 +1,150 @@
 """Starts scripts in processes of their own, forked from one that has imported what they need.
 
-Importing torch, transformers and datasets takes five seconds or more, and tests that kill processes need dozens of
-them. This process imports once, then forks for every line of JSON on its standard input; see `Farm` in conftest.py.
+Importing torch, transformers and the trainer takes ten seconds, vLLM as long again, and the tests start two hundred
+processes. So a session has one farm, which imports in stages, each of them a fork of the one before:
 
-    {"start": [script, *arguments], "env": {...}, "output": path}  ->  {"pid": 7}
-    {"reap": 7}                                                     ->  {"returncode": 0}   once it has ended
+    torch       torch
+    libraries   transformers, datasets, TRL, ...: everything but this package, for tests of a copy of it
+    trainer     the trainer
+    vllm        vLLM
+
+A stage is made when it is first asked for. It listens on a socket, takes lines of JSON, and ends with the session:
+
+    {"stage": "trainer"}                           soon to be spoken to there  ->  {"socket": path, "pid": 6}
+    {"start": [script, *arguments], "env": {...}, "cwd": path, "output": path} ->  {"pid": 7}
+    {"reap": 7}                                          once it has ended     ->  {"returncode": 0}
+
+A script is a path, or "-m" and a module. See `Farm` in conftest.py, which speaks to it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
+
+Becomes = Callable[[], Any]
 
 
-def main() -> None:
-    preload()
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "reap" in request:
-            _, status = os.waitpid(request["reap"], 0)
-            answer = {"returncode": os.waitstatus_to_exitcode(status)}
-        else:
-            pid = os.fork()
-            if pid == 0:
-                # Back in main, it ends as any Python process does: with its exit handlers.
-                return become(request)
-            answer = {"pid": pid}
-        print(json.dumps(answer), flush=True)
+def main(folder: str, session: str) -> None:
+    """The first stage; `session` is the process with which all of them end."""
+    import_torch()
+    becomes = serve(Path(folder), "torch", int(session))
+    while becomes is not None:  # this process is a fork: a later stage, or a script
+        becomes = becomes()
 
 
-def preload() -> None:
-    """Import what nearly every script does. Nothing here may start a thread or use a thread pool."""
-    import accelerate
-    import datasets
+def serve(folder: Path, stage: str, session: int) -> Becomes | None:
+    """Answer requests until the session ends; in a process that a request has started, return what it is to be."""
+    listener, connections = socket.socket(socket.AF_UNIX), dict[int, socket.socket]()
+    listener.bind(str(folder / f"{stage}.new"))
+    listener.listen()
+    os.rename(folder / f"{stage}.new", folder / stage)  # who sees it can connect
+    ended, stages = os.pidfd_open(session), dict[str, int]()
+    gc.freeze()  # what was imported stays: no fork has to look through it, nor copy it for that
+    while True:
+        ready = select.select([ended, listener, *connections], [], [])[0]
+        if ended in ready:
+            return None
+        if listener in ready:
+            connection, _ = listener.accept()
+            connections[connection.fileno()] = connection
+        for connection in [connections[number] for number in ready if number in connections]:
+            request = read_line(connection)
+            if request is None:
+                connections.pop(connection.fileno()).close()
+            elif "reap" in request:
+                _, status = os.waitpid(request["reap"], 0)
+                answer(connection, returncode=os.waitstatus_to_exitcode(status))
+            elif request.get("stage") in stages:
+                answer(connection, socket=str(folder / request["stage"]), pid=stages[request["stage"]])
+            elif pid := os.fork():
+                if "stage" in request:
+                    stages[request["stage"]] = pid
+                    answer(connection, socket=str(folder / request["stage"]), pid=pid)
+                else:
+                    answer(connection, pid=pid)
+            else:
+                for inherited in (listener, *connections.values()):
+                    inherited.close()
+                os.close(ended)
+                if "start" in request:
+                    return functools.partial(become, request)
+                STAGES[request["stage"]]()
+                return functools.partial(serve, folder, request["stage"], session)
+
+
+def read_line(connection: socket.socket) -> dict[str, Any] | None:
+    """A request; None where nobody is there any more."""
+    received = b""
+    while not received.endswith(b"\n"):
+        if not (more := connection.recv(1 << 16)):
+            return None
+        received += more
+    request: dict[str, Any] = json.loads(received)
+    return request
+
+
+def answer(connection: socket.socket, **content: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(json.dumps(content).encode() + b"\n")
+
+
+# Nothing that a stage imports may start a thread or use a thread pool.
+
+
+def import_torch() -> None:
     import torch
-    import transformers
-
-    import fused_grpo.trainer.loop
 
     torch.distributed.destroy_process_group = after_a_moment(torch.distributed.destroy_process_group)
-    names = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2ForCausalLM")
-    assert all((accelerate, datasets, torch, fused_grpo, *(getattr(transformers, name) for name in names)))
+
+
+def import_libraries() -> None:
+    """What tests import, but for this package; what is not installed is left out."""
+    for name in ("accelerate", "datasets", "hypothesis", "pytest"):
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        # Its modules are imported at the first use of a name.
+        names = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2ForCausalLM", "LlamaForCausalLM")
+        assert all(getattr(transformers, name) for name in names)
+    with contextlib.suppress(ImportError):
+        from trl import import_utils
+
+        # Nobody samples with vLLM through TRL, and importing it takes longer than all the rest.
+        with mock.patch.object(import_utils, "is_vllm_available", return_value=False):
+            import trl.trainer.grpo_trainer  # noqa: F401
+
+
+def import_trainer() -> None:
+    import fused_grpo.trainer.loop
+    import fused_grpo.trainer.options  # noqa: F401
+
+
+def import_vllm() -> None:
+    import vllm.entrypoints.llm  # noqa: F401
+
+
+STAGES: dict[str, Callable[[], None]] = {
+    "libraries": import_libraries,
+    "trainer": import_trainer,
+    "vllm": import_vllm,
+}
 
 
 def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:
@@ -66,14 +163,24 @@ def become(request: dict[str, Any]) -> None:
     os.setsid()  # killed alone, or with what it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # After all other exit handlers: what the collector no longer looks at, Triton's bindings call a leak.
+    atexit.register(os.dup2, nowhere, 2)
     os.environ.update(request["env"])
+    os.chdir(request["cwd"])
     script, *arguments = request["start"]
-    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
-    runpy.run_path(script, run_name="__main__")
+    sys.path[0] = os.getcwd() if script == "-m" else os.path.dirname(script)
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if script == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -33,6 +33,7 @@ from fused_grpo.trainer.manifest import (
     read_manifest,
     refuse_payloads,
     seal,
+    unfit,
     verify_file,
 )
 from fused_grpo.trainer.stored_json import read_json
@@ -193,7 +194,7 @@ def load_trainer_state(directory: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = read_json(directory / STATE_FILE, dict)
     except (ValueError, OSError) as error:
-        raise damaged(directory, STATE_FILE, f"cannot be used ({error})") from error
+        raise unfit(directory, STATE_FILE, f"cannot be used ({error})") from error
     return state
 
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError
-from fused_grpo.trainer.options import RECIPES, TrainOptions, parse_train_options
+from fused_grpo.trainer import extra_installed
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.loop import GRPOTrainer
+    from fused_grpo.trainer.options import TrainOptions
 
 USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
 
@@ -36,36 +37,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        match arguments:
-            case ["train", *options]:
-                train(parse_train_options(options))
-            case ["report", directory] if not directory.startswith("-"):
-                report(Path(directory))
-            case ["report", *_]:
-                raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
-            case ["recipes"]:
-                print_recipes()
-            case ["bench", *options]:
-                # The one thing above this floor, and whoever asks for it needs pytest.
-                sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
-            case ["env"]:
-                print_environment()
-            case [] | ["-h" | "--help", *_]:
-                print(USAGE, end="")
-            case [unknown, *_]:
-                raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report', 'bench' or 'env'")
+        with extra_installed():
+            run(arguments)
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit("fused-grpo: interrupted")
 
 
-def train(options: TrainOptions) -> None:
+def run(arguments: Sequence[str]) -> None:
+    """The command that `arguments` ask for. Each imports what it needs: `env` answers in any environment."""
+    match arguments:
+        case ["train", *options]:
+            train(options)
+        case ["report", directory] if not directory.startswith("-"):
+            report(Path(directory))
+        case ["report", *_]:
+            raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
+        case ["recipes"]:
+            print_recipes()
+        case ["bench", *options]:
+            # The one thing above this floor, and whoever asks for it needs pytest.
+            sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
+        case ["env"]:
+            print_environment()
+        case [] | ["-h" | "--help", *_]:
+            print(USAGE, end="")
+        case [unknown, *_]:
+            raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report', 'bench' or 'env'")
+
+
+def train(arguments: Sequence[str]) -> None:
     """Run what the options ask for, or show it."""
     from transformers.utils.logging import disable_progress_bar
 
+    from fused_grpo.trainer.options import parse_train_options
     from fused_grpo.trainer.output_dir import check_output_dir
 
+    options = parse_train_options(arguments)
     disable_progress_bar()  # bars for single files, between our own lines
     # Before anything slow: a demo that has made its model should not then find its directory taken.
     options.prompts_per_process(num_processes=1)
@@ -212,6 +221,8 @@ def report(output_dir: Path) -> None:
 
 def print_recipes() -> None:
     """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
+    from fused_grpo.trainer.options import RECIPES
+
     for path in sorted(RECIPES.glob("*.yaml")):
         print(f"{path.stem:16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
     for path in sorted((RECIPES / "accelerate").glob("*.yaml")):

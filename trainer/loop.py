@@ -237,6 +237,8 @@ class GRPOTrainer:
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
         checkpoint = agreed_checkpoint(self, resume) if resume else None
+        # A model may come with gradients of what it was trained on before: they are no part of the first step.
+        self.learner.policy.zero_grad()
         is_main = self.accelerator.is_main_process
         with together(self.accelerator, "making the output directory"):
             if is_main:

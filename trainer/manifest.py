@@ -142,10 +142,19 @@ def refuse_payloads(directory: Path, *, custom_code: bool = False) -> None:
 
 
 def damaged(directory: Path, name: str, what: str) -> CheckpointError:
-    """The error for a checkpoint whose file `name` cannot be used."""
+    """The error for a checkpoint that is not what was saved: its file `name` differs from the manifest."""
     return CheckpointError(
         f"got {directory}, whose {name[:200]} {what}; want a complete checkpoint; "
         "fix: use an earlier one, or copy it anew"
+    )
+
+
+def unfit(directory: Path, name: str, what: str) -> CheckpointError:
+    """The error for a checkpoint that is what was saved, but whose file `name` is not one that this run could save."""
+    return CheckpointError(
+        f"got {directory}, whose {name[:200]} {what}; want a checkpoint of this model with these options (it is not "
+        "damaged: its sums are right); fix: resume with the model, the options and the versions of the run's run.json, "
+        "or pass it as the model of a new run"
     )
 
 

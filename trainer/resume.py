@@ -25,7 +25,7 @@ from fused_grpo.trainer import training_state as files
 from fused_grpo.trainer.adapters import adapter_identity, is_adapted, load_adapter, read_adapter
 from fused_grpo.trainer.buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import newest_checkpoint, verify_checkpoint, whole_checkpoint_in
-from fused_grpo.trainer.manifest import damaged, manifest_sum, read_manifest
+from fused_grpo.trainer.manifest import manifest_sum, read_manifest, unfit
 from fused_grpo.trainer.metrics import rewind_logs
 from fused_grpo.trainer.peers import anywhere, together
 from fused_grpo.trainer.saved_rollouts import check_ahead, check_buffer
@@ -183,7 +183,7 @@ def _read(trainer: GRPOTrainer, checkpoint: Path) -> _Saved:
         if rank not in numbers["buffers"]:
             raise ValueError(f"it has no buffer of process {rank}")
     except ValueError as error:
-        raise damaged(checkpoint, files.TRAINING_FILE, f"cannot be used: {error}") from error
+        raise unfit(checkpoint, files.TRAINING_FILE, f"cannot be used: {error}") from error
     optimizer = files.check_optimizer_state(
         learner.policy, learner.optimizer.optimizer, directory=checkpoint, numbers=numbers["optimizer"]
     )
@@ -196,7 +196,7 @@ def _read(trainer: GRPOTrainer, checkpoint: Path) -> _Saved:
     try:
         buffer = _read_rollouts(trainer, numbers["buffers"][rank], rollouts, ahead)
     except ValueError as error:
-        raise damaged(checkpoint, name, f"cannot be used: {error}") from error
+        raise unfit(checkpoint, name, f"cannot be used: {error}") from error
     files.check_tensors(checkpoint, name, found=mine, like=files.random_state_like(mine))
     return _Saved(
         numbers=numbers,
@@ -294,7 +294,7 @@ def _read_weights(trainer: GRPOTrainer, checkpoint: Path) -> dict[str, Any]:
         if wrong := sorted(str(name) for problem in report.values() for name in problem):
             raise ValueError(f"{wrong[0][:200]} is missing, unknown or of another shape")
     except (ValueError, RuntimeError, KeyError) as error:
-        raise damaged(checkpoint, "model.safetensors", f"does not fit the model of this run ({error})") from error
+        raise unfit(checkpoint, "model.safetensors", f"does not fit the model of this run ({error})") from error
     return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.manifest import damaged
+from fused_grpo.trainer.manifest import unfit
 from fused_grpo.trainer.stored_json import check, read_json, shape_of
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -104,7 +104,7 @@ def check_optimizer_state(
     try:
         check(numbers, shape_of(options), where="its optimizer")
     except ValueError as error:
-        raise damaged(directory, TRAINING_FILE, f"cannot be used: {error}") from error
+        raise unfit(directory, TRAINING_FILE, f"cannot be used: {error}") from error
     return read_tensors(directory, OPTIMIZER_FILE, like=wanted)
 
 
@@ -199,7 +199,7 @@ def read_training_state(directory: Path, shape: Any) -> dict[str, Any]:
     try:
         state: dict[str, Any] = read_json(path, shape)
     except (ValueError, OSError) as error:
-        raise damaged(directory, TRAINING_FILE, f"cannot be used: {error}") from error
+        raise unfit(directory, TRAINING_FILE, f"cannot be used: {error}") from error
     return state
 
 
@@ -213,7 +213,7 @@ def read_tensors(directory: Path, name: str, *, like: Mapping[str, Tensor] | Non
     try:
         found = load_file(path) if path.is_file() else {}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise damaged(directory, name, f"cannot be read ({error})") from error
+        raise unfit(directory, name, f"cannot be read ({error})") from error
     if like is not None:
         check_tensors(directory, name, found=found, like=like)
     return found
@@ -228,7 +228,7 @@ def check_tensors(directory: Path, name: str, *, found: Mapping[str, Tensor], li
     for tensor in sorted(found.keys() | like.keys()):
         got, want = form(found.get(tensor)), form(like.get(tensor))
         if got != want:
-            raise damaged(directory, name, f"has {got} as {tensor[:200]!r}, where this run has {want}")
+            raise unfit(directory, name, f"has {got} as {tensor[:200]!r}, where this run has {want}")
 
 
 def form(tensor: Tensor | None) -> str:

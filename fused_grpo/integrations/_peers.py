@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from fused_grpo.errors import UnavailableError
 
 
@@ -23,6 +21,9 @@ def check_version(package: str, versions: str) -> None:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise UnavailableError(f"got no {package}, want {package}{versions}; {fix}") from None
+    # Every peer brings it; torch and triton do not.
+    from packaging.specifiers import SpecifierSet
+
     if installed not in SpecifierSet(versions):
         raise UnavailableError(
             f"got {package} {installed}, want {versions}, whose inner parts this was written against; {fix}"

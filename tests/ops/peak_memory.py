@@ -15,7 +15,7 @@ import torch
 
 from fused_grpo import _pages, fused_linear_grpo_loss, linear_logprobs
 
-N, V, D = 4096, 50304, 256
+N, V, D = 2048, 50304, 128
 
 
 def resident(field: str) -> int:

@@ -26,6 +26,8 @@ PATHS = [
     )
     for chunk_bytes in (None, 300)
 ]
+# Interpreted, small tiles take a hundred launches.
+SLOW = [pytest.param(*path, marks=pytest.mark.full if path == ("triton", torch.float16, 300) else ()) for path in PATHS]
 Inputs = dict[str, Any]
 
 
@@ -92,7 +94,7 @@ def assert_at_most_twice(ours: Tensor, plain: Tensor, exact: Tensor, what: str) 
         assert error <= 2 * theirs + luck, f"{what}: error {error:.3e}, of plain torch {theirs:.3e}"
 
 
-@pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), PATHS)
+@pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), SLOW)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_extreme_logits_are_as_exact_as_any(scenario, impl, dtype, chunk_bytes):
     inputs = inputs_of(scenario, dtype)

@@ -134,11 +134,13 @@ def test_inputs_stay_as_they_are(impl, dtype, chunk_bytes):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("impl", "shape", "chunk_bytes"), [("torch", (70, 300, 16), 9000), ("triton", (3, 7, 5), 100)])
-def test_twenty_runs_are_bitwise_equal(impl, plan, shape, chunk_bytes):
+@pytest.mark.parametrize(
+    ("impl", "shape", "chunk_bytes", "runs"), [("torch", (70, 300, 16), 9000, 20), ("triton", (3, 7, 5), 100, 3)]
+)
+def test_every_run_gives_the_same_bits(impl, plan, shape, chunk_bytes, runs):
     inputs = make_inputs(*shape)
     first = solve(inputs, plan, impl=impl, chunk_bytes=chunk_bytes)
-    for _ in range(19):
+    for _ in range(runs - 1):
         assert_same_bits(solve(inputs, plan, impl=impl, chunk_bytes=chunk_bytes), first)
 
 
@@ -189,7 +191,7 @@ def test_any_shape_with_any_options_is_exact_on_the_torch_path(shape, dtype, wit
 
 
 # Not shrunk when it fails: the interpreter is slow, and its examples are small.
-@settings(derandomize=True, deadline=None, max_examples=40, database=None, phases=[Phase.generate])
+@settings(derandomize=True, deadline=None, max_examples=15, database=None, phases=[Phase.generate])
 @given(
     shape=st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(1, 20)),
     dtype=st.sampled_from([torch.float32, torch.float16]),

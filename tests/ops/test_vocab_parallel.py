@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,18 +27,22 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-3}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, farm) -> dict[int, Path]:
-    """Where the ranks of each group left what they got."""
-    found = {size: tmp_path_factory.mktemp("group") for size in CASES}
-    for size, folder in found.items():
-        farm.run(SCRIPT, folder, processes=size)
-    return found
+def folder_of(tmp_path_factory, farm) -> Callable[[int], Path]:
+    """Where the ranks of a group of this size left what they got."""
+
+    @functools.cache
+    def run(size: int) -> Path:
+        folder: Path = tmp_path_factory.mktemp("group")
+        farm.run(SCRIPT, folder, processes=size, stage="torch")
+        return folder
+
+    return run
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
-def test_shards_give_what_the_whole_head_gives(folders, size, name):
+def test_shards_give_what_the_whole_head_gives(folder_of, size, name):
     case = CASES[size][name]
-    ranks = [torch.load(folders[size] / f"{name}-{rank}.pt", weights_only=True) for rank in range(size)]
+    ranks = [torch.load(folder_of(size) / f"{name}-{rank}.pt", weights_only=True) for rank in range(size)]
     shards = {leaf: torch.cat([rank.pop(leaf) for rank in ranks]) for leaf in ("weight", "bias") if leaf in ranks[0]}
     assert all(torch.equal(rank[key], ranks[0][key]) for rank in ranks for key in ranks[0])
     # That of one chunk is 0.
@@ -48,8 +54,8 @@ def test_shards_give_what_the_whole_head_gives(folders, size, name):
         assert error <= TOLERANCE[case.dtype], f"{key} differs by {error:.1e}"
 
 
-def test_a_shard_may_want_no_gradient_where_another_does(folders):
-    ranks = [torch.load(folders[2] / f"half frozen-{rank}.pt", weights_only=True) for rank in (0, 1)]
+def test_a_shard_may_want_no_gradient_where_another_does(folder_of):
+    ranks = [torch.load(folder_of(2) / f"half frozen-{rank}.pt", weights_only=True) for rank in (0, 1)]
     whole = vocab_parallel_run.solve(vocab_parallel_run.Case(vocab_parallel_run.EVEN, {}, without=("hidden",)))
     assert "weight" not in ranks[1]
     torch.testing.assert_close(ranks[0]["weight"], whole["weight"][:60], rtol=1e-12, atol=1e-12)
@@ -65,8 +71,8 @@ def distance(ours: Tensor, whole: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_ask_for_different_things_are_told(folders, rank):
-    said = (folders[2] / f"quarrel-{rank}.txt").read_text().splitlines()
+def test_ranks_that_ask_for_different_things_are_told(folder_of, rank):
+    said = (folder_of(2) / f"quarrel-{rank}.txt").read_text().splitlines()
     for message, wrong in zip(
         said, ("tokens = [23, 22]", "chunk_bytes = [4000, 4001]", "hidden = [1, 0]"), strict=True
     ):

@@ -120,6 +120,7 @@ def make_base_model(
                 say(f"supervised batch {batch}: loss {loss.item():.2f}, accuracy on unseen sums {accuracy:.2f}")
             if accuracy >= target:
                 break
+    optimizer.zero_grad()
     return model.eval(), tokenizer
 
 
