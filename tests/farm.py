@@ -42,12 +42,12 @@ Becomes = Callable[[], Any]
 def main(folder: str, session: str) -> None:
     """The first stage; `session` is the process with which all of them end."""
     import_torch()
-    becomes = serve(Path(folder), "torch", int(session))
+    becomes: Becomes | None = serve(Path(folder), "torch", int(session))
     while becomes is not None:  # this process is a fork: a later stage, or a script
         becomes = becomes()
 
 
-def serve(folder: Path, stage: str, session: int) -> Becomes | None:
+def serve(folder: Path, stage: str, session: int) -> Becomes:
     """Answer requests until the session ends; in a process that a request has started, return what it is to be."""
     listener, connections = socket.socket(socket.AF_UNIX), dict[int, socket.socket]()
     listener.bind(str(folder / f"{stage}.new"))
@@ -58,7 +58,7 @@ def serve(folder: Path, stage: str, session: int) -> Becomes | None:
     while True:
         ready = select.select([ended, listener, *connections], [], [])[0]
         if ended in ready:
-            return None
+            os._exit(0)
         if listener in ready:
             connection, _ = listener.accept()
             connections[connection.fileno()] = connection
@@ -107,6 +107,7 @@ def answer(connection: socket.socket, **content: Any) -> None:
 
 
 def import_torch() -> None:
+    global torch
     import torch
 
     torch.distributed.destroy_process_group = after_a_moment(torch.distributed.destroy_process_group)
@@ -137,7 +138,16 @@ def import_trainer() -> None:
 
 
 def import_vllm() -> None:
-    import vllm.entrypoints.llm  # noqa: F401
+    """What an engine imports at its start, too; as quietly as the trainer starts it."""
+    from fused_grpo.trainer.rollout.vllm_start import UNLESS_SET
+
+    for name, value in UNLESS_SET.items():
+        os.environ.setdefault(name, value)
+    with contextlib.suppress(ImportError):
+        import vllm.entrypoints.llm
+        import vllm.model_executor.models.qwen2
+        import vllm.v1.worker.cpu_worker
+        import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
 
 
 STAGES: dict[str, Callable[[], None]] = {
@@ -152,7 +162,8 @@ def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:
     what it did last. The trainer's own end has such a moment, too (peers.settle)."""
 
     def leave_later(*group: Any) -> None:
-        time.sleep(0.25)
+        if torch.distributed.get_world_size() > 1:  # vLLM leaves a dozen groups of one
+            time.sleep(0.25)
         leave(*group)
 
     return leave_later

@@ -290,7 +290,7 @@ BUGS = {
         ROW_KERNELS,
     ),
     "folding forgets the other tokens' slope": Bug(
-        f"{KERNELS}/fold_tile.py", "e = e * logit_slope(", "e = e + 0 * logit_slope(", FOLD
+        f"{KERNELS}/fold_tile.py", "e = e * softcap_slope(", "e = e + 0 * softcap_slope(", FOLD
     ),
     "folding forgets what came before": Bug(
         f"{KERNELS}/fold_tile.py",

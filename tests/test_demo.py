@@ -1,34 +1,132 @@
-"""The main job as a user starts it, cut short: the command, real vLLM, files, last line."""
+"""The main job as a user starts it: the command, real vLLM, files, last line; killed, and resumed by the command."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
-import subprocess
-import sys
+import shutil
+import time
+from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fused_grpo.trainer.recipes.arithmetic import build_splits, build_tokenizer
+
+pytestmark = pytest.mark.engine
+
+STEPS, SAVE_EVERY = 24, 6
+COMMAND, UNDRAWN = ("-m", "fused_grpo.trainer.cli"), (Path(__file__).with_name("command_undrawn.py"),)
+DEMO = ("--max-steps", STEPS, "--seed", 1, "--save-strategy", "steps", "--save-steps", SAVE_EVERY)
+CLOCKED = re.compile(r"time|memory|tokens_per_second")
 
 
-@pytest.mark.engine
-def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(tmp_path):
-    command = [sys.executable, "-m", "fused_grpo.trainer.cli", "train", "--output-dir", str(tmp_path / "demo")]
-    run = subprocess.run([*command, "--max-steps", "40", "--seed", "1"], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    last = run.stdout.strip().splitlines()[-1]
+@pytest.fixture(scope="module")
+def start(farm):
+    """The command, in a process that has imported what it needs."""
+
+    def start(output_dir, *options, command=UNDRAWN):
+        return farm.start(*command, "train", "--output-dir", output_dir, *options, stage="vllm")
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def demo(start, tmp_path_factory):
+    """(its output, its directory) of a demo of fewer steps, whose reports anybody may read."""
+    output_dir = tmp_path_factory.mktemp("undisturbed") / "demo"
+    run = start(output_dir, *DEMO, command=COMMAND)
+    assert run.wait(timeout=300) == 0, run.output
+    return run.output, output_dir
+
+
+def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
+    output, folder = demo
+    last = output.strip().splitlines()[-1]
     before, after = map(float, re.fullmatch(r"held-out accuracy: (\d\.\d+) -> (\d\.\d+)", last).groups())
     assert before <= 0.6
     assert after > before
-    lines = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "reward" in line]
-    assert [line["rollout_engine"] for line in steps] == ["vllm"] * 40
-    assert [line["weight_version"] for line in steps] == list(range(40))
+    steps = [line for line in records(folder / "metrics.jsonl") if "reward" in line]
+    assert [line["rollout_engine"] for line in steps] == ["vllm"] * STEPS
+    assert [line["weight_version"] for line in steps] == list(range(STEPS))
     assert max(line["sampling/sampling_logp_difference/max"] for line in steps) < 1e-4
-    assert (tmp_path / "demo" / "rollouts.jsonl").read_text().count("\n") == 40 * 512
-    assert "<img" in (tmp_path / "demo" / "report.html").read_text()
-    assert (tmp_path / "demo" / "reward.png").read_bytes()[:4] == b"\x89PNG"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "final")
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 1
-    assert "holds another run" in again.stderr
+    assert (folder / "rollouts.jsonl").read_text().count("\n") == STEPS * 512
+    assert "<img" in (folder / "report.html").read_text()
+    assert (folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    again = start(folder)
+    assert again.wait() == 1
+    assert "holds another run" in again.output
+
+
+@pytest.mark.parametrize("kill", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+def test_the_demo_killed_at_any_step_is_the_same_run_once_resumed(demo, start, tmp_path, kill):
+    step = random.Random(os.environ.get("KILL_SEED", time.time_ns() + kill)).randrange(SAVE_EVERY, STEPS - 2)
+    print(f"killed once step {step} is logged")
+    cut = start(tmp_path / "demo", *DEMO)
+    kill_after(cut, tmp_path / "demo" / "metrics.jsonl", step)
+    assert not (tmp_path / "demo" / "final").exists()
+    resumed = start(tmp_path / "demo", *DEMO, "--resume")
+    assert resumed.wait(timeout=300) == 0, resumed.output
+    assert_same_run(demo[1], tmp_path / "demo")
+
+
+def kill_after(run, log: Path, step: int) -> None:
+    """kill -9, once that step is in the log."""
+    while not log.exists() or f'"step": {step},' not in log.read_text():
+        assert run.poll() is None, run.output
+        time.sleep(0.01)
+    run.kill()
+    assert run.wait() == -9
+
+
+def records(path: Path) -> list[dict]:
+    """The lines of a log but for what the clock says, and what follows from it."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not CLOCKED.search(name)} for line in lines]
+
+
+def assert_same_run(whole: Path, resumed: Path) -> None:
+    """Every record of both logs, and every weight."""
+    for log in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(whole / log) == records(resumed / log), log
+    (mine,), (theirs,) = (sorted((folder / "final").glob("*model.safetensors")) for folder in (whole, resumed))
+    weights, expected = load_file(theirs), load_file(mine)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A model, prompts and a reward of the user's, as options of the command."""
+    folder = tmp_path_factory.mktemp("given")
+    tokenizer, shape = build_tokenizer(), {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=1, pad_token_id=0, **shape)
+    for part in (LlamaForCausalLM(config), tokenizer):
+        part.save_pretrained(folder / "model")
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in build_splits().train[:64]))
+    (folder / "rewards.py").write_text(
+        "def ones(completions, **columns):\n    return [float(text.count('1')) for text in completions]\n"
+    )
+    options = ["--model", folder / "model", "--dataset", folder / "sums.jsonl", "--max-steps", 6, "--save-steps", 2]
+    options += ["--reward-funcs", f"{folder / 'rewards.py'}:ones", "--max-completion-length", 6]
+    return [*options, "--learning-rate", 1e-3, "--per-device-train-batch-size", 16, "--logging-steps", 1]
+
+
+KINDS = {"LoRA": ("--use-peft", "--lora-r", 4), "KL": ("--beta", 0.1, "--sync-ref-model", "--ref-model-sync-steps", 3)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_ones_own_goes_on_from_its_checkpoint_as_if_nothing_had_happened(start, given, tmp_path, kind):
+    run = start(tmp_path / "whole", *given, *KINDS[kind])
+    assert run.wait() == 0, run.output
+    # As a kill after step 5 leaves it: no final model, and logs that are ahead of the newest checkpoint.
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut", ignore=shutil.ignore_patterns("final", "*.html", "*.png"))
+    resumed = start(tmp_path / "cut", *given, *KINDS[kind], "--resume")
+    assert resumed.wait() == 0, resumed.output
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")

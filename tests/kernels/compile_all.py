@@ -1,10 +1,10 @@
 """Compile every kernel for every architecture, exactly as its launcher would launch it, without a GPU.
 
-Run as a script in a process without TRITON_INTERPRET: `compile_all.py [--every] [architecture ...]`. The launchers are
-called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder turns that into
-a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per kernel: what it was
-compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers, its barriers, and its
-Hopper matrix instructions.
+Run as a script in a process without TRITON_INTERPRET: `compile_all.py quick|usual|every [architecture ...]`. The
+launchers are called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder
+turns that into a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per
+kernel: what it was compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers,
+its barriers, and its Hopper matrix instructions.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
 # columns where rows should be: those only pointers can read.
 EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "columns")))
+# One architecture of each kind: there is no other with the tiles of Hopper, and fp32 has the same ones everywhere.
+ALL = ("bfloat16", "all", "aligned")
+QUICK = {
+    "sm_90": (("bfloat16", "none", "aligned"), ALL),
+    "sm_80": (ALL, ("float32", "all", "aligned")),
+    "sm_100": (ALL,),
+    "gfx942": (ALL,),
+}
 # What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
 USUAL = (
     ("bfloat16", "none", "aligned"),
@@ -45,6 +53,7 @@ USUAL = (
     ("float32", "all", "aligned"),
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
+BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 FORMS = ("clipped", "cispo", "sapo", "vespo")
 GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -110,8 +119,11 @@ def specialise(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], st
 def measure(launch: Launch, arch: str) -> dict[str, Any]:
     source, options, _ = specialise(launch, arch)
     compiled = triton.compile(source, target=TARGETS[arch], options=options)
-    facts: dict[str, Any] = {"shared": compiled.metadata.shared, "barriers": compiled.asm["ttgir"].count("ttg.barrier")}
-    facts["loads"] = "tma" if "tensordesc" in str(source.signature) else "pointers"
+    facts: dict[str, Any] = {
+        "shared": compiled.metadata.shared,
+        "barriers": len(BARRIER.findall(compiled.asm["ttgir"])),
+        "loads": "tma" if "tensordesc" in str(source.signature) else "pointers",
+    }
     if arch.startswith("gfx"):
         listing = compiled.asm["amdgcn"]
         keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
@@ -130,10 +142,10 @@ def dump(what: str, path: str) -> str:
     return subprocess.run([str(CUOBJDUMP), what, path], check=True, capture_output=True, text=True).stdout
 
 
-def jobs(arch: str, *, every: bool) -> Iterator[tuple[dict[str, Any], Launch]]:
+def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
     """(what it is, the launch) of every kernel in the cases to compile."""
     usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.HALF_TMA else ())
-    for name, options, layout in EVERY if every else usual:
+    for name, options, layout in {"quick": QUICK.get(arch, ()), "usual": usual, "every": EVERY}[which]:
         facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
         dtype, full = DTYPES[name], options == "all"
         calls = [functools.partial(call_head, dtype, layout, full=full)]
@@ -143,10 +155,10 @@ def jobs(arch: str, *, every: bool) -> Iterator[tuple[dict[str, Any], Launch]]:
             yield from ((facts, launch) for launch in record_launches(call, arch))
 
 
-def main(arches: list[str], *, every: bool) -> None:
+def main(which: str, *arches: str) -> None:
     measured: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for arch in arches:
-        for facts, launch in jobs(arch, every=every):
+    for arch in arches or TARGETS:
+        for facts, launch in jobs(arch, which):
             name, (_, _, key) = launch[0].__name__, specialise(launch, arch)
             if (arch, name, key) not in measured:
                 measured[arch, name, key] = measure(launch, arch)
@@ -154,4 +166,4 @@ def main(arches: list[str], *, every: bool) -> None:
 
 
 if __name__ == "__main__":
-    main([name for name in sys.argv[1:] if name != "--every"] or list(TARGETS), every="--every" in sys.argv)
+    main(*sys.argv[1:])

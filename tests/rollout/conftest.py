@@ -36,23 +36,18 @@ SECOND_STOP_ID = 7
 class ServerProcess:
     """A real vLLM server of one folder. An engine waits until it is ready."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, start_process: Callable[..., Any]) -> None:
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
             self.port = any_port.getsockname()[1]
-        self.folder, self.log = folder, log
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.folder, self.url = folder, f"http://127.0.0.1:{self.port}"
+        self.process, self._start_process = None, start_process
 
     def start(self) -> None:
         options = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager")
         command, variables = server_command(self.folder, port=self.port, options=options)
-        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=inherited | small | variables, stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = self._start_process(command, small | variables)
 
     def kill(self) -> None:
         """kill -9, of the server and the processes it started."""
@@ -64,9 +59,32 @@ class ServerProcess:
 
 
 @pytest.fixture(scope="session")
-def server(build_model, tokenizer, tmp_path_factory) -> Iterator[ServerProcess]:
-    folder = server_folder(build_model("qwen2", tied=True), tokenizer, tmp_path_factory.mktemp("served") / "model")
-    process = ServerProcess(folder, folder.parent / "log")
+def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
+    return server_folder(build_model("qwen2", tied=True), tokenizer, tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="session")
+def server(served_folder, farm) -> Iterator[ServerProcess]:
+    def start_process(command: list[str], variables: dict[str, str]) -> Any:
+        assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+        return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
+
+    process = ServerProcess(served_folder, start_process)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def spawned_server(served_folder, tmp_path) -> Iterator[ServerProcess]:
+    """Started by the command as it stands."""
+
+    def start_process(command: list[str], variables: dict[str, str]) -> Any:
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with (tmp_path / "log").open("wb") as log:
+            return subprocess.Popen(command, env=inherited | variables, stdout=log, stderr=log, start_new_session=True)
+
+    process = ServerProcess(served_folder, start_process)
     process.start()
     yield process
     process.kill()

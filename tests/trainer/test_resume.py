@@ -93,9 +93,9 @@ def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path
 @pytest.mark.engine
 def test_killed_with_vllm_and_resumed_is_the_same_run(farm, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    farm.run(RUN, whole, "vllm", "fresh", "nowhere", 0)
-    assert farm.start(RUN, cut, "vllm", "fresh", "accumulation", 7).wait() == -9
-    farm.run(RUN, cut, "vllm", "resume", "nowhere", 0)
+    farm.run(RUN, whole, "vllm", "fresh", "nowhere", 0, stage="vllm")
+    assert farm.start(RUN, cut, "vllm", "fresh", "accumulation", 7, stage="vllm").wait() == -9
+    farm.run(RUN, cut, "vllm", "resume", "nowhere", 0, stage="vllm")
     assert_same_end(whole, cut)
 
 

@@ -29,7 +29,7 @@ from fused_grpo.trainer.rollout import isolation
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_UNLESS_SET = {
+UNLESS_SET = {
     # Nothing phones home from a training run.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -133,7 +133,7 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         if on_cpu:
             guest.enter_context(isolation.memory_unbound())
             guest.enter_context(isolation.hushed(below=logging.ERROR))
-        for name, value in _UNLESS_SET.items():
+        for name, value in UNLESS_SET.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -100,12 +100,18 @@ def logit(x, logit_scale, softcap, inverse_temperature):
 
 
 @triton.jit
+def softcap_slope(x, logit_scale, softcap):
+    """softcap'(logit_scale * x). 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where it saturates."""
+    e = exp(-2.0 * tl.abs(x * logit_scale * (1.0 / tl.cast(softcap, tl.float32))))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
 def logit_slope(x, logit_scale, softcap, inverse_temperature):
-    """dz / dx. 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
+    """dz / dx."""
     slope = logit_scale * inverse_temperature
     if softcap is not None:
-        e = exp(-2.0 * tl.abs(x * logit_scale * (1.0 / tl.cast(softcap, tl.float32))))
-        slope = slope * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+        slope = slope * softcap_slope(x, logit_scale, softcap)
     return slope
 
 

@@ -15,8 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import add_bias, inverse, logit, logit_slope
+from ._tiles import inverse, logit, softcap_slope
 from .tuning import row_tile
+
+
+@triton.jit
+def _load(start, bias, columns, C):
+    """x = h.w + bias of a row at these columns, fp32; 0 past its end."""
+    x = tl.load(start + columns, mask=columns < C, other=0.0)
+    if bias is not None:
+        x += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
+    return x
+
 
 _UNALIGNED = ["targets", "temperature", "maximum", "total", "weighted", "target_logit"]
 
@@ -49,17 +59,17 @@ def _fold_tile_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
-    target = tl.load(targets + row)
+    target = tl.load(targets + row).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + row))
     before = tl.load(maximum + row)
+    if target >= 0:
+        at_target = _load(start, bias, target, C)
+        tl.store(target_logit + row, logit(at_target, logit_scale, softcap, inverse_temperature))
     largest = tl.full([BLOCK_V], float("-inf"), tl.float32)
     for first in range(0, C, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
-        raw = tl.load(start + columns, mask=columns < C, other=0.0)[None, :]
-        z = logit(add_bias(raw, bias, columns, C), logit_scale, softcap, inverse_temperature)
-        tl.store(target_logit + row + 0 * columns[None, :], z, mask=(columns == target)[None, :])
-        others = ((columns < C) & (columns != target))[None, :]
-        largest = tl.maximum(largest, tl.max(tl.where(others, z, float("-inf")), 0))
+        z = logit(_load(start, bias, columns, C), logit_scale, softcap, inverse_temperature)
+        largest = tl.maximum(largest, tl.where((columns < C) & (columns != target), z, float("-inf")))
 
     top = tl.maximum(before, tl.max(largest, 0))
     # Nothing but -inf so far: any finite shift keeps -inf - shift out of NaN.
@@ -68,23 +78,20 @@ def _fold_tile_kernel(
     products = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, C, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
-        inside = columns < C
-        raw = tl.load(start + columns, mask=inside, other=0.0)[None, :]
-        x = add_bias(raw, bias, columns, C)
+        x = _load(start, bias, columns, C)
         z = logit(x, logit_scale, softcap, inverse_temperature)
-        centred = tl.where((inside & (columns != target))[None, :], z - shift, float("-inf"))
+        centred = tl.where((columns < C) & (columns != target), z - shift, float("-inf"))
         e = tl.exp(centred)
-        sums += tl.sum(e, 0)
+        sums += e
         if ENTROPY:
             # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
-            products += tl.sum(e * tl.maximum(centred, -128.0), 0)
+            products += e * tl.maximum(centred, -128.0)
         if weights is not None:
             if softcap is not None:
-                e = e * logit_slope(x, logit_scale, softcap, inverse_temperature)
-                e = e / (logit_scale * inverse_temperature)
+                e = e * softcap_slope(x, logit_scale, softcap)
             tl.debug_barrier()
             out = (e * weights_scale).to(weights.dtype.element_ty)
-            tl.store((weights + row * weights_row + columns)[None, :], out, mask=inside[None, :])
+            tl.store(weights + row * weights_row + columns, out, mask=columns < C)
 
     drop = before - shift
     rescale = tl.exp(drop)

@@ -93,7 +93,8 @@ ROW: dict[str, RowTile] = {
     "default": RowTile(4096, num_warps=8),
 }
 
-TOKENS_PER_PROGRAM = 1024
+# Of the loss kernel, two for each thread: with more of them, triton 3.6 spills.
+TOKENS_PER_PROGRAM, LOSS_WARPS = 512, 8
 
 
 def gemm_tile(device: torch.device, dtype: torch.dtype, *, tma: bool) -> GemmTile:
