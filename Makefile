@@ -9,7 +9,7 @@ BIN := .venv/bin
 # The tests start a hundred processes, and importing torch and transformers costs each 5 s with bytecode, 13 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test coverage check bench bench-gpu soak reliability clean
+.PHONY: setup demo test test-full test-cpus test-versions coverage check bench bench-gpu soak reliability clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
@@ -21,6 +21,17 @@ demo:    ## train the built-in arithmetic task with vLLM rollouts; SEED=n, OUTPU
 test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files at a time
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(ARGS)
+
+test-full: ## the same with the exhaustive grids, which CI need not run
+	@$(MAKE) test ARGS="--full $(ARGS)"
+
+test-cpus: ## what compares numbers, as other CPUs would compute it, and with one thread and two; prints a table
+	@$(PYTHON) scripts/setup_env.py dev bench
+	@$(BIN)/python scripts/test_cpus.py
+
+test-versions: ## the oldest, the pinned and the newest versions, each in an environment of its own: docs/versions.md
+	@$(PYTHON) scripts/setup_env.py dev bench
+	@$(BIN)/python scripts/test_versions.py $(ROWS)
 
 coverage: ## the share of the lines that the suite reaches on a CPU; fails under 92 %. Takes longer than `make test`
 	@$(PYTHON) scripts/setup_env.py dev bench
@@ -54,4 +65,4 @@ reliability: ## the tests of faults and hostile input, and docs/reliability.md f
 	@$(BIN)/python scripts/reliability.py $(ARGS)
 
 clean:   ## everything that these targets made, but not runs/
-	rm -rf .venv build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -7,6 +7,7 @@ at INFO. An explicit choice that cannot run raises with the reason: nothing fall
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -45,10 +46,23 @@ def why_not_triton(hidden: Tensor) -> str | None:
         return "triton is not installed"
     if hidden.dtype == torch.float64:
         return "its kernels have no fp64"
+    if interpreted and (obstacle := why_not_interpreted()):
+        return obstacle
     if interpreted and hidden.dtype == torch.bfloat16:
         return "its interpreter has no bf16 arithmetic (use fp32 or fp16 there)"
     if not hidden.is_cuda and not interpreted:
         return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
+    return None
+
+
+@functools.cache
+def why_not_interpreted() -> str | None:
+    """The reason that Triton's interpreter, which computes with NumPy, cannot run here, or None where it can."""
+    if importlib.util.find_spec("numpy") is None:
+        return "its interpreter needs NumPy, which is not installed (pip install numpy)"
+    triton, numpy = (importlib.metadata.version(name) for name in ("triton", "numpy"))
+    if triton.startswith("3.6.") and tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
+        return f"the interpreter of triton {triton} cannot use NumPy {numpy} (pip install 'numpy<2.4')"
     return None
 
 

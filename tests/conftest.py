@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import random
@@ -60,6 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("engine"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -158,7 +163,7 @@ class Farm:
         **options: Any,
     ) -> list[Process]:
         """As torchrun does: the same script in several processes that find each other."""
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._free_port()), "WORLD_SIZE": str(processes)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.free_port()), "WORLD_SIZE": str(processes)}
         ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})} for rank in range(processes)]
         return [self.start(script, *arguments, env=rank, **options) for rank in ranks]
 
@@ -217,7 +222,7 @@ class Farm:
         for stage in self._stages.values():
             stage.close()
 
-    def _free_port(self) -> int:
+    def free_port(self) -> int:
         """Not one that the kernel hands out, to any process between now and the rank that takes it."""
         for port in self._ports:
             with socket.socket() as free, contextlib.suppress(OSError):

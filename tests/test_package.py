@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from fused_grpo.trainer import EXTRA
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def archives(tmp_path_factory) -> tuple[list[str], list[str]]:
-    """The file names in the wheel and in the sdist, built as a user's pip would."""
+def built(tmp_path_factory) -> Path:
+    """A folder with the wheel and the sdist, built as a user's pip would."""
     out = tmp_path_factory.mktemp("dist")
     backend = (
         "import setuptools.build_meta as b, sys; sys.argv[1:] or 0; "
@@ -24,8 +33,103 @@ def archives(tmp_path_factory) -> tuple[list[str], list[str]]:
     )
     subprocess.run(["git", "checkout-index", "--all", f"--prefix={out}/tree/"], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "-c", backend], cwd=out / "tree", check=True, capture_output=True)
-    wheel, sdist = next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def archives(built) -> tuple[list[str], list[str]]:
+    """The file names in both."""
+    wheel, sdist = next(built.glob("*.whl")), next(built.glob("*.tar.gz"))
     return zipfile.ZipFile(wheel).namelist(), tarfile.open(sdist).getnames()
+
+
+@pytest.fixture(scope="module")
+def bare(built, tmp_path_factory) -> Path:
+    """An environment with the wheel, torch, triton and what those two need: `--no-index` can fetch nothing more."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name in needed_by("torch", "triton"):
+        link(name, site)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-index", "--quiet"]
+    subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True)
+    return folder
+
+
+def needed_by(*names: str) -> set[str]:
+    """Distributions, and what they require, as far as it is installed here."""
+    found, queue = set[str](), list(names)
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+            if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+                queue.append(canonicalize_name(requirement.name))
+    return found
+
+
+def link(name: str, site: Path) -> None:
+    """Have the files of a distribution that is installed here in another environment, too."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        if not (site / top).exists():
+            (site / top).symlink_to(distribution.locate_file(top))
+
+
+def in_bare(bare: Path, *command: str | Path, **environment: str) -> str:
+    """What a command of that environment prints, to either stream."""
+    env = {"PATH": f"{bare / 'bin'}:/usr/bin:/bin", "HOME": str(bare), **environment}
+    return subprocess.run(command, cwd=bare, env=env, stdout=-1, stderr=-2, text=True, timeout=120).stdout
+
+
+BARE = ROOT / "tests" / "bare_environment.py"
+
+
+def test_torch_and_triton_are_all_that_the_ops_need(bare):
+    assert in_bare(bare, "python", "-W", "ignore", BARE, "ops") == ""
+    assert "'fused-grpo[trainer]'" in in_bare(bare, "fused-grpo", "train")
+    assert "torch" in in_bare(bare, "fused-grpo", "env")
+
+
+def test_integrations_and_trainer_say_what_they_want(bare):
+    lines = in_bare(bare, "python", "-W", "ignore", BARE, "integrations").splitlines()
+    said = dict(line.split(": ", 1) for line in lines)
+    assert {name for name in said if said[name] == "imported"} == {"liger", "logit_transform", "verl"}
+    for name in ("transformers", "trl"):
+        assert re.match(rf"got no {name}, want {name}.*; fix: pip install '{name}", said[name]), said
+    config, trainer = in_bare(bare, "python", "-W", "ignore", BARE, "trainer").splitlines()
+    assert config == "GRPOConfig: imported"
+    assert re.match(r"GRPOTrainer: got no \w+ in this .* fix: pip install 'fused-grpo\[trainer\]'", trainer), trainer
+
+
+def test_the_interpreter_wants_numpy_and_says_so(bare):
+    asked = in_bare(bare, "python", "-W", "ignore", BARE, "ops", TRITON_INTERPRET="1")
+    assert "needs NumPy, which is not installed (pip install numpy)" in asked
+    link("numpy", next(bare.glob("lib/python*/site-packages")))
+    assert in_bare(bare, "python", "-W", "ignore", BARE, "ops", TRITON_INTERPRET="1") == ""
+
+
+def test_the_trainers_imports_are_those_of_its_extra():
+    """What `import` may bring in at the trainer's floor, and what the extra installs."""
+    names = set[str]()
+    for path in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+    tops = (
+        {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fused_grpo", "torch", "numpy"}
+    )  # which transformers brings
+    assert tops <= EXTRA
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {
+        Requirement(line).name.lower().replace("pyyaml", "yaml") for line in project["optional-dependencies"]["trainer"]
+    }
+    assert extra == EXTRA
+    assert {Requirement(line).name for line in project["dependencies"]} == {"torch", "triton"}
 
 
 def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
@@ -64,23 +168,24 @@ def test_the_name_kernels_is_left_to_others(tmp_path):
     assert here.strip() == str(theirs)
 
 
-def test_importing_is_cheap_and_lazy():
+def test_importing_is_cheap_and_lazy(farm, tmp_path):
     """At most 150 ms over `import torch`, the best of five; no Triton, vLLM or transformers."""
-    probe = (
+    (tmp_path / "probe.py").write_text(
         "import sys, time, json, torch; before = set(sys.modules); t = time.perf_counter(); import fused_grpo; "
         "s = time.perf_counter() - t; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(json.dumps([s, sorted(new & {'triton', 'vllm', 'transformers', 'datasets', 'accelerate'})]))"
     )
-    runs = [json.loads(subprocess.check_output([sys.executable, "-c", probe], cwd=ROOT)) for _ in range(5)]
+    runs = [json.loads(farm.run(tmp_path / "probe.py", stage="torch")) for _ in range(5)]
     print(f"import fused_grpo: {min(seconds for seconds, _ in runs) * 1e3:.1f} ms over import torch")
     assert min(seconds for seconds, _ in runs) <= 0.150
     assert all(heavy == [] for _, heavy in runs)
 
 
-def test_the_first_op_brings_in_no_trainer():
+def test_the_first_op_brings_in_no_trainer(farm, tmp_path):
     op = "fused_grpo.linear_logprobs(torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2]))"
     probe = f"import sys, torch, fused_grpo; {op}; assert not {{'vllm', 'transformers', 'datasets'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)
+    (tmp_path / "probe.py").write_text(probe)
+    farm.run(tmp_path / "probe.py", stage="torch")
 
 
 def test_every_public_name_is_there():

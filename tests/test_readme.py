@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,21 +37,22 @@ def tiny_model(tmp_path) -> Path:
     return tmp_path / "model"
 
 
-def run(snippet: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", snippet], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def write(snippet: str, folder: Path) -> Path:
+    script = folder / "quickstart.py"
+    script.write_text(snippet)
+    return script
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_op_and_loop_quickstarts_run(number, tmp_path):
-    run(SNIPPETS[number], tmp_path)
+def test_the_op_and_loop_quickstarts_run(farm, number, tmp_path):
+    farm.run(write(SNIPPETS[number], tmp_path), cwd=tmp_path, stage="libraries")
 
 
 @pytest.mark.engine
-def test_the_trainer_quickstart_runs(tiny_model, tmp_path):
+def test_the_trainer_quickstart_runs(farm, tiny_model, tmp_path):
     assert "Qwen/Qwen3-0.6B" in SNIPPETS[2]
-    shown = run(SNIPPETS[2].replace("Qwen/Qwen3-0.6B", str(tiny_model)), tmp_path)
+    script = write(SNIPPETS[2].replace("Qwen/Qwen3-0.6B", str(tiny_model)), tmp_path)
+    shown = farm.run(script, cwd=tmp_path, stage="vllm", timeout=300)
     assert "2/2" in shown
     assert (tmp_path / "runs" / "brief" / "report.html").exists()
 

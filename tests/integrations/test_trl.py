@@ -17,6 +17,7 @@ from fused_grpo import foreseen
 from fused_grpo.config import LEVELS, LOSS_TYPES
 from fused_grpo.errors import UnavailableError
 
+pytest.importorskip("trl", reason="TRL is not installed")
 HERE = Path(__file__).parent
 
 

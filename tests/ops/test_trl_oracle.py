@@ -27,7 +27,7 @@ EVERYTHING = [
 @pytest.fixture(scope="module")
 def trainer_class() -> type:
     """TRL's trainer. It is told that there is no vLLM: importing that takes longer than all these tests."""
-    from trl import import_utils
+    import_utils = pytest.importorskip("trl.import_utils", reason="TRL is not installed")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)

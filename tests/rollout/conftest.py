@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
 import string
 import subprocess
 from collections.abc import Callable, Iterator
@@ -36,11 +35,8 @@ SECOND_STOP_ID = 7
 class ServerProcess:
     """A real vLLM server of one folder. An engine waits until it is ready."""
 
-    def __init__(self, folder: Path, start_process: Callable[..., Any]) -> None:
-        with socket.socket() as any_port:
-            any_port.bind(("127.0.0.1", 0))
-            self.port = any_port.getsockname()[1]
-        self.folder, self.url = folder, f"http://127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, port: int, start_process: Callable[..., Any]) -> None:
+        self.folder, self.port, self.url = folder, port, f"http://127.0.0.1:{port}"
         self.process, self._start_process = None, start_process
 
     def start(self) -> None:
@@ -69,14 +65,14 @@ def server(served_folder, farm) -> Iterator[ServerProcess]:
         assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
         return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
 
-    process = ServerProcess(served_folder, start_process)
+    process = ServerProcess(served_folder, farm.free_port(), start_process)
     process.start()
     yield process
     process.kill()
 
 
 @pytest.fixture
-def spawned_server(served_folder, tmp_path) -> Iterator[ServerProcess]:
+def spawned_server(served_folder, farm, tmp_path) -> Iterator[ServerProcess]:
     """Started by the command as it stands."""
 
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
@@ -84,7 +80,7 @@ def spawned_server(served_folder, tmp_path) -> Iterator[ServerProcess]:
         with (tmp_path / "log").open("wb") as log:
             return subprocess.Popen(command, env=inherited | variables, stdout=log, stderr=log, start_new_session=True)
 
-    process = ServerProcess(served_folder, start_process)
+    process = ServerProcess(served_folder, farm.free_port(), start_process)
     process.start()
     yield process
     process.kill()

@@ -1,16 +1,38 @@
-"""`python -m vllm.entrypoints.openai.api_server`, whose engine and worker are forks, as they are beside a GPU.
+"""`python -m vllm.entrypoints.openai.api_server`, whose engine and worker are forked, as they are beside a GPU.
 
-On a CPU vLLM spawns them: each imports everything anew, which takes most of the half minute of a start.
+On a CPU vLLM spawns them: each imports everything anew, which takes most of the half minute of a start. Here they come
+from Python's fork server, itself a fork of this process before it has a thread: forked from a process with threads, one
+child in dozens waits for ever for a lock that nobody holds any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import runpy
+from multiprocessing import forkserver, resource_tracker, util
 
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
-for module in (utils, multiproc_executor):
-    module.get_mp_context = lambda: multiprocessing.get_context("fork")
-runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+def fork_and_run(path: str, command: list[str], open_files: list[int]) -> int:
+    """In the place of a fresh interpreter for `python -c ...`."""
+    if child := os.fork():
+        return child
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in open_files:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
+    exec(command[-1], {})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    resource_tracker.ensure_running()
+    util.spawnv_passfds = fork_and_run
+    forkserver.ensure_running()
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -148,15 +148,10 @@ def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
         VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"tensor_parallel_size": 2})
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 def test_a_run_says_nothing_on_the_console_and_leaves_no_process() -> None:
-    finished = run(str(HERE / "scripted_run.py"))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    command = [sys.executable, str(HERE / "scripted_run.py")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == [
         "vllm imported before the engine: False",
@@ -166,8 +161,8 @@ def test_a_run_says_nothing_on_the_console_and_leaves_no_process() -> None:
     assert finished.stderr == ""
 
 
-def test_the_trainers_process_group_survives_the_engine() -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "scripted_run.py"))
-    finished = run(*launch, "--distributed")
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("ranks that answer: 2") == 2
+def test_the_trainers_process_group_survives_the_engine(farm) -> None:
+    ranks = farm.start_ranks(HERE / "scripted_run.py", "--distributed", stage="vllm")
+    for rank in ranks:
+        assert rank.wait() == 0, rank.output
+        assert "ranks that answer: 2" in rank.output

@@ -17,8 +17,9 @@ ROWS = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| (.*CVE.*) \|$", TEXT, re.MULTILI
 def floors() -> dict[str, Version]:
     """The lowest version of each package that pyproject.toml accepts."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
-    return {need.name: Version(next(iter(need.specifier)).version) for need in map(Requirement, lines)}
+    extras = project["optional-dependencies"]
+    needs = map(Requirement, [*project["dependencies"], *extras["trainer"], *extras["vllm"]])
+    return {need.name: Version(next(iter(need.specifier)).version) for need in needs if need.specifier}
 
 
 def test_every_floor_of_the_list_is_the_projects():

@@ -82,14 +82,26 @@ def test_without_a_budget_micro_batches_cover_the_batch_in_order(batch):
 @pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, attention, one_row):
-    model = make_model(attn_implementation=attention).double()
+    model = make_model(attn_implementation=attention)
+    packed = logprobs_packed(model, batch, one_row=one_row)
+    alone, exact = logprobs_alone(model, batch), logprobs_alone(model.double(), batch)
+    error, allowed = (packed - exact).abs().max(), 2 * (alone - exact).abs().max()
+    assert error <= allowed + 32 * torch.finfo(torch.float32).eps * exact.abs().max()
+    if attention == "sdpa":  # the other's softmax is of fp32, whatever the model
+        torch.testing.assert_close(logprobs_packed(model, batch, one_row=one_row), exact, rtol=0, atol=1e-10)
+
+
+def logprobs_packed(model, batch: EffectiveBatch, *, one_row: bool) -> torch.Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    packed = policy.logprobs(pack(batch, [0, 1, 2], one_row=one_row, device=CPU))
+    return policy.logprobs(pack(batch, [0, 1, 2], one_row=one_row, device=CPU))
+
+
+def logprobs_alone(model, batch: EffectiveBatch) -> torch.Tensor:
     alone = []
     for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
         alone.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-12)
+    return torch.cat(alone).detach()
 
 
 @given(LENGTHS, integers(1, 100), booleans())

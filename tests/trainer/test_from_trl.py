@@ -11,6 +11,7 @@ import pytest
 
 from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
 
+pytest.importorskip("trl", reason="TRL is not installed")
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,12 +8,12 @@ import runpy
 from pathlib import Path
 
 import pytest
-import trl
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
 
+trl = pytest.importorskip("trl", reason="TRL is not installed")
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"
 
 SCRIPT = """

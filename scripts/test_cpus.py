@@ -1,0 +1,97 @@
+"""The tests that compare numbers, as other CPUs would compute them: `make test-cpus` prints a table.
+
+Three libraries choose their code by the CPU they find: PyTorch's own kernels, MKL (fp32 and fp64 GEMMs) and oneDNN
+(bf16 GEMMs, so autocast and vLLM). Each lets an environment variable name an older or another CPU, and any of them, or
+another number of threads, sums in another order. A row per value. A row that asks for instructions this CPU lacks is
+said to be left out: run it on one that has them.
+
+"bits" is a digest of a few sums made under that row: where it differs from the first row's, other code did run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+# The ops and the drop-ins, and of the trainer what says that two ways of training are equal.
+TESTS = ["tests/ops", "tests/integrations"] + [
+    f"tests/trainer/test_{name}.py"
+    for name in (
+        *("adapters", "advantages", "ahead", "balancing", "batching", "loop", "packed_equals_padded", "parts"),
+        *("resume", "scale_out", "scoring", "sharding", "textbook"),
+    )
+]
+
+# Both kinds of GEMM, a sum, and a function that is approximated.
+DIGEST = """
+import hashlib, torch
+x, w = (torch.arange(n * 257).reshape(n, 257).mul(0.7).sin() for n in (64, 99))
+made = [x @ w.t(), (x.bfloat16() @ w.bfloat16().t()).float(), x.softmax(1), x.sum(1), x.double() @ w.double().t()]
+print(hashlib.sha256(b"".join(y.numpy().tobytes() for y in made)).hexdigest()[:6])
+"""
+
+
+class Row(NamedTuple):
+    variable: str
+    value: str
+    needs: frozenset[str] = frozenset()
+
+
+ROWS = [
+    Row("OMP_NUM_THREADS", "1"),
+    Row("OMP_NUM_THREADS", "2"),
+    Row("ATEN_CPU_CAPABILITY", "default"),
+    Row("ATEN_CPU_CAPABILITY", "avx2", frozenset({"avx2"})),
+    Row("ATEN_CPU_CAPABILITY", "avx512", frozenset(AVX512)),
+    Row("MKL_CBWR", "COMPATIBLE"),
+    Row("MKL_CBWR", "AVX2", frozenset({"avx2"})),
+    Row("MKL_CBWR", "AVX512", frozenset(AVX512)),
+    Row("ONEDNN_MAX_CPU_ISA", "SSE41"),
+    Row("ONEDNN_MAX_CPU_ISA", "AVX2", frozenset({"avx2"})),
+]
+
+
+def main(arguments: list[str]) -> int:
+    """Arguments go to pytest, which has whole files to give to each of two workers."""
+    flags, model = this_cpu()
+    print(f"{model}\n\n| row | bits | passed | failed | skipped | minutes |\n|---|---|---:|---:|---:|---:|", flush=True)
+    failed = 0
+    for row in ROWS:
+        name = f"{row.variable}={row.value}"
+        if missing := row.needs - flags:
+            print(f"| {name} | | not on this CPU, which has no {', '.join(sorted(missing))} | | | |", flush=True)
+            continue
+        env = {**os.environ, "OMP_NUM_THREADS": "1", row.variable: row.value}
+        bits = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)
+        start = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *TESTS, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        summary = done.stdout.strip().rpartition("\n")[2]
+        passed, bad, errors, skipped = (
+            sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
+        )
+        failed += done.returncode != 0
+        figures = (passed, bad + errors, skipped, f"{(time.monotonic() - start) / 60:.1f}")
+        print(f"| {name} | {bits.stdout.strip()} | {' | '.join(map(str, figures))} |", flush=True)
+        if done.returncode:
+            print(done.stdout, file=sys.stderr)
+    return failed
+
+
+def this_cpu() -> tuple[set[str], str]:
+    """What instructions it has, and its name."""
+    found = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in found.items()}
+    return set(fields.get("flags", "").split()), fields.get("model name", "a CPU without a name")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

