@@ -177,12 +177,17 @@ def test_the_reference_adds_to_no_main_gradient(leaves, rest):
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, impl):
+def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, assert_as_exact, impl):
     with_it, without = (run(leaves, rest, impl=impl, entropy=asked) for asked in (True, False))
     assert with_it.metrics.keys() - without.metrics.keys() == {"entropy"}
+    if impl == "triton":
+        assert torch.equal(with_it.loss, without.loss)
     # On the torch path, sums that have no entropy beside them may be relative to another number.
-    rtol, atol = (0.0, 0.0) if impl == "triton" else (1e-6, 1e-8)
-    torch.testing.assert_close(with_it.loss, without.loss, rtol=rtol, atol=atol)
+    plain, exact = (
+        run([x.to(dtype) for x in leaves], rest, impl="reference").loss for dtype in (torch.float32, torch.float64)
+    )
+    for found in (with_it, without):
+        assert_as_exact(found.loss, plain, exact, what="loss")
 
 
 # NumPy, under the interpreter, warns of what this test is about.
