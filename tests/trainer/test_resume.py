@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer import resume
+from fused_grpo.trainer import resume, training_state
 from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.resume import restore
 from fused_grpo.trainer.training_state import random_state, set_random_state
@@ -113,6 +113,32 @@ def test_nothing_to_resume_from(make_trainer, tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         trainer.train(resume_from_checkpoint=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_gradients_that_a_model_brings_along_change_nothing(make_trainer, tmp_path):
+    """PyTorch makes no optimizer state where a gradient is already: nothing for a checkpoint to be compared with."""
+
+    def run(name, *, resume=False, gradients=True):
+        options = {"output_dir": str(tmp_path / name), "max_steps": 5, "save_steps": 2, "overwrite_output_dir": False}
+        trainer = make_trainer(**options)
+        for parameter in trainer.model.parameters() if gradients else ():
+            parameter.grad = torch.full_like(parameter, 7.0)
+        trainer.train(resume_from_checkpoint=tmp_path / name / "checkpoint-2" if resume else None)
+        return trainer.model.state_dict()
+
+    plain, brought, resumed = run("plain", gradients=False), run("brought"), run("brought", resume=True)
+    for name, value in plain.items():
+        assert torch.equal(value, brought[name]), name
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_a_whole_checkpoint_of_another_run_is_not_called_damaged(make_trainer):
+    checkpoint = make_trainer(max_steps=3).save_checkpoint()
+    wanted = training_state.read_tensors(checkpoint, "model.safetensors")
+    wanted["lm_head.weight"] = wanted["lm_head.weight"].double()
+    with pytest.raises(CheckpointError, match=r"not damaged: its sums are right.*fix: resume with the model") as raised:
+        training_state.read_tensors(checkpoint, "model.safetensors", like=wanted)
+    assert "copy it anew" not in str(raised.value)
 
 
 def test_other_options_are_refused(make_trainer):
