@@ -51,7 +51,7 @@ def works_of(contender: Contender) -> list[Work]:
 
 # torch.compile asks every tensor for its gradient, and hides the warning from those who do not make it an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.full] * (x in COMPILED)) for x in NAMES])
 def test_whoever_is_here_passes_the_gate(name):
     contender = named(name)
     assert contender.name == name

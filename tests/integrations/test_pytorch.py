@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,10 +159,11 @@ def test_a_loss_breaks_a_graph_once_and_no_other_shape_compiles_again(region):
         torch.compile(region, backend=backend, fullgraph=True)(*leaves, **inputs)
 
 
-def test_who_does_not_compile_does_not_import_the_compiler():
+def test_who_does_not_compile_does_not_import_the_compiler(farm, tmp_path):
     code = "import sys, torch, fused_grpo; h, w, i = torch.ones(1, 2, 3).requires_grad_(), torch.ones(5, 3), torch.ones"
     code += "(1, 2).long(); fused_grpo.fused_linear_grpo_loss(h, w, i, advantages=i[:, 0].float()).loss.backward(); "
-    subprocess.run([sys.executable, "-c", f"{code} sys.exit('torch._dynamo' in sys.modules)"], check=True, timeout=120)
+    (tmp_path / "probe.py").write_text(f"{code} sys.exit('torch._dynamo' in sys.modules)")
+    farm.run(tmp_path / "probe.py", stage="torch")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
