@@ -61,12 +61,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            if item.get_closest_marker("engine"):
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+    skip_what_cannot_run(items)
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def skip_what_cannot_run(items: list[pytest.Item]) -> None:
+    from fused_grpo._impl import why_not_interpreted
+
+    reasons = {"engine": None if importlib.util.find_spec("vllm") else "vLLM is not installed"}
+    reasons["kernels"] = (obstacle := why_not_interpreted()) and f"Triton: {obstacle}"
+    for item in items:
+        for keyword, reason in reasons.items():  # a marker, or a folder
+            if reason and keyword in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def patch_helpers_once() -> None:

@@ -35,6 +35,15 @@ SIZES = {
 }
 
 
+def of_transformers(name: str) -> Any:
+    """A class, where the version that is installed has it."""
+    import transformers
+
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return getattr(transformers, name)
+
+
 class Scores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
@@ -47,8 +56,8 @@ def make_model() -> Callable[..., Any]:
         import transformers
 
         torch.manual_seed(0)
-        model_class = getattr(transformers, name if hasattr(transformers, name) else f"{name}ForCausalLM")
-        config_class = getattr(transformers, config or f"{name}Config")
+        model_class = of_transformers(name if hasattr(transformers, name) else f"{name}ForCausalLM")
+        config_class = of_transformers(config or f"{name}Config")
         if "text_config" in options:
             options["text_config"] = SIZES | options["text_config"]
         else:

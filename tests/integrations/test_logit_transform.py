@@ -152,6 +152,8 @@ def test_from_the_backbone_too(make_model, batch, by_logits, name):
     ],
 )
 def test_most_multimodal_models_do_not_do_what_their_text_config_says(config, text, expected):
+    if not hasattr(transformers, f"{config}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}Config")
     made = getattr(transformers, f"{config}Config")(text_config=text)
     assert tuple(head_transform(made).values()) == expected
 
@@ -160,12 +162,13 @@ def test_a_multimodal_model_that_does_not_do_it(make_model, batch, by_logits):
     text = {"final_logit_softcapping": 2.0, **FULL}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8}
-    model = make_model("Gemma3ForConditionalGeneration", "Gemma3Config", text_config=text, vision_config=vision)
+    model = make_model("Gemma3ForConditionalGeneration", "Gemma3Config", text_config=text, vision_config=vision).eval()
     with return_logprobs(model):
         ours = model(**batch).log_probs
     torch.testing.assert_close(ours, by_logits(model, batch).log_probs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "InklingTextConfig"), reason="this transformers has no Inkling")
 def test_columns_that_a_model_leaves_out_are_refused():
     config = transformers.InklingTextConfig(vocab_size=16, unpadded_vocab_size=16, logits_mup_width_multiplier=8.0)
     assert logit_transform(config)["logit_scale"] == 1 / 8

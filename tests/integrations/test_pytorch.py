@@ -133,17 +133,21 @@ compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     ("region", "backend"), [*((x, "aot_eager") for x in REGIONS), (fused, "inductor"), (by_logprobs, "inductor")]
 )
-def test_a_compiled_step_finds_the_gradients_of_an_eager_one(region, backend):
+def test_a_compiled_step_finds_the_gradients_of_an_eager_one(assert_as_exact, region, backend):
     torch._dynamo.reset()
     compiled = torch.compile(region, backend=backend, dynamic=True)
     for shape in ((3, 7), (4, 11)):
-        assert_same(gradients(compiled, *problem(*shape)), gradients(region, *problem(*shape)))
+        leaves, inputs = problem(*shape)
+        wide = [x.detach().double().requires_grad_() for x in leaves[:2]] + leaves[2:]
+        plain, exact = gradients(region, leaves, inputs), gradients(region, wide, inputs)
+        for ours, *wanted in zip(gradients(compiled, leaves, inputs), plain, exact, strict=True):
+            assert_as_exact(ours, *wanted, what=str(tuple(ours.shape)))
 
 
 @compiles
 @pytest.mark.parametrize("region", REGIONS)
 def test_a_loss_breaks_a_graph_once_and_no_other_shape_compiles_again(region):
-    graphs: list[Any] = []
+    graphs, seen = list[Any](), list[int]()
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
@@ -154,7 +158,9 @@ def test_a_loss_breaks_a_graph_once_and_no_other_shape_compiles_again(region):
     for shape in ((3, 7), (4, 11), (2, 30), (9, 5)):
         leaves, inputs = problem(*shape)
         compiled(*leaves, **inputs)
-    assert len(graphs) == 2
+        seen.append(len(graphs))
+    assert seen == seen[:1] * 4
+    assert seen[0] == 2 or (seen[0] == 3 and torch.__version__.startswith("2.10."))  # which cuts one part in two
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch.compiler|disable"):
         torch.compile(region, backend=backend, fullgraph=True)(*leaves, **inputs)
 

@@ -45,14 +45,16 @@ def step(hidden, weight, bias, targets):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_call_equals_an_eager_one(backend, frozen):
+def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen):
     inputs = leaves(frozen=frozen)
-    wanted = [x for x in inputs if x.requires_grad]
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    ours, expected = compiled(*inputs, targets()), step(*inputs, targets())
-    torch.testing.assert_close(ours, expected)
-    for one, other in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(expected, wanted), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    found = []
+    for function, given in ((compiled, inputs), (step, inputs), (step, wide)):
+        value = function(*given, targets())
+        found.append([value.detach(), *torch.autograd.grad(value, [x for x in given if x.requires_grad])])
+    for ours, eager, exact in zip(*found, strict=True):
+        assert_as_exact(ours, eager, exact, what=str(tuple(exact.shape)))
 
 
 def test_another_number_of_rows_does_not_compile_again():
