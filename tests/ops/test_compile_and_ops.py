@@ -22,6 +22,7 @@ def targets(count: int = N) -> torch.Tensor:
     return (torch.arange(count) * 7 % V).index_fill(0, torch.tensor([1]), -100)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's, from torch 2.15 on
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -19,6 +19,9 @@ from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
 from fused_grpo.trainer.rollout.vllm_adapter import VLLMAdapterEngine
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 
+# PEFT 0.19 says so of a head that is not tied to anything, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+
 # Trained from the first step on: with B = 0, nothing would show.
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 KINDS = {
@@ -317,6 +320,7 @@ def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lor
         assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
 
 
+@pytest.mark.engine
 def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     for kind, message in (("head trained", "modules_to_save"), ("embedding", "the embedding"), ("dora", "use_dora")):
         with pytest.raises(UnsupportedError, match=message):
