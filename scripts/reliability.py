@@ -143,7 +143,17 @@ def run_tests() -> Path:
     """One after another, with nothing beside them: their times are the figures."""
     report = Path(tempfile.mkdtemp(prefix="fused-grpo-reliability-")) / "junit.xml"
     folders = [folder for folder in FOLDERS if (ROOT / folder).is_dir()]
-    command = [sys.executable, "-m", "pytest", *folders, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--full",
+        *folders,
+        "-q",
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=xunit1",
+    ]
     status = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
     if status:
         raise SystemExit(f"got status {status} from the tests, want all of them to pass before their figures are told")

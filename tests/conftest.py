@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,12 @@ def is_alive(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+@pytest.fixture(scope="session")
+def portion(pytestconfig) -> Callable[[int], int]:
+    """How many random inputs to try where a whole run tries so many: a quarter without `--full`."""
+    return lambda count: count if pytestconfig.getoption("--full") else count // 4
 
 
 @pytest.fixture(scope="session")

@@ -44,22 +44,14 @@ def words_of(figure):
     return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
 
 
-def test_a_file_gives_every_chart_in_two_variants(full, tmp_path):
+def test_files_are_every_chart_in_two_variants_and_the_same_byte_for_byte(full, tmp_path):
     names = ("time", "memory", "front", "scaling-tokens", "scaling-heads")
     expected = {f"{name}{dark}.{kind}" for name in names for dark in ("", "-dark") for kind in ("svg", "png")}
-    written = charts.write(full, tmp_path / "charts")
-    assert {path.name for path in written} == expected == {path.name for path in (tmp_path / "charts").iterdir()}
-
-
-def test_files_are_the_same_byte_for_byte(full, tmp_path):
     once, twice = (charts.write(full, tmp_path / name) for name in ("once", "twice"))
+    assert {path.name for path in once} == expected == {path.name for path in (tmp_path / "once").iterdir()}
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in twice]
     assert (tmp_path / "once/time.svg").read_bytes() != (tmp_path / "once/time-dark.svg").read_bytes()
-
-
-def test_an_svg_says_who_how_long_and_where(full, tmp_path):
-    charts.write(full, tmp_path)
-    root = ElementTree.parse(tmp_path / "time.svg").getroot()
+    root = ElementTree.parse(tmp_path / "once/time.svg").getroot()
     texts = {"".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"Liger GRPO", "1.90 s", "1.90×", "products alone 1.00 s, 1×"} <= texts
     caption = next(text for text in texts if "abcdef0" in text)

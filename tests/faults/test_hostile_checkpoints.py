@@ -89,9 +89,10 @@ def load(trainer, directory):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_spoiled_checkpoint_is_loaded_or_refused_with_a_documented_error(
-    trainer, spoiled, record_property, monkeypatch, way
+    trainer, spoiled, record_property, monkeypatch, portion, way
 ):
     (count, spoil, at_least), refused = WAYS[way], 0
+    count, at_least = portion(count), portion(at_least)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of times
     for number in range(count):
         directory, _ = spoiled(number, spoil, sealed="sealed" in way)

@@ -26,11 +26,11 @@ def chat_tokenizer() -> Any:
 
 
 @pytest.fixture
-def hostile(request, record_property) -> Callable[..., list[int]]:
-    """`hostile(function, count)` calls it with `count` generators: how often it answered, how often it refused."""
+def hostile(request, record_property, portion) -> Callable[..., list[float]]:
+    """`hostile(function, count)` calls it with `count` generators: what share it answered, what share it refused."""
 
-    def run(function: Callable[[random.Random], Any], count: int, *, documented: Any = FusedGRPOError) -> list[int]:
-        outcomes = [0, 0]
+    def run(function: Callable[[random.Random], Any], count: int, *, documented: Any = FusedGRPOError) -> list[float]:
+        count, outcomes = portion(count), [0, 0]
         for seed in range(count):
             try:
                 function(random.Random(f"{function.__name__}/{seed}"))
@@ -44,6 +44,6 @@ def hostile(request, record_property) -> Callable[..., list[int]]:
         assert sum(outcomes) == count
         what = f"{request.path.stem}: {request.node.name}".replace("test_", "").replace("_", " ")
         record_property("hostile", json.dumps({"what": what, "inputs": count}))
-        return outcomes
+        return [outcome / count for outcome in outcomes]
 
     return run

@@ -87,7 +87,7 @@ def test_options_given_in_python(hostile):
         config.sampling(seed=config.seed)
         config.prompts_per_process(num_processes=2)
 
-    assert min(hostile(make, 1000)) > 50
+    assert min(hostile(make, 1000)) > 0.05
 
 
 def test_files(hostile, tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_files(hostile, tmp_path, monkeypatch):
         file.write_bytes(some_yaml(rng))
         assert all(isinstance(argument, str) for argument in as_arguments(read_yaml(file)))
 
-    assert min(hostile(read, 540)) > 50
+    assert min(hostile(read, 540)) > 0.09
     assert list(tmp_path.iterdir()) == [file]  # no payload has run
 
 
@@ -112,7 +112,7 @@ def test_command_lines(hostile, tmp_path, capsys):
         arguments = [text for part in written for text in ([part] if isinstance(part, str) else part)]
         parse_train_options([*arguments, *(["--config", str(file)] if rng.random() < 0.3 else [])])
 
-    assert min(hostile(parse, 60, documented=(FusedGRPOError, SystemExit))) >= 5
+    assert min(hostile(parse, 60, documented=(FusedGRPOError, SystemExit))) >= 0.05
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_rows_given_in_python(hostile, chat_tokenizer):
         )
         use(rng.choice(CONTAINERS) if rng.random() < 0.1 else shape(rows), chat_tokenizer)
 
-    assert min(hostile(draw, 900)) > 50
+    assert min(hostile(draw, 900)) > 0.05
 
 
 @pytest.mark.filterwarnings("ignore")  # datasets leaves files open where it raises
@@ -109,7 +109,7 @@ def test_files(hostile, chat_tokenizer, tmp_path, monkeypatch):
             file.write_bytes(rng.choice([sound, damaged(rng, sound), rng.choice(CONTENTS)]))
         use(load_rows(str(file), streaming=rng.random() < 0.9), chat_tokenizer)
 
-    assert min(hostile(load, 200)) > 5
+    assert min(hostile(load, 200)) > 0.02
     gc.collect()  # those files, while the warnings of it are still ignored
 
 

@@ -180,4 +180,4 @@ def test_any_arguments_give_the_reference_or_an_error_of_ours(hostile, function)
         if ours and all(map(is_tame, arguments.values())):
             assert_same(ours, solve(function, {**arguments, "impl": "reference"}))
 
-    assert min(hostile(call, CALLS[function])) > 50
+    assert min(hostile(call, CALLS[function])) > 0.03

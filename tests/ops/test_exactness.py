@@ -13,7 +13,7 @@ full = pytest.mark.full
 # Interpreted, the larger shapes take half a minute for each number of rows.
 IMPLS = [("torch", shape) for shape in RAGGED] + [("triton", shape) for shape in RAGGED[:3]]
 IMPLS += [pytest.param("triton", shape, marks=full) for shape in RAGGED[3:]]
-PROBLEMS = {"torch": 5, "triton": 2}
+PROBLEMS = {"torch": 4, "triton": 1}
 CONFIG = GRPOLossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1)
 
 

@@ -60,15 +60,22 @@ def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(served_folder, farm) -> Iterator[ServerProcess]:
+def one_server(served_folder, farm) -> Iterator[ServerProcess]:
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
         assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
         return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
 
     process = ServerProcess(served_folder, farm.free_port(), start_process)
-    process.start()
     yield process
     process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(one_server) -> ServerProcess:
+    """That of the session; the module before may have killed it."""
+    if one_server.process is None:
+        one_server.start()
+    return one_server
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path
     assert_same_end(undisturbed, output_dir)
 
 
+@pytest.mark.full  # the demo's test kills it with vLLM by the command line
 @pytest.mark.engine
 def test_killed_with_vllm_and_resumed_is_the_same_run(farm, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
