@@ -154,6 +154,7 @@ def test_the_longest_is_what_still_had_memory():
     assert worker.longest(vars(work), most=32) == {"tokens": 32}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_what_is_compiled_stays_compiled_however_many_shapes_there_are():
     worker = Worker(named("full logits, compiled"), "cpu")
