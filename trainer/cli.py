@@ -130,7 +130,10 @@ def train_demo(options: TrainOptions) -> None:
         torch.set_num_threads(1)
     say("no --model given: making a small one for the built-in arithmetic task")
     splits = arithmetic.build_splits()
-    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"))
+    # A checkpoint brings every weight back, but for those of a reference and the base of an adapter.
+    is_in_checkpoint = bool(options.resume_from_checkpoint) and options.beta == 0 and not options.use_peft
+    stage = {"max_batches": 0} if is_in_checkpoint else {}
+    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"), **stage)
     trainer = GRPOTrainer(
         model,
         arithmetic.accuracy_reward,

@@ -333,7 +333,6 @@ LORA = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")  # PEFT 0.19, of a head that is not
 @pytest.mark.parametrize("where", LORA)
 def test_lora(make_model, batch, by_logits, assert_equals, where):
     from peft import LoraConfig, get_peft_model
@@ -359,7 +358,6 @@ def test_lora(make_model, batch, by_logits, assert_equals, where):
 # How little memory it takes
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.10
 def test_no_tensor_as_large_as_the_logits_is_ever_allocated(make_model):
     B, T, V = 4, 64, 4001
     model = make_model("Qwen2", vocab_size=V, max_position_embeddings=T, tie_word_embeddings=True)

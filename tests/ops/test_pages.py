@@ -122,7 +122,6 @@ def test_what_is_kept_is_the_kernels_for_the_asking():
     assert (floats().fill_(2.0) == 2.0).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.10
 def test_where_it_would_not_help_memory_is_as_ever(monkeypatch):
     assert floats(100).untyped_storage().resizable()
     weight = torch.empty(4096, 1024).t()

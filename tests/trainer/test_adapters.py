@@ -19,9 +19,6 @@ from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
 from fused_grpo.trainer.rollout.vllm_adapter import VLLMAdapterEngine
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 
-# PEFT 0.19 says so of a head that is not tied to anything, too.
-pytestmark = pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-
 # Trained from the first step on: with B = 0, nothing would show.
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 KINDS = {
