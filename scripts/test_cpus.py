@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,20 +76,27 @@ def main(arguments: list[str]) -> int:
         cache = tempfile.mkdtemp()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache, row.variable: row.value}
         bits = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)
-        start = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *TESTS, *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-        summary = done.stdout.strip().rpartition("\n")[2]
-        passed, bad, errors, skipped = (
-            sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
-        )
+        is_green, figures = run_tests(sys.executable, [*TESTS, *arguments], env=env)
         shutil.rmtree(cache)
-        failed += done.returncode != 0
-        figures = (passed, bad + errors, skipped, f"{(time.monotonic() - start) / 60:.1f}")
+        failed += not is_green
         print(f"| {name} | {bits.stdout.strip()} | {' | '.join(map(str, figures))} |", flush=True)
-        if done.returncode:
-            print(done.stdout, file=sys.stderr)
     return failed
+
+
+def run_tests(
+    python: str | Path, tests: Sequence[str], *, env: dict[str, str]
+) -> tuple[bool, tuple[int, int, int, str]]:
+    """Whether pytest ended well; how many passed, failed, were skipped, in how many minutes. Shows what failed."""
+    start = time.monotonic()
+    command = [python, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    summary = done.stdout.strip().rpartition("\n")[2]
+    passed, failed, errors, skipped = (
+        sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
+    )
+    return not done.returncode, (passed, failed + errors, skipped, f"{(time.monotonic() - start) / 60:.1f}")
 
 
 def this_cpu() -> tuple[set[str], str]:

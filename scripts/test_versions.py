@@ -14,11 +14,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 from setup_env import ROOT, uv_settings_from_pip
+from test_cpus import run_tests
 
 PAGE = ROOT / "docs" / "versions.md"
 UV = ROOT / ".venv" / "bin" / "uv"
@@ -60,18 +60,9 @@ def run(row: Row) -> tuple[str, bool]:
     if row.options is not None:
         install(row, python)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
-    command = [python, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *TESTS, *row.more_tests]
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    summary = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
-    passed, failed, errors, skipped = (
-        sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
-    )
-    today, minutes = datetime.date.today().isoformat(), f"{(time.monotonic() - start) / 60:.0f} min"
-    cells = (row.name, *versions(python), passed, failed + errors, skipped, minutes, today)
-    return "| " + " | ".join(map(str, cells)) + " |", bool(done.returncode)
+    is_green, (*counts, minutes) = run_tests(python, [*TESTS, *row.more_tests], env=env)
+    cells = (row.name, *versions(python), *counts, f"{minutes} min", datetime.date.today().isoformat())
+    return "| " + " | ".join(map(str, cells)) + " |", not is_green
 
 
 def install(row: Row, python: Path) -> None:

@@ -21,7 +21,10 @@ from .tuning import row_tile
 
 @triton.jit
 def _load(start, bias, columns, C):
-    """x = h.w + bias of a row at these columns, fp32; 0 past its end."""
+    """x = h.w + bias of a row at these columns, fp32, one-dimensional; 0 past its end.
+
+    With the two dimensions of `add_bias`, sums over a row go through shared memory, and Triton 3.6 spills.
+    """
     x = tl.load(start + columns, mask=columns < C, other=0.0)
     if bias is not None:
         x += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
