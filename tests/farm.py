@@ -23,6 +23,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -143,8 +144,15 @@ def import_vllm() -> None:
 
     for name, value in UNLESS_SET.items():
         os.environ.setdefault(name, value)
-    with contextlib.suppress(ImportError):
-        pass
+    for name in (
+        "entrypoints.llm",
+        "model_executor.models.qwen2",
+        "v1.worker.cpu_worker",
+        "v1.worker.cpu_model_runner",
+        "entrypoints.launchers.api_server.entry",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"vllm.{name}")
 
 
 STAGES: dict[str, Callable[[], None]] = {
