@@ -303,7 +303,7 @@ BUGS = {
 
 def copy_of_the_project(folder: Path) -> None:
     for name in ("fused_grpo", "kernels", "trainer", "tests"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*-pytest-*"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
@@ -382,4 +382,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # taking down what was imported takes as long as some of the tests

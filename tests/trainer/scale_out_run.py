@@ -112,7 +112,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
     model = Qwen2ForCausalLM(Qwen2Config(**config))
     engine = EngineByPrompt(model)
-    defaults = {"max_steps": 5, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
+    defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)

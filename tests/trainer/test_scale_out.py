@@ -22,10 +22,8 @@ FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int]]] = {
-    "dapo": ({}, {}, (32, 1), (16, 1)),
-    "dapo, accumulated": ({}, {}, (32, 1), (4, 4)),
-    "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (16, 1)),
-    "grpo, accumulated": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
+    "dapo": ({}, {}, (32, 1), (4, 4)),
+    "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
     "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (2, 8)),

@@ -89,7 +89,7 @@ SINGLE: dict[str, GemmTile] = {
 }
 
 ROW: dict[str, RowTile] = {
-    "interpreter": RowTile(64, num_warps=1),
+    "interpreter": RowTile(128, num_warps=1),
     "default": RowTile(4096, num_warps=8),
 }
 
