@@ -1,6 +1,7 @@
 """Before anything imports Triton or a model library: interpret kernels, and never go to the network.
 
-Cases marked `full` run with `--full` alone (`make test-full`): the rest of a grid whose corners always run.
+Cases marked `full` run with `--full` alone (`make test-full`): the rest of a grid whose corners always run. Of a large
+grid in a module marked `grid`, a third runs without it, the same third every time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import socket
 import sys
 import tempfile
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 STAGES = ("torch", "libraries", "trainer", "vllm")
 
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
-LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py", "test_vllm_server.py")
+LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
+# These to the same worker, which then imports vLLM and starts a server once.
+ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py", "test_vllm.py")
+ENGINES += ("test_adapters.py",)
+# A function of so many cases, in a module marked `grid`, is a large one.
+LARGE, A_THIRD = 12, 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,12 +66,34 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        cases = Counter(map(function_of, items))
+        left_out = [item for item in items if is_left_out(item, cases)]
+        items[:] = [item for item in items if not is_left_out(item, cases)]
         config.hook.pytest_deselected(items=left_out)
     skip_what_cannot_run(items)
-    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    order = {name: place for place, name in enumerate(LONGEST_FIRST + ENGINES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def is_left_out(item: pytest.Item, cases: Counter[str]) -> bool:
+    """Without `--full`. Which third of a grid is drawn by name: counting would take the same option every time."""
+    is_one_of_many = item.get_closest_marker("grid") and cases[function_of(item)] > LARGE
+    return bool(item.get_closest_marker("full") or (is_one_of_many and zlib.crc32(item.nodeid.encode()) % A_THIRD))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class WholeFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if nodeid.partition("::")[0].endswith(ENGINES) else super()._split_scope(nodeid)
+
+    return WholeFiles(config, log)
 
 
 def skip_what_cannot_run(items: list[pytest.Item]) -> None:
@@ -152,13 +182,17 @@ class Farm:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         stage: str = "trainer",
+        teardown: bool = False,
     ) -> Process:
-        """`python script *arguments`, with a process group of its own; `stage` is what it finds imported."""
+        """`python script *arguments`, with a process group of its own; `stage` is what it finds imported.
+
+        With `teardown` Python also takes down at its end what was imported, as it does anywhere else.
+        """
         output = self._folder / f"{len(self._processes)}.txt"
         command = [str(part) for part in (script, *arguments)]
         env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **(env or {})}
         request = {"start": command, "env": env, "cwd": str(cwd or Path.cwd()), "output": str(output)}
-        pid = self.ask(stage, request)["pid"]
+        pid = self.ask(stage, {**request, "teardown": teardown})["pid"]
         self._processes.append(Process(self, pid, output, stage))
         return self._processes[-1]
 

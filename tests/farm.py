@@ -11,7 +11,7 @@ processes. So a session has one farm, which imports in stages, each of them a fo
 A stage is made when it is first asked for. It listens on a socket, takes lines of JSON, and ends with the session:
 
     {"stage": "trainer"}                           soon to be spoken to there  ->  {"socket": path, "pid": 6}
-    {"start": [script, *arguments], "env": {...}, "cwd": path, "output": path} ->  {"pid": 7}
+    {"start": [script, *arguments], "env": {...}, "cwd": path, "output": path, "teardown": false}  ->  {"pid": 7}
     {"reap": 7}                                          once it has ended     ->  {"returncode": 0}
 
 A script is a path, or "-m" and a module. See `Farm` in conftest.py, which speaks to it.
@@ -31,10 +31,11 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 Becomes = Callable[[], Any]
@@ -187,7 +188,13 @@ def become(request: dict[str, Any]) -> None:
     atexit.register(os.dup2, nowhere, 2)
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    script, *arguments = request["start"]
+    if request["teardown"]:
+        run_script(*request["start"])
+    else:
+        run_and_leave(request["start"])
+
+
+def run_script(script: str, *arguments: str) -> None:
     sys.path[0] = os.getcwd() if script == "-m" else os.path.dirname(script)
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if script == "-m":
@@ -196,6 +203,26 @@ def become(request: dict[str, Any]) -> None:
     else:
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
+
+
+def run_and_leave(command: list[str]) -> NoReturn:
+    """End as Python does, but for taking down all that was imported: that takes half a second."""
+    status: Any = 0
+    try:
+        run_script(*command)
+    except SystemExit as end:
+        status = end.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((status or 0) & 0xFF)
 
 
 if __name__ == "__main__":

@@ -327,7 +327,7 @@ def run(selection: list[str], folder: Path) -> int:
 
     assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
     # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
-    return int(pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *selection]))
+    return int(pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "--full", *selection]))
 
 
 def try_here(name: str) -> int:
@@ -382,6 +382,4 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)  # taking down what was imported takes as long as some of the tests
+    sys.exit(main(sys.argv[1:]))

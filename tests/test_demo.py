@@ -19,7 +19,7 @@ from fused_grpo.trainer.recipes.arithmetic import build_splits, build_tokenizer
 
 pytestmark = pytest.mark.engine
 
-STEPS, SAVE_EVERY = 16, 4
+STEPS, SAVE_EVERY = 12, 3
 COMMAND, UNDRAWN = ("-m", "fused_grpo.trainer.cli"), (Path(__file__).with_name("command_undrawn.py"),)
 DEMO = ("--max-steps", STEPS, "--seed", 1, "--save-strategy", "steps", "--save-steps", SAVE_EVERY)
 CLOCKED = re.compile(r"time|memory|tokens_per_second")
@@ -30,7 +30,8 @@ def start(farm):
     """The command, in a process that has imported what it needs."""
 
     def start(output_dir, *options, command=UNDRAWN):
-        return farm.start(*command, "train", "--output-dir", output_dir, *options, stage="vllm")
+        arguments = ("train", "--output-dir", output_dir, *options)
+        return farm.start(*command, *arguments, stage="vllm", teardown=command == COMMAND)
 
     return start
 

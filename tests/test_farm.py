@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 SCRIPT = """
-import os, sys, time
+import atexit, os, sys, time
+atexit.register(print, "at last")
 print(sys.argv[1:], os.environ["WHO"], "torch" in sys.modules, flush=True)
 if sys.argv[1] == "sleep":
     time.sleep(60)
@@ -20,10 +21,18 @@ def script(tmp_path):
     return path
 
 
-def test_a_script_runs_and_ends_as_it_would_alone(farm, script):
-    process = farm.start(script, 3, env={"WHO": "me"})
+@pytest.mark.parametrize("teardown", [False, True])
+def test_a_script_runs_and_ends_as_it_would_alone(farm, script, teardown):
+    process = farm.start(script, 3, env={"WHO": "me"}, teardown=teardown)
     assert process.wait(timeout=30) == 3
-    assert process.output == "['3'] me True\n"
+    assert process.output == "['3'] me True\nat last\n"
+
+
+@pytest.mark.parametrize("teardown", [False, True])
+def test_a_script_that_raises_says_what(farm, script, teardown):
+    process = farm.start(script, "three", env={"WHO": "me"}, teardown=teardown)
+    assert process.wait(timeout=30) == 1
+    assert "ValueError: invalid literal for int()" in process.output
 
 
 def test_a_script_can_be_killed(farm, script):

@@ -17,6 +17,8 @@ from fused_grpo.config import CLIPPED, LEVELS, LOSS_TYPES
 from fused_grpo.errors import InputError
 from fused_grpo.integrations import liger
 
+pytestmark = pytest.mark.grid
+
 B, T, V, D = 6, 7, 29, 6
 KINDS = [(x, level) for x in LOSS_TYPES for level in LEVELS if level == "token" or x in CLIPPED]
 REF_LOGPS, REF_HEAD = ("ref_per_token_logps",), ("ref_input", "ref_weight", "ref_bias")

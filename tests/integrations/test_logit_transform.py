@@ -18,6 +18,8 @@ from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.logit_transform import head_transform, logit_transform
 from fused_grpo.integrations.transformers import return_logprobs
 
+pytestmark = pytest.mark.grid
+
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 FULL = {"layer_types": ["full_attention"] * 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # which can do fp64

@@ -17,6 +17,8 @@ from fused_grpo import foreseen
 from fused_grpo.config import LEVELS, LOSS_TYPES
 from fused_grpo.errors import UnavailableError
 
+pytestmark = pytest.mark.grid
+
 pytest.importorskip("trl", reason="TRL is not installed")
 HERE = Path(__file__).parent
 
@@ -172,8 +174,9 @@ def options_of(loss_type: str, beta: float) -> dict:
 @pytest.mark.filterwarnings("ignore")  # of TRL's, about what is experimental
 @pytest.mark.parametrize(
     ("loss_type", "beta"),
-    [("dapo", 0.0), *((x, 0.04) for x in LOSS_TYPES)]
-    + [pytest.param(x, 0.0, marks=pytest.mark.full) for x in LOSS_TYPES if x != "dapo"],
+    [("dapo", 0.0), *((x, 0.04) for x in ("grpo", "cispo", "sapo", "vespo"))]
+    + [pytest.param(x, 0.0, marks=pytest.mark.full) for x in LOSS_TYPES if x != "dapo"]
+    + [pytest.param(x, 0.04, marks=pytest.mark.full) for x in ("dapo", "bnpo", "dr_grpo", "luspo")],
 )
 def test_five_steps_are_trls(ours, calls, loss_type, beta):
     options = options_of(loss_type, beta)

@@ -39,10 +39,9 @@ EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "col
 # One architecture of each kind: there is no other with the tiles of Hopper, and fp32 has the same ones everywhere.
 ALL = ("bfloat16", "all", "aligned")
 QUICK = {
-    "sm_90": (("bfloat16", "none", "aligned"), ALL),
-    "sm_80": (ALL, ("float32", "all", "aligned")),
+    "sm_90": (ALL, ("float32", "all", "aligned")),
+    "sm_80": (ALL,),
     "sm_100": (ALL,),
-    "gfx942": (ALL,),
 }
 # What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
 USUAL = (

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fused_grpo.kernels import grpo_token_loss
 
+pytestmark = pytest.mark.grid
+
 # In the order in which the launcher takes them.
 CONFIG: dict[str, Any] = {
     "form": "clipped",

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fused_grpo.kernels import logprob_forward, tuning
 
+pytestmark = pytest.mark.grid
+
 MODULE = importlib.import_module("fused_grpo.kernels.logprob_forward")
 SHAPES = [(1, 1, 1), (7, 2, 16), (33, 5, 40), (7, 127, 16), (33, 130, 16), (7, 257, 40), (1, 257, 1), (33, 257, 16)]
 OPTIONS = ["", "bias", "softcap", "scale temperature", "bias softcap scale temperature"]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fused_grpo.kernels import logits_gradient_, row_statistics
 
+pytestmark = pytest.mark.grid
+
 ALL = "bias softcap scale temperature"
 SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
 

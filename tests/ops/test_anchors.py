@@ -17,6 +17,8 @@ from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.plans import fold
 from fused_grpo.statistics import ANCHOR_HOLDS, RowState, adrift, finish_rows, merge_rows, start_rows
 
+pytestmark = pytest.mark.grid
+
 N, V = 40, 64
 WAYS = ["no_grad", "frozen", "trainable", "loss"]
 # Of the target, from the largest logit of the others, one of the last: nothing that fp32 can hold, just beyond what

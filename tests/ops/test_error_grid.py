@@ -16,6 +16,8 @@ from torch import Tensor
 from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.head import Head
 
+pytestmark = pytest.mark.grid
+
 LEAVES = ("hidden", "weight", "bias")
 PLANS = {
     "no gradient": (),
@@ -169,7 +171,7 @@ def pieces(inputs: Inputs) -> list[int | None]:
 @pytest.mark.parametrize(
     ("shape", "dtypes"),
     [
-        pytest.param(shape, dtypes, marks=() if dtypes == "fp32" or shape in (SHAPES[2], SHAPES[3]) else full)
+        pytest.param(shape, dtypes, marks=() if dtypes == "fp32" or shape == SHAPES[2] else full)
         for shape in SHAPES
         for dtypes in DTYPES
     ],
@@ -238,8 +240,9 @@ def strided(x: Tensor, layout: str) -> Tensor:
     return amid[(rows, slice(0, None, 2))[: x.ndim]].copy_(x)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("leading", [(2, 6), (3, 1, 4), (12,)])
+@pytest.mark.parametrize(
+    ("leading", "impl"), [((2, 6), "torch"), ((3, 1, 4), "torch"), ((12,), "torch"), ((3, 1, 4), "triton")]
+)
 def test_leading_shapes_change_no_bit(leading, impl):
     inputs = make_inputs((12, 5, 8), names=ALL)
     shaped = {name: inputs[name].view(*leading, *inputs[name].shape[1:]) for name in ("targets", "temperature")}

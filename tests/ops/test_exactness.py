@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs_and_entropy, planner
 
+pytestmark = pytest.mark.grid
+
 RAGGED = [(1, 1, 3), (7, 2, 5), (13, 127, 16), (33, 130, 40), (64, 257, 24)]
 full = pytest.mark.full
 # Interpreted, the larger shapes take half a minute for each number of rows.

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_grpo import linear_logprobs_and_entropy
 
 # NumPy, under Triton's interpreter, warns of the infinities here and of a NaN that `where` then leaves out.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 N, V, D = 7, 37, 4
 PLANS = {"no gradient": (), "frozen head": ("hidden",), "trainable": ("hidden", "weight", "bias")}

@@ -8,6 +8,8 @@ import torch
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs, loss_plans
 from fused_grpo.errors import InputError, UnsupportedError
 
+pytestmark = pytest.mark.grid
+
 B, T, D, V = 4, 6, 5, 11
 IMPLS = ["reference", "torch", "triton"]
 FAST = ["torch", "triton"]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs_and_entropy
 from fused_grpo.config import CORRECTIONS, LEVELS, LOSS_TYPES
 
+pytestmark = pytest.mark.grid
+
 B, T, D, V = 6, 7, 5, 11
 # A whole step holds a sequence without any token, one that was cut off entirely, and holes where tools spoke.
 LENGTHS = torch.tensor([7, 3, 5, 0, 1, 6])

@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 
+pytestmark = pytest.mark.grid
+
 MIB = 2**20
 N, V, D = 2048, 8003, 64
 PLANS = ["trainable", "entropy", "frozen", "frozen entropy", "only weight", "no_grad", "batch invariant", "loss"]

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fused_grpo import linear_logprobs_and_entropy
 
+pytestmark = pytest.mark.grid
+
 LEAVES = ("hidden", "weight", "bias")
 # What asks for a gradient, and whether one comes through the entropy.
 PLANS = {

@@ -14,6 +14,8 @@ import torch
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss
 from fused_grpo.config import CLIPPED, LEVELS, LOSS_TYPES
 
+pytestmark = pytest.mark.grid
+
 spec = importlib.util.spec_from_file_location("trl_loss", Path(__file__).with_name("trl_loss.py"))
 trl_loss = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(trl_loss)

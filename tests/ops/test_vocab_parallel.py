@@ -18,6 +18,8 @@ from fused_grpo.chunked import fold_tile_
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.statistics import RowState, finish_rows, merge_rows, start_rows
 
+pytestmark = pytest.mark.grid
+
 SCRIPT = Path(__file__).with_name("vocab_parallel_run.py")
 spec = importlib.util.spec_from_file_location("vocab_parallel_run", SCRIPT)
 vocab_parallel_run = importlib.util.module_from_spec(spec)
