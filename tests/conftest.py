@@ -43,7 +43,7 @@ STAGES = ("torch", "libraries", "trainer", "vllm")
 LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
 # These to the same worker, which then imports vLLM and starts a server once.
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py", "test_vllm.py")
-ENGINES += ("test_adapters.py",)
+ENGINES += ("test_adapters.py", "faults/test_engines.py")
 # A function of so many cases, in a module marked `grid`, is a large one.
 LARGE, A_THIRD = 12, 3
 
@@ -66,7 +66,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("full"):
-        cases = Counter(map(function_of, items))
+        cases = Counter(function_of(item) for item in items if not item.get_closest_marker("full"))
         left_out = [item for item in items if is_left_out(item, cases)]
         items[:] = [item for item in items if not is_left_out(item, cases)]
         config.hook.pytest_deselected(items=left_out)

@@ -198,7 +198,7 @@ def run_script(script: str, *arguments: str) -> None:
     sys.path[0] = os.getcwd() if script == "-m" else os.path.dirname(script)
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if script == "-m":
-        sys.argv = arguments
+        sys.argv = list(arguments)
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [script, *arguments]

@@ -19,7 +19,7 @@ from fused_grpo.trainer.recipes.arithmetic import build_splits, build_tokenizer
 
 pytestmark = pytest.mark.engine
 
-STEPS, SAVE_EVERY = 12, 3
+STEPS, SAVE_EVERY = 24, 6
 COMMAND, UNDRAWN = ("-m", "fused_grpo.trainer.cli"), (Path(__file__).with_name("command_undrawn.py"),)
 DEMO = ("--max-steps", STEPS, "--seed", 1, "--save-strategy", "steps", "--save-steps", SAVE_EVERY)
 CLOCKED = re.compile(r"time|memory|tokens_per_second")

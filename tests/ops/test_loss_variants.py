@@ -171,7 +171,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
         assert fewer["num_tokens"] == metrics["num_tokens"] - rest["mask"][2].sum()
 
 
-@settings(derandomize=True, deadline=None, max_examples=100, database=None)
+@settings(derandomize=True, deadline=None, max_examples=50, database=None)
 @given(
     loss_type=st.sampled_from(LOSS_TYPES),
     options=st.fixed_dictionaries(
