@@ -131,7 +131,12 @@ compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 @compiles
 @pytest.mark.parametrize(
-    ("region", "backend"), [*((x, "aot_eager") for x in REGIONS), (fused, "inductor"), (by_logprobs, "inductor")]
+    ("region", "backend"),
+    [
+        *(pytest.param(x, "aot_eager", marks=() if x in (of_sequences, frozen) else pytest.mark.full) for x in REGIONS),
+        (fused, "inductor"),
+        (by_logprobs, "inductor"),
+    ],
 )
 def test_a_compiled_step_finds_the_gradients_of_an_eager_one(assert_as_exact, region, backend):
     torch._dynamo.reset()

@@ -192,12 +192,11 @@ def test_five_steps_are_trls(ours, calls, loss_type, beta):
 @pytest.mark.parametrize(
     "options",
     [
-        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo", "gradient_checkpointing": True},
         {"top_entropy_quantile": 0.3, "entropy_coef": 0.01},
         {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 4.0},
-        {"mask_truncated_completions": True, "off_policy_mask_threshold": 0.01},
+        {"mask_truncated_completions": True, "off_policy_mask_threshold": 0.01, "cast_lm_head_to_fp32": True},
         {"temperature": 0.7, "delta": 1.5, "use_bias_correction_kl": False, "beta": 0.04},
-        {"cast_lm_head_to_fp32": True, "gradient_checkpointing": True},
         {"steps_per_generation": 4, "scale_rewards": "none"},
     ],
     ids=lambda options: " ".join(options),
