@@ -118,6 +118,7 @@ def test_one_that_hangs_is_ended_and_said_to_be(crew):
     assert len(measured["b"].seconds) == 2
 
 
+@pytest.mark.full
 def test_full_logits_hold_the_logits_and_ours_do_not():
     work = Work(kind="loss", head="GPT-2", tokens=512, direction="no_grad")
     peaks = {}

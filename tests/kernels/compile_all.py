@@ -36,13 +36,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
 # columns where rows should be: those only pointers can read.
 EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "columns")))
-# One architecture of each kind: there is no other with the tiles of Hopper, and fp32 has the same ones everywhere.
-ALL = ("bfloat16", "all", "aligned")
-QUICK = {
-    "sm_90": (ALL, ("float32", "all", "aligned")),
-    "sm_80": (ALL,),
-    "sm_100": (ALL,),
-}
+# What most train in, with the registers of every option.
+QUICK = (("bfloat16", "all", "aligned"),)
 # What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
 USUAL = (
     ("bfloat16", "none", "aligned"),
@@ -144,7 +139,7 @@ def dump(what: str, path: str) -> str:
 def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
     """(what it is, the launch) of every kernel in the cases to compile."""
     usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.HALF_TMA else ())
-    for name, options, layout in {"quick": QUICK.get(arch, ()), "usual": usual, "every": EVERY}[which]:
+    for name, options, layout in {"quick": QUICK, "usual": usual, "every": EVERY}[which]:
         facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
         dtype, full = DTYPES[name], options == "all"
         calls = [functools.partial(call_head, dtype, layout, full=full)]

@@ -20,7 +20,7 @@ import pytest
 
 KIB = 1024
 SHARED_LIMIT = {"sm_90": 227, "sm_100": 227, "sm_80": 163, "sm_120": 99, "sm_86": 99, "sm_89": 99, "gfx942": 64}
-# One of each kind; compile_all.py has what is compiled for them.
+# Of each generation of tensor cores one; compile_all.py has what is compiled for them.
 QUICK = ("sm_90", "sm_80", "sm_100")
 HAS_TMA = {"sm_90", "sm_100", "sm_120"}
 KERNELS = {

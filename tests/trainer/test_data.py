@@ -60,7 +60,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     count=integers(3, 20),
     runs=lists(tuples(integers(1, 4), integers(1, 5), integers(0, 4)), min_size=1, max_size=4),

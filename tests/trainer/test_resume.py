@@ -81,7 +81,10 @@ def assert_same_end(first: Path, second: Path) -> None:
         assert lines(first / log) == lines(second / log)
 
 
-@pytest.mark.parametrize(("where", "step"), [("accumulation", 5), ("accumulation", 8), ("saving", 6), ("renaming", 9)])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [("accumulation", 5), pytest.param("accumulation", 8, marks=pytest.mark.full), ("saving", 6), ("renaming", 9)],
+)
 def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path, where, step):
     output_dir = tmp_path / "run"
     assert farm.start(RUN, output_dir, "transformers", "fresh", where, step).wait() == -9
