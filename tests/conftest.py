@@ -42,8 +42,8 @@ STAGES = ("torch", "libraries", "trainer", "vllm")
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
 LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
 # These to the same worker, which then imports vLLM and starts a server once.
-ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py", "test_vllm.py")
-ENGINES += ("test_adapters.py", "faults/test_engines.py")
+ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")
+ENGINES += ("test_vllm.py", "test_adapters.py", "faults/test_engines.py")
 # A function of so many cases, in a module marked `grid`, is a large one.
 LARGE, A_THIRD = 12, 3
 

@@ -145,7 +145,7 @@ def import_vllm() -> None:
 
     for name, value in UNLESS_SET.items():
         os.environ.setdefault(name, value)
-    for name in (
+    for name in (  # by name: a linter takes away what is imported and not used
         "entrypoints.llm",
         "model_executor.models.qwen2",
         "v1.worker.cpu_worker",

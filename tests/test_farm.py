@@ -35,6 +35,15 @@ def test_a_script_that_raises_says_what(farm, script, teardown):
     assert "ValueError: invalid literal for int()" in process.output
 
 
+@pytest.mark.engine
+def test_a_stage_has_imported_what_it_is_named_after(farm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; print(*({'vllm.entrypoints.llm', 'vllm.v1.worker.cpu_worker'} & sys.modules.keys()))"
+    )
+    assert len(farm.run(script, stage="vllm").split()) == 2
+
+
 def test_a_script_can_be_killed(farm, script):
     process = farm.start(script, "sleep", env={"WHO": "me"})
     with pytest.raises(TimeoutError, match="goes on"):
