@@ -44,14 +44,13 @@ ROWS = (
 
 def main(names: list[str]) -> int:
     """Run the rows of these names, or all; the table keeps what it has of the others."""
-    results = [run(row) for row in ROWS if row.name in (names or [row.name for row in ROWS])]
-    text = PAGE.read_text()
-    for line, _ in results:
-        name = line.split(" | ")[0]
-        text = re.sub(rf"^{re.escape(name)} \|.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
-        print(line)
-    PAGE.write_text(text)
-    return sum(failed for _, failed in results)
+    count = 0
+    for row in ROWS if not names else [row for row in ROWS if row.name in names]:
+        line, failed = run(row)
+        print(line, flush=True)
+        PAGE.write_text(re.sub(rf"^\| {row.name} \|.*$", lambda _: line, PAGE.read_text(), flags=re.MULTILINE))  # noqa: B023
+        count += failed
+    return count
 
 
 def run(row: Row) -> tuple[str, bool]:
