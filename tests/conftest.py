@@ -1,7 +1,7 @@
 """Before anything imports Triton or a model library: interpret kernels, and never go to the network.
 
 Cases marked `full` run with `--full` alone (`make test-full`): the rest of a grid whose corners always run. Of a large
-grid in a module marked `grid`, a third runs without it, the same third every time.
+grid in a module marked `grid`, a quarter runs without it, the same quarter every time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "tes
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")
 ENGINES += ("test_vllm.py", "test_adapters.py", "faults/test_engines.py")
 # A function of so many cases, in a module marked `grid`, is a large one.
-LARGE, A_THIRD = 12, 3
+LARGE, A_QUARTER = 8, 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,9 +80,9 @@ def function_of(item: pytest.Item) -> str:
 
 
 def is_left_out(item: pytest.Item, cases: Counter[str]) -> bool:
-    """Without `--full`. Which third of a grid is drawn by name: counting would take the same option every time."""
+    """Without `--full`. Which quarter of a grid is drawn by name: counting would take the same option every time."""
     is_one_of_many = item.get_closest_marker("grid") and cases[function_of(item)] > LARGE
-    return bool(item.get_closest_marker("full") or (is_one_of_many and zlib.crc32(item.nodeid.encode()) % A_THIRD))
+    return bool(item.get_closest_marker("full") or (is_one_of_many and zlib.crc32(item.nodeid.encode()) % A_QUARTER))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -62,7 +62,8 @@ def test_what_was_measured_is_not_measured_again(suite):
     assert not (suite.output / ".partial.jsonl").exists()
 
 
-@pytest.mark.parametrize("spoiled", ["half a line", pytest.param("another run", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("spoiled", ["half a line", "another run"])
 def test_what_cannot_be_used_is_measured_again(suite, spoiled):
     _, before = suite("interrupted")
     kept = suite.output / ".partial.jsonl"

@@ -133,9 +133,9 @@ compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     ("region", "backend"),
     [
-        *(pytest.param(x, "aot_eager", marks=() if x in (of_sequences, frozen) else pytest.mark.full) for x in REGIONS),
+        *(pytest.param(x, "aot_eager", marks=() if x is of_sequences else pytest.mark.full) for x in REGIONS),
         (fused, "inductor"),
-        (by_logprobs, "inductor"),
+        pytest.param(by_logprobs, "inductor", marks=pytest.mark.full),
     ],
 )
 def test_a_compiled_step_finds_the_gradients_of_an_eager_one(assert_as_exact, region, backend):
