@@ -94,10 +94,9 @@ def of_size(size: int) -> Contender:
 def sweeps(work: Work, device: str, size: int) -> int:
     """How often the loss goes through the vocabulary; the log-prob op in its tall tiles, once for all of them."""
     options: dict[str, Any] = {"device": torch.device(device), "itemsize": 4, "chunk_bytes": size}
-    shape = (planner.chunk_shape if work.kind == "loss" else planner.tile_shape)(
-        work.tokens, work.shape.vocab, **options
-    )
-    return -(-work.tokens // shape.rows)
+    sizes = (work.tokens, work.shape.vocab)
+    rows = planner.chunk_rows(*sizes, **options) if work.kind == "loss" else planner.tile_shape(*sizes, **options)[0]
+    return -(-work.tokens // rows)
 
 
 def bytes_of_a_sweep(work: Work) -> int:

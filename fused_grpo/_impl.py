@@ -72,5 +72,5 @@ def announce(chosen: str, device: str, obstacle: str | None) -> None:
 
 
 def passes(impl: str) -> ModuleType:
-    """The module with the row passes. `fused_grpo.kernels` has those of `fused_grpo.chunked`, and `logprob_forward`."""
-    return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.chunked")
+    """The module with the row passes. `fused_grpo.kernels` has those of `torch_passes.py`, and `logprob_forward`."""
+    return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")

@@ -42,7 +42,8 @@ class Sequences:
             return wide.view(self.lengths).sum(1)
         if not len(self.lengths):
             return wide.sum(0, keepdim=True)[:0]
-        return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0)
+        # The lengths were checked where that costs no wait for a GPU.
+        return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0, unsafe=True)
 
     def spread(self, values: Tensor, count: int) -> Tensor:
         """[N] from [B]: a sequence's value at each of its tokens, N = `count`."""
@@ -64,6 +65,10 @@ class TokenInputs:
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
+
+    def of(self, rows: slice | Tensor | None) -> TokenInputs:
+        """Those of some tokens; None for all of them."""
+        return self if rows is None else TokenInputs(**self.rows(rows))
 
     def rows(self, rows: slice | Tensor) -> dict[str, Any]:
         """Keyword arguments of `token_loss` for these tokens."""

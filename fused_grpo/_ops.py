@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, plans
+from fused_grpo import _impl, logprob_plans
 from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
 from fused_grpo.head import Head
 from fused_grpo.reference import compute_dtype
+from fused_grpo.statistics import Statistics
 
 _OPTIONS = (
     "float logit_scale, float? softcap, int ignore_index, bool entropy, str impl, int? chunk_bytes, "
@@ -27,12 +28,12 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor te
 
 torch.library.define(
     "fused_grpo::linear_logprobs",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor way)",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor d_hidden)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 torch.library.define(
     "fused_grpo::linear_logprobs_backward",
-    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor way, Tensor? grad_logprobs, "
+    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor d_hidden, Tensor? grad_logprobs, "
     f"Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
@@ -65,46 +66,46 @@ def _linear_logprobs(
     check_temperature_values(temperature)
     kept = targets != ignore_index
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
-    chosen, way = _impl.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
+    chosen, d_hidden = _impl.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
     # One launch need not wait for a count, and rows must not move where their bits should not depend on others.
     one_launch = chosen == "triton" and not any(wanted)
-    index = None if one_launch or batch_invariant else plans.rows_of(kept)
+    index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
-    if _takes_direction(wanted, batch_invariant):
-        statistics, way = plans.forward_with_direction(head.select(index), _impl.passes(chosen), **options)
+    if _takes_gradient(wanted, batch_invariant):
+        statistics, d_hidden = logprob_plans.forward_with_gradient(head.select(index), _impl.passes(chosen), **options)
     else:
         options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
-        statistics = plans.forward(head.select(index), _impl.passes(chosen), **options)
+        statistics = logprob_plans.forward(head.select(index), _impl.passes(chosen), **options)
     logprobs, entropies, *others = statistics
     values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
     if index is not None:
         sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
         values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
     values = [value.masked_fill_(~kept, 0.0) for value in values]
-    return values[0], values[1] if entropy else torch.empty_like(values[0][:0]), values[-1], way
+    return values[0], values[1] if entropy else torch.empty_like(values[0][:0]), values[-1], d_hidden
 
 
 def _named(wanted: list[bool]) -> dict[str, bool]:
     return dict(zip(("hidden", "weight", "bias"), wanted, strict=True))
 
 
-def _takes_direction(wanted: list[bool], batch_invariant: bool) -> bool:
+def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
     return wanted == [True, False, False] and not batch_invariant
 
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     # len() would tie the compiled graph to this number of rows.
-    entropy, direction, count, dtype = (
+    entropy, frozen, count, dtype = (
         options[4],
-        _takes_direction(options[8], options[7]),
+        _takes_gradient(options[8], options[7]),
         targets.shape[0],
         compute_dtype(hidden),
     )
     logprobs, others = hidden.new_empty(count, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
-    way = torch.empty_like(hidden, dtype=dtype) if direction else hidden.new_empty(0, dtype=dtype)
-    return logprobs, entropies, others, way
+    d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
+    return logprobs, entropies, others, d_hidden
 
 
 @torch.library.impl("fused_grpo::linear_logprobs_backward", "default")
@@ -117,7 +118,7 @@ def _linear_logprobs_backward(
     logprobs: Tensor,
     entropies: Tensor,
     others: Tensor,
-    way: Tensor,
+    d_hidden: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     logit_scale: float,
@@ -134,14 +135,14 @@ def _linear_logprobs_backward(
     g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
     # Compiled graphs send zeros where eager ones send nothing.
     grad_entropy = grad_entropy if grad_entropy is not None and entropy and bool((grad_entropy != 0).any()) else None
-    if _takes_direction(wanted, batch_invariant) and grad_entropy is None:
+    if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
         # Not a bare product: rows that are ignored may hold anything, and 0 * NaN is not 0.
-        return [torch.where((g != 0)[:, None], way * g[:, None], 0.0).to(hidden.dtype)]
+        return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
-    gradients = plans.backward(
+    gradients = logprob_plans.backward(
         head,
         _impl.passes(_impl.choose(impl, hidden)),
-        plans.Statistics(logprobs, entropies if entropy else None, *others),
+        Statistics(logprobs, entropies if entropy else None, *others),
         grad_logprobs=g,
         grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
         wanted=_named(wanted),

@@ -1,6 +1,6 @@
 """`fused_linear_grpo_loss`: the head and the GRPO loss together, gradients taken in the forward pass.
 
-The ways through the head are in `loss_plans.py`; here are the arguments, and autograd. The backward pass only scales
+The ways through the head are in `chunked_loss.py`; here are the arguments, and autograd. The backward pass only scales
 what the forward pass made. The price: a forward pass under grad does the work of a backward pass too, even if
 `backward()` is never called; use `torch.no_grad()` for evaluation.
 """
@@ -24,13 +24,13 @@ from fused_grpo._checks import (
 )
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs, loss_inputs
+from fused_grpo.chunked_loss import Score, chunked_loss
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, full_precision
-from fused_grpo.logprobs import asks_gradient, flatten_head
+from fused_grpo.head import Head, asks_gradient, full_precision
+from fused_grpo.logprobs import flatten_head
 from fused_grpo.loss import GRPOLossOutput, value_and_gradient
-from fused_grpo.loss_plans import Score, fused_loss
-from fused_grpo.vocab_parallel import Shards, shards_of
+from fused_grpo.shards import Shards, shards_of
 
 
 @outside_graphs
@@ -140,7 +140,7 @@ def fused_linear_grpo_loss(
         else:
             wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
-                done = fused_loss(
+                done = chunked_loss(
                     head,
                     inputs,
                     config,

@@ -10,16 +10,20 @@ Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows an
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _pages, planner
-from fused_grpo.planner import BLOCK_BYTES, TileShape
+from fused_grpo import planner
 from fused_grpo.reference import compute_dtype
+
+logger = logging.getLogger("fused_grpo")
 
 # A slice of W as fp32 on the CPU: large enough for a good GEMM, small beside any chunk.
 _SLICE_BYTES = 4 * 2**20
@@ -28,9 +32,24 @@ _SLICE_BYTES = 4 * 2**20
 INVARIANT_ROWS = 64
 
 
-def full_precision(tensor: Tensor) -> torch.autocast:
-    """No autocast in here: it would round logits and gradients behind our back."""
-    return torch.autocast(tensor.device.type, enabled=False)
+@contextlib.contextmanager
+def full_precision(tensor: Tensor) -> Iterator[None]:
+    """No autocast, TF32 or partial sums in 16 bits in here: they would round logits and gradients behind our back."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        if not tensor.is_cuda:
+            yield
+            return
+        matmul = torch.backends.cuda.matmul
+        exact = {"fp32_precision": "ieee", "allow_bf16_reduced_precision_reduction": False}
+        exact["allow_fp16_reduced_precision_reduction"] = False
+        before = {name: getattr(matmul, name) for name in exact}
+        try:
+            for name, value in exact.items():
+                setattr(matmul, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(matmul, name, value)
 
 
 @dataclass(frozen=True)
@@ -46,17 +65,15 @@ class Tile:
     arguments: dict[str, Any]  # what a row pass needs to know besides
     index: Tensor | None  # [R], which of the hidden states these are; None for `rows` of them
 
-    def make_(self) -> Tile:
-        """Put the raw logits where they belong."""
-        logits_into(self.logits, self.hidden, self.weight)
-        return self
-
-    def select(self, order: Tensor) -> Tile:
-        """The first rows of the logits, which have come from the rows in `order` [K]."""
-        index = order + self.rows.start if self.index is None else self.index[order]
-        arguments = {**self.arguments, "temperature": self.arguments["temperature"][order]}
-        logits, hidden, targets = self.logits[: len(order)], self.hidden[order], self.targets[order]
-        return replace(self, logits=logits, hidden=hidden, targets=targets, arguments=arguments, index=index)
+    def first(self, count: int) -> Tile:
+        """The first `count` of its rows."""
+        if count >= len(self.logits):
+            return self
+        arguments = {**self.arguments, "temperature": self.arguments["temperature"][:count]}
+        rows = slice(self.rows.start, self.rows.start + count)
+        index = None if self.index is None else self.index[:count]
+        logits, hidden, targets = self.logits[:count], self.hidden[:count], self.targets[:count]
+        return Tile(rows, self.columns, logits, hidden, self.weight, targets, arguments, index)
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,11 @@ class Head:
         """What d-logits should be for the GEMMs: the tensor cores' width on a GPU, the accumulators' elsewhere."""
         return self.hidden.dtype if self.hidden.is_cuda else self.dtype
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether GEMMs take softmax weights: fp16 has no room for a sum over the vocabulary at the target."""
+        return self.gemm_dtype != torch.float16
+
     def select(self, index: Tensor | None) -> Head:
         """The same head for these of its rows. Per-row vectors are gathered at once, hidden states a tile at a time."""
         if index is None:
@@ -98,11 +120,12 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_shape(
-        self, chunk_bytes: int | None, *, vocab_size: int | None = None, in_columns: bool = False
-    ) -> TileShape:
-        """Whole rows, as many as the budget allows; as many as if they had `vocab_size` columns, if given."""
-        shape = planner.chunk_shape(
+    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
+        """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
+
+        Where a device has not as much left as the default budget takes, half as many rows, once, with a warning.
+        """
+        rows = planner.chunk_rows(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
@@ -110,23 +133,30 @@ class Head:
             row_bytes=self._row_bytes(weight_gradient=True),
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
-            in_columns=in_columns,
         )
-        return shape._replace(columns=len(self.weight))
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.hidden.device}
+        try:
+            return passes.empty_tile(rows, len(self.weight), **where)  # type: ignore[no-any-return]
+        except torch.OutOfMemoryError:
+            # Ranks of a sharded head must agree on the rows of a chunk.
+            if chunk_bytes is not None or vocab_size is not None or rows == 1:
+                raise
+        logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
+        return passes.empty_tile(-(-rows // 2), len(self.weight), **where)  # type: ignore[no-any-return]
 
-    def tile_shape(
+    def tile_memory(
         self,
+        passes: ModuleType,
         chunk_bytes: int | None,
         *,
         num_rows: int | None = None,
         weight_gradient: bool = False,
-        in_columns: bool = False,
-    ) -> TileShape:
-        """Tiles for passes that need not see a whole row at once; for `num_rows` rows, not the head's own, if given."""
+    ) -> Tensor:
+        """[R, C] for tiles that need not be whole rows; for `num_rows` rows, not the head's own, if given."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
         cast, narrow = self.weight.dtype != self.hidden.dtype, self.weight.dtype != self.dtype
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and narrow))
-        return planner.tile_shape(
+        shape = planner.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
             device=self.hidden.device,
@@ -135,57 +165,48 @@ class Head:
             column_bytes=column_bytes,
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
-            in_columns=in_columns,
         )
+        return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)  # type: ignore[no-any-return]
 
     def _row_bytes(self, *, weight_gradient: bool) -> int:
         """What a tile holds of each row beside its logits: hidden states cast or gathered, and those times a factor."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
         copied = size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None)
-        pushed = size if weight_gradient and not self.hidden.is_cuda else 0
-        return hidden_size * (copied + pushed)
+        scaled = self.gemm_dtype.itemsize if weight_gradient else 0
+        return hidden_size * (copied + scaled)
 
     @property
     def _slice_bytes(self) -> int:
         """What a GEMM holds of W in a wider dtype."""
         return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
-    def weight_at(self, targets: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, W at their `targets` [r, D]), a small block at a time."""
-        height = max(1, BLOCK_BYTES // max(1, 2 * self.weight.shape[1] * dtype.itemsize))
-        for rows in planner.chunks(len(targets), height):
-            yield rows, self.weight[targets[rows]].to(self.hidden.dtype).to(dtype)
+    def tiles(self, memory: Tensor, *, pad: bool = False) -> Iterator[Tile]:
+        """All logits, row group by row group, each from left to right, in tiles of `memory` [R, C] or less.
 
-    def tiles(self, shape: TileShape, *, pad: bool = False) -> Iterator[Tile]:
-        """All logits, row group by row group, each from left to right. Every tile lives in the same buffer.
-
-        With `pad` every tile has `shape.rows` rows, however few there are: those past the end are of zeros.
+        With `pad` every tile has R rows, however few there are: those past the end are of zeros.
         """
-        buffer = _pages.empty((shape.size,), dtype=self.dtype, device=self.hidden.device)
+        height, width = memory.shape
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
-        head_weight = self.weight.to(self.hidden.dtype) if shape.columns == len(self.weight) else self.weight
-        for rows in planner.chunks(len(self.targets), shape.rows):
-            count = shape.rows if pad else rows.stop - rows.start
+        head_weight = self.weight.to(self.hidden.dtype) if width == len(self.weight) else self.weight
+        for rows in planner.chunks(len(self.targets), height):
+            count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
             hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
             hidden = pad_to(hidden, count, value=0.0)
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
             group = slice(rows.start, rows.start + count)
-            stride = planner.column_stride(count) if shape.stride and count < shape.rows else shape.stride
-            for columns in planner.chunks(len(head_weight), shape.columns):
+            for columns in planner.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
-                logits = _piece(buffer, count, len(weight), stride)
+                logits = memory[:count, : len(weight)]
+                logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
-                local = local_targets(targets, columns)
-                yield Tile(group, columns, logits, hidden, weight, local, arguments, index).make_()
+                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)
 
 
-def _piece(buffer: Tensor, rows: int, columns: int, stride: int) -> Tensor:
-    """[R, C] in a flat buffer: row after row, or with a `stride` column after column, that far apart."""
-    if not stride:
-        return buffer[: rows * columns].view(rows, columns)
-    return buffer[: columns * stride].view(columns, stride)[:, :rows].t()
+def asks_gradient(tensor: Tensor | None) -> bool:
+    """Whether autograd will want the gradient of this."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
@@ -195,7 +216,7 @@ def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
 
 
 def local_targets(targets: Tensor, columns: slice) -> Tensor:
-    """Targets relative to a stretch of the vocabulary; -1 where they are outside."""
+    """Targets, all at least -1, relative to a vocabulary slice; -1 where they are outside."""
     return torch.where((targets >= columns.start) & (targets < columns.stop), targets - columns.start, -1)
 
 

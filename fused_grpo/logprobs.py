@@ -1,6 +1,6 @@
 """`linear_logprobs`: log-probs of given tokens straight from hidden states and the head's weight.
 
-With U = 2*N*D*V FLOP, one GEMM over the head, what it costs depends on what is asked for (`plans.py`):
+With U = 2*N*D*V FLOP, one GEMM over the head, what it costs depends on what is asked for (`logprob_plans.py`):
 
     no gradient     1U    one pass; nothing of size N x V
     frozen head     2U    d log p / d h does not depend on the loss: taken in the forward, scaled in the backward
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_grpo import _impl, _ops, reference  # noqa: F401 - _ops registers what is called here
 from fused_grpo._checks import check_head, check_plan, check_targets, check_temperature_values
-from fused_grpo.head import Head, full_precision
+from fused_grpo.head import Head, asks_gradient, full_precision
 
 
 class LogProbs(NamedTuple):
@@ -197,8 +197,3 @@ def flatten_head(
         logit_scale=logit_scale,
         softcap=softcap,
     )
-
-
-def asks_gradient(tensor: Tensor | None) -> bool:
-    """Whether autograd will want the gradient of this."""
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

@@ -150,6 +150,10 @@ class LossGradients(NamedTuple):
         """Those of some rows."""
         return self._replace(logprobs=self.logprobs[rows], entropy=None if self.entropy is None else self.entropy[rows])
 
+    def have_gradient(self) -> Tensor:
+        """Which tokens have one, [N]."""
+        return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
+
 
 def value_and_gradient(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType

@@ -1,7 +1,7 @@
-"""What is known of a row's softmax while it is still in parts: tiles that are folded in, shards that are merged.
+"""What is known of a row's softmax while it is still in parts: blocks, tiles and shards that are merged.
 
-All of it leaves the target t out. With z_t the target's logit, m the largest logit of the others,
-s = sum_v e^(z_v - m), w = sum_v e^(z_v - m) (z_v - m) and d = m + log s - z_t,
+All of it leaves the target t out. With z_t the target's logit, m the shift, s = sum_v e^(z_v - m) and
+w = sum_v e^(z_v - m) (z_v - m) over the others, and d = m + log s - z_t,
 
     log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
     H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
@@ -10,73 +10,92 @@ so log p is never positive, a token of probability 1 - 1e-9 keeps a log-prob of 
 log-sum-exp minus z_t would round to 0, and the entropy is a sum of terms that are all >= 0: nothing cancels. The
 log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded to 1e-3, and every p_v with it.
 
-Any m near the largest logit gives the same, and one that is known beforehand spares the pass that looks for it: an
-**anchor**, which is 0, or the largest of a row's first few logits where that is far from 0. A row whose s leaves the
-range of exact sums all the same, as logits 50 above the anchor do, is folded again with the largest logit. Where the
-entropy is asked for there is no anchor: w / s would cancel against log s.
+Any m near the largest of the other logits gives the same, so a pass that reads a row once need not know the largest
+beforehand: its shift is the largest of the first columns, and is raised where a later logit is `HEADROOM` above it.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ANCHOR_HOLDS = math.exp(-70.0), math.exp(50.0)
-"""The sums s that are exact in fp32, and leave room for what is multiplied by them."""
+HEADROOM = 16.0
+"""How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
 
-_NEAR_ZERO = 20.0  # leaves 30 for what is above the few logits that are looked at
-
-# Up to here both factors of e^d are numbers: s >= e^-70, and e^(m - z_t) is no more than e^86.
+# Up to here both factors of e^d are numbers: s >= 1, and e^(m - z_t) is no more than e^86.
 _SMALL_D = 16.0
 
 
 class RowState(NamedTuple):
-    """What is known of some rows while tiles are folded in: each [N], over all tokens but the target."""
+    """Of some rows and some of their columns, each [N], over all tokens but the target."""
 
     shift: Tensor
-    """m, the largest logit so far, or the anchor."""
+    """m; -inf where there is nothing but -inf."""
     total: Tensor
     """s."""
     weighted: Tensor
-    """w, where the entropy is asked for."""
+    """w, where the entropy is asked for; else of no meaning."""
     target_logit: Tensor
-
-    def rows(self, rows: slice) -> RowState:
-        """Views of these rows."""
-        return RowState(*(value[rows] for value in self))
-
-    def put(self, rows: Tensor, state: RowState) -> None:
-        """In the place of these rows."""
-        for mine, theirs in zip(self, state, strict=True):
-            mine[rows] = theirs
+    """z_t; -inf where the target is not among these columns."""
 
 
-def start_rows(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
-    """The state of `count` rows that have seen no logit; m is -inf."""
+class Statistics(NamedTuple):
+    """Of whole rows, each [N]: what is asked for, and what a gradient needs besides."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    shift: Tensor
+    total: Tensor
+
+    def rows(self, rows: slice | Tensor) -> Statistics:
+        """Those of some rows."""
+        return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+    @staticmethod
+    def joined(groups: Sequence[Statistics]) -> Statistics:
+        """Of consecutive groups of rows."""
+        if len(groups) == 1:
+            return groups[0]
+        columns = zip(*groups, strict=True)
+        return Statistics(*(None if some[0] is None else torch.cat(some) for some in columns))  # type: ignore[arg-type]
+
+
+def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
+    """The state of `count` rows without any column."""
     values = torch.zeros((4, count), dtype=dtype, device=device)
     values[::3] = -torch.inf
     return RowState(*values)
 
 
-def anchors(few: Tensor) -> Tensor:
-    """The anchor of each row, from the largest of its first logits; 0 spares the pass that subtracts it."""
-    return torch.where((few.abs() > _NEAR_ZERO) & few.isfinite(), few, 0.0)
+def merge_rows(parts: Sequence[RowState]) -> RowState:
+    """The state of rows from those of disjoint parts of their columns."""
+    if len(parts) == 1:
+        return parts[0]
+    shifts, totals, weighted, targets = map(torch.stack, zip(*parts, strict=True))
+    shift = shifts.amax(0)
+    drop = shifts - finite(shift)
+    rescale = drop.exp()
+    moved = weighted + drop.clamp_min(-128.0) * totals
+    return RowState(shift, (rescale * totals).sum(0), (rescale * moved).sum(0), targets.amax(0))
 
 
-def adrift(state: RowState) -> Tensor | None:
-    """The rows, an index, whose anchor is too far from the other logits for their sums to be exact; None for none."""
-    low, high = ANCHOR_HOLDS
-    held = (state.total > low) & (state.total < high)
-    return None if held.all() else (~held).nonzero()[:, 0]
+def with_part(parts: list[RowState], part: RowState) -> list[RowState]:
+    """Parts of the same rows and one more, merged eight at a time: few numbers of each row, and few of small sums."""
+    return [*parts, part] if len(parts) < 7 else [merge_rows([*parts, part])]
 
 
-def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
-    """(log p, entropy) of rows whose every logit was folded in; -inf and H of the rest where no tile had the target.
+def join_rows(groups: Sequence[RowState]) -> RowState:
+    """The state of all rows from those of consecutive groups of them."""
+    return groups[0] if len(groups) == 1 else RowState(*map(torch.cat, zip(*groups, strict=True)))
 
-    The entropy means nothing unless all tiles were folded with `entropy`.
+
+def finish_rows(state: RowState, *, entropy: bool) -> Statistics:
+    """The statistics of rows whose every column is in the state; log p is -inf where none was the target.
+
+    The state must have been made with the entropy if it is asked for.
     """
     alone = state.total == 0.0
     total = state.total.masked_fill(alone, 1.0)
@@ -86,19 +105,11 @@ def finish_rows(state: RowState) -> tuple[Tensor, Tensor]:
     # A small d that is the difference of larger numbers has their rounding; the logarithm of a product has its own.
     d = torch.where(d.abs() < _SMALL_D, (total * gap.exp()).log(), d)
     logprobs = -softplus(d)
+    if not entropy:
+        return Statistics(logprobs, None, state.shift, state.total)
     rest = softplus(-d).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
-    entropy = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)
-    return logprobs, entropy
-
-
-def merge_rows(parts: RowState) -> RowState:
-    """The state [N] of rows from those of S parts of the vocabulary, each [S, N]."""
-    shift = parts.shift.amax(0)
-    drop = parts.shift - finite(shift)
-    rescale = drop.exp()
-    total = (rescale * parts.total).sum(0)
-    weighted = (rescale * (parts.weighted + drop.clamp_min(-128.0) * parts.total)).sum(0)
-    return RowState(shift, total, weighted, parts.target_logit.amax(0))
+    entropies = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)
+    return Statistics(logprobs, entropies, state.shift, state.total)
 
 
 def share_of_others(logprobs: Tensor, total: Tensor) -> Tensor:

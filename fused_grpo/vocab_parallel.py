@@ -1,83 +1,19 @@
-"""A head that is sharded along the vocabulary, as tensor parallelism leaves it, and log-probs under it.
-
-Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight, in shards of any sizes. Each rank folds its
-own shard into four numbers per row, an all-gather of these lets all of them merge the same parts in the same order, and
-the gradients of a shard need nothing but the merged statistics. Hidden states are the same on every rank, so dH is a
-sum over ranks: one all-reduce at the end, in fp32.
-
-Collectives: the sizes of the shards, the statistics (of log-probs all at once, of a loss once per chunk), dH. They take
-place whatever the shapes (empty shards, no rows), and how many there are depends only on what every rank knows, so no
-rank waits for one that another skipped.
-"""
+"""Log-probs under a head that is sharded along the vocabulary (`shards.py`), and their gradients."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo import _impl, plans
-from fused_grpo._checks import check_targets, check_temperature_values
-from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, local_targets
-from fused_grpo.logprobs import asks_gradient
-from fused_grpo.statistics import RowState, merge_rows, start_rows
-
-
-class Shards(NamedTuple):
-    """Who has the head: the ranks of a group, and how many rows of the weight each of them holds."""
-
-    group: Any
-    sizes: list[int]
-
-    def own(self, head: Head) -> Head:
-        """The head with its targets, in [0, V), relative to this rank's shard."""
-        start = sum(self.sizes[: dist.get_rank(self.group)])
-        return replace(head, targets=local_targets(head.targets, slice(start, start + len(head.weight))))
-
-    def merge(self, own: RowState) -> RowState:
-        """The state of whole rows from each rank's own, the same on all of them to the bit. A collective."""
-        mine, count = torch.stack(own), len(self.sizes)
-        parts = mine.new_empty((count * len(mine), mine.shape[1]))
-        gather_into(parts, mine, self.group)
-        return merge_rows(RowState(*parts.view(count, *mine.shape).unbind(1)))
-
-    def add_up(self, d_hidden: Tensor) -> Tensor:
-        """dH from what each shard has to add, in place. A collective."""
-        dist.all_reduce(d_hidden, group=self.group)
-        return d_hidden
-
-
-def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: int) -> Shards:
-    """Who has the rest of this head; its inputs, whose targets count over the whole of it, are checked. A collective.
-
-    Raises:
-        InputError: a target outside the whole vocabulary, on every rank alike; tokens, features, a wish for dH, or one
-            of `same`, that are not the same on all ranks: some would wait for others.
-        UnsupportedError: impl="reference", which has the whole weight by definition.
-    """
-    if impl == "reference":
-        raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
-    count, features = head.hidden.shape
-    same |= {"tokens": count, "D": features, "requires_grad of hidden": asks_gradient(head.hidden)}
-    mine = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
-    everyones = mine.new_empty(dist.get_world_size(group) * len(mine))
-    gather_into(everyones, mine, group)
-    sizes, *others = everyones.view(-1, len(mine)).t().tolist()
-    for name, values in zip(same, others, strict=True):
-        if len(set(values)) > 1:
-            raise InputError(
-                f"got {name} = {values} on the ranks of the process_group, want one number; "
-                "fix: pass every rank the same, but for its own rows of weight and bias"
-            )
-    check_targets(head.targets, sum(sizes), ignore_index)
-    check_temperature_values(head.temperature)
-    return Shards(group, sizes)
+from fused_grpo import _impl, logprob_plans
+from fused_grpo.head import Head
+from fused_grpo.shards import Shards, shards_of
+from fused_grpo.statistics import Statistics, finish_rows, no_columns
 
 
 def vocab_parallel_logprobs(
@@ -100,13 +36,6 @@ def vocab_parallel_logprobs(
     return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
 
 
-def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
-    """Every rank's `mine`, one after the other along the first dimension, in rank order."""
-    # torch 2.13 renamed it and warns under the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, mine, group=group)
-
-
 class _VocabParallel(torch.autograd.Function):
     """(log p, entropy), each [N]; the backward pass recomputes the shard's logits tile by tile."""
 
@@ -123,15 +52,15 @@ class _VocabParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows, needs = len(head.targets), dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         if len(weight):
-            own = plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None)
+            own = logprob_plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None)
         else:
-            own = start_rows(rows, dtype=head.dtype, device=hidden.device)
-        statistics = plans.finish(shards.merge(own), entropy=True)
+            own = no_columns(rows, dtype=head.dtype, device=hidden.device)
+        statistics = finish_rows(shards.merge(own), entropy=options["entropy"])
         ctx.needs, ctx.plan = needs, (passes, shards, options["chunk_bytes"], head.logit_scale, head.softcap)
         ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
         ctx.set_materialize_grads(False)
-        assert statistics.entropy is not None
-        return statistics.logprobs, statistics.entropy
+        entropy = statistics.entropy
+        return statistics.logprobs, torch.zeros_like(statistics.logprobs) if entropy is None else entropy
 
     @staticmethod
     @once_differentiable
@@ -139,10 +68,10 @@ class _VocabParallel(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
         passes, shards, chunk_bytes, logit_scale, softcap = ctx.plan
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
-        d_hidden, d_weight, d_bias = plans.backward(
+        d_hidden, d_weight, d_bias = logprob_plans.backward(
             head,
             passes,
-            plans.Statistics(*statistics),
+            Statistics(*statistics),
             grad_logprobs=torch.zeros_like(targets, dtype=head.dtype) if grad_logprobs is None else grad_logprobs,
             grad_entropy=grad_entropy,
             wanted=ctx.needs,

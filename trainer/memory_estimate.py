@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grpo.planner import CPU_CHUNK_BYTES, DEFAULT_CHUNK_BYTES
+from fused_grpo.planner import chunk_budget
 from fused_grpo.trainer.config import GRPOConfig
 
 LEFT_OUT = (
@@ -138,8 +138,8 @@ def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: b
 
 
 def _head(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
-    default = DEFAULT_CHUNK_BYTES if torch.cuda.is_available() else CPU_CHUNK_BYTES
-    chunk = min(chunk_bytes or default, 4 * tokens * shape.vocabulary)
+    budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    chunk = min(budget, 4 * tokens * shape.vocabulary)
     terms = [
         Term("one chunk of logits", f"min(chunk_bytes, 4 C V), C = {tokens:,}", chunk),
         Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden),

@@ -7,8 +7,8 @@ it computes the loss and each number that it logs.
 
 `GRPOTrainer` gets more. Which loss it will compute from the log-probs is known before: the options are on the trainer,
 the inputs in the batch. So the gradients are taken in the forward pass, while the logits are there: three GEMMs for a
-trainable head instead of four, fewer where rows have no gradient (`foreseen.py`). The backward pass compares TRL's
-gradient with the one foreseen. A trainer that computes something else gets the right gradients, at the price of five.
+trainable head instead of four, fewer where rows have no gradient (`speculative.py`). The backward pass compares TRL's
+gradient with the speculative one. Who computes something else gets the right gradients, at the price of five.
 
 Two ways in:
 
@@ -32,9 +32,9 @@ from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import loss_inputs
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.foreseen import foreseen_logprobs
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.logprobs import flatten_head, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.speculative import speculative_logprobs
 
 check_version("trl", "~=1.16.0")
 
@@ -63,7 +63,7 @@ def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
     theirs = GRPOTrainer._compute_loss
 
     def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
-        with _foreseen(trainer, inputs):
+        with _speculating(trainer, inputs):
             return theirs(trainer, model, inputs)
 
     with _our_ops(chunk_bytes), replaced(GRPOTrainer, "_compute_loss", compute_loss):
@@ -81,7 +81,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        with _foreseen(self, inputs):
+        with _speculating(self, inputs):
             return super()._compute_loss(model, inputs)
 
 
@@ -133,13 +133,13 @@ class _Ops:
             return fields
         options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
         options["softcap"] = final_logit_softcapping
-        to_come, foreseeing = _loss_to_come.get(), torch.is_grad_enabled()
-        if to_come is not None and foreseeing and len(targets) == len(to_come.inputs["advantages"]):
+        to_come, speculates = _loss_to_come.get(), torch.is_grad_enabled()
+        if to_come is not None and speculates and len(targets) == len(to_come.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, **options)
             if head.hidden.dtype != torch.float16:
                 named = {"dtype": head.dtype, "device": hidden.device, **to_come.inputs, "config": to_come.config}
                 inputs = loss_inputs(targets.shape, **named)
-                values = foreseen_logprobs(head, inputs, to_come.config, chunk_bytes=self.chunk_bytes)
+                values = speculative_logprobs(head, inputs, to_come.config, chunk_bytes=self.chunk_bytes)
                 return *values, None, None, None
             _announce(f"fp16 would lose small gradients before they are scaled: {_NOT_FORESEEN}")
         options["chunk_bytes"] = self.chunk_bytes
@@ -149,7 +149,7 @@ class _Ops:
 
 
 @contextmanager
-def _foreseen(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
+def _speculating(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """Log-probs asked for in here are for the loss that `trainer._compute_loss` makes of `inputs`."""
     token = _loss_to_come.set(loss_to_come(trainer, inputs) if torch.is_grad_enabled() else None)
     try:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_grpo import foreseen
+from fused_grpo import speculative
 from fused_grpo.config import LEVELS, LOSS_TYPES
 from fused_grpo.errors import UnavailableError
 
@@ -48,8 +48,8 @@ def ours() -> ModuleType:
 
 @pytest.fixture
 def calls(monkeypatch, ours) -> dict[str, int]:
-    """How often gradients were foreseen, and how often they were made again."""
-    counts = {"foreseen": 0, "made again": 0}
+    """How often gradients were speculative, and how often they were recomputed."""
+    counts = {"speculative": 0, "recomputed": 0}
 
     def counted(name, function):
         def wrapper(*args, **kwargs):
@@ -58,8 +58,8 @@ def calls(monkeypatch, ours) -> dict[str, int]:
 
         return wrapper
 
-    monkeypatch.setattr(ours, "foreseen_logprobs", counted("foreseen", ours.foreseen_logprobs))
-    monkeypatch.setattr(foreseen, "_from_scratch", counted("made again", foreseen._from_scratch))
+    monkeypatch.setattr(ours, "speculative_logprobs", counted("speculative", ours.speculative_logprobs))
+    monkeypatch.setattr(speculative, "_from_scratch", counted("recomputed", speculative._from_scratch))
     return counts
 
 
@@ -89,7 +89,7 @@ def on_tensors(monkeypatch, ours) -> None:
 @pytest.mark.usefixtures("on_tensors")
 @pytest.mark.parametrize(("loss_type", "level", "option"), GRID)
 def test_every_option_is_foreseen(ours, calls, loss_type, level, option):
-    """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be made again."""
+    """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be recomputed."""
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
     theirs = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
     with ours.patched():
@@ -98,7 +98,7 @@ def test_every_option_is_foreseen(ours, calls, loss_type, level, option):
         expected = getattr(theirs, name)
         assert (getattr(mine, name) - expected).norm() <= 1e-5 * expected.norm(), name
     assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-7)
-    assert calls == {"foreseen": 1, "made again": 0}
+    assert calls == {"speculative": 1, "recomputed": 0}
 
 
 class Multiplied(TorchDispatchMode):
@@ -122,19 +122,19 @@ def test_fp16_is_not_foreseen(ours, calls, caplog):
     ours._announce.cache_clear()
     with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
         trl_loss.of_trl(ours.GRPOTrainer, batch, config)
-    assert calls == {"foreseen": 0, "made again": 0}
+    assert calls == {"speculative": 0, "recomputed": 0}
     assert "fp16 would lose" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_budget_reaches_the_op(ours, monkeypatch):
-    budgets, theirs = set(), ours.foreseen_logprobs
+    budgets, theirs = set(), ours.speculative_logprobs
 
     def noted(*args, chunk_bytes, **kwargs):
         budgets.add(chunk_bytes)
         return theirs(*args, chunk_bytes=chunk_bytes, **kwargs)
 
-    monkeypatch.setattr(ours, "foreseen_logprobs", noted)
+    monkeypatch.setattr(ours, "speculative_logprobs", noted)
     with ours.patched(chunk_bytes=4096):
         trl_runs.run(ours.GRPOTrainer, max_steps=1)
     trl_runs.run(type("Tight", (ours.FusedGRPOTrainer,), {"chunk_bytes": 8192}), max_steps=1)
@@ -183,9 +183,9 @@ def test_five_steps_are_trls(ours, calls, loss_type, beta):
     theirs = trl_runs.run(ours.GRPOTrainer, **options)
     with ours.patched():
         compare(theirs, trl_runs.run(ours.GRPOTrainer, **options))
-    assert calls == {"foreseen": 10, "made again": 0}
+    assert calls == {"speculative": 10, "recomputed": 0}
     compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, **options))
-    assert calls == {"foreseen": 20, "made again": 0}
+    assert calls == {"speculative": 20, "recomputed": 0}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -205,7 +205,7 @@ def test_other_options_are_trls(ours, calls, options):
     with ours.patched():
         mine = trl_runs.run(ours.GRPOTrainer, **options)
     compare(trl_runs.run(ours.GRPOTrainer, **options), mine)
-    assert calls == {"foreseen": 10, "made again": 0}
+    assert calls == {"speculative": 10, "recomputed": 0}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -215,7 +215,7 @@ def test_an_adapter_is_trained_as_by_trl(ours, calls):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     theirs = trl_runs.run(ours.GRPOTrainer, peft_config=adapter, beta=0.04)
     compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, peft_config=adapter, beta=0.04))
-    assert calls == {"foreseen": 10, "made again": 0}
+    assert calls == {"speculative": 10, "recomputed": 0}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -229,11 +229,11 @@ def test_a_trainer_with_another_loss_keeps_it(ours, calls, caplog):
 
     with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
         mine = trl_runs.run(Other)
-        assert calls["made again"] == 0  # the batch that its parent is given is the one that is foreseen
+        assert calls["recomputed"] == 0  # the batch that its parent is given is the one that is speculative
         late = trl_runs.run(late_of(ours.FusedGRPOTrainer))
     compare(trl_runs.run(Other), mine)
-    assert calls["made again"] == 10
-    assert "not that of the loss foreseen" in caplog.text
+    assert calls["recomputed"] == 10
+    assert "not the speculative one" in caplog.text
     compare(trl_runs.run(late_of(ours.GRPOTrainer)), late)
 
 

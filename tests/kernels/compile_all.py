@@ -4,12 +4,14 @@ Run as a script in a process without TRITON_INTERPRET: `compile_all.py quick|usu
 launchers are called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder
 turns that into a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per
 kernel: what it was compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers,
-its barriers, and its Hopper matrix instructions.
+its barriers, its Hopper matrix instructions, whether it computes in fp64, and of a pass over rows the instructions and
+barriers of the shortest way through its loop: a tile that holds neither the target nor the end of the row.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import json
 import re
@@ -36,8 +38,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
 # columns where rows should be: those only pointers can read.
 EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "columns")))
-# What most train in, with the registers of every option.
-QUICK = (("bfloat16", "all", "aligned"),)
+# What most train in, with the registers of every option; and the instructions of passes over rows without any.
+QUICK = (("bfloat16", "all", "aligned"), ("bfloat16", "none", "rows"))
 # What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
 USUAL = (
     ("bfloat16", "none", "aligned"),
@@ -47,6 +49,7 @@ USUAL = (
     ("float32", "all", "aligned"),
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
+FP64 = re.compile(r"\bD(?:ADD|MUL|FMA|SETP)\b")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 FORMS = ("clipped", "cispo", "sapo", "vespo")
 GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
@@ -86,13 +89,12 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     head = {"temperature": row} | ({"bias": bias, "softcap": 30.0} if full else {})
     kernels.row_statistics(logits, targets, entropy=full, **head)
     optional = row if full else None
+    known, hidden = (row, optional, row, row), torch.empty(N, 4096, dtype=dtype, device="meta")
     upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
-    kernels.logits_gradient_(
-        logits, targets, maximum=row, total=row, logprobs=row, entropy=optional, **upstream, **head
-    )
-    state = (row, row, row, row)
-    for weights in (dtype, None):
-        kernels.fold_tile_(logits, targets, state, entropy=full, weights=weights, **head)
+    kernels.logits_gradient_(logits, targets, known=known, **upstream, **head)
+    for some in (None, known):
+        kernels.softmax_weights_(logits, targets, known=some, entropy=full, dtype=dtype, **head)
+    kernels.scale_hidden(hidden, row, row)
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}
     for form in FORMS:
         terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, "truncate" if full else None, 0.5, 3.0)
@@ -114,6 +116,7 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
     source, options, _ = specialise(launch, arch)
     compiled = triton.compile(source, target=TARGETS[arch], options=options)
     facts: dict[str, Any] = {
+        "in_place": any(source.signature.get(name, "constexpr") != "constexpr" for name in ("weights", "gradient")),
         "shared": compiled.metadata.shared,
         "barriers": len(BARRIER.findall(compiled.asm["ttgir"])),
         "loads": "tma" if "tensordesc" in str(source.signature) else "pointers",
@@ -127,9 +130,38 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = dump("--dump-resource-usage", file.name)
-        sass = dump("--dump-sass", file.name) if arch == "sm_90" and "wgmma" in compiled.asm["ptx"] else ""
-    facts["hgmma"] = sorted(set(re.findall(r"HGMMA\.[\w.]+", sass)))
+        sass = dump("--dump-sass", file.name)
+    facts |= {"hgmma": sorted(set(re.findall(r"HGMMA\.[\w.]+", sass))), "fp64": bool(FP64.search(sass))}
+    if "BLOCK_V" in source.fn.arg_names and "BLOCK_N" not in source.fn.arg_names:
+        logits = launch[2]["BLOCK_V"] / (32 * launch[2]["num_warps"])
+        instructions, barriers = shortest_loop(sass)
+        facts |= {"per_logit": instructions / logits, "per_tile": barriers}
     return facts | {key.lower(): int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
+
+
+def shortest_loop(sass: str) -> tuple[int, int]:
+    """(instructions, barriers) of the shortest way through the longest loop."""
+    code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", sass)]
+    at = {place: number for number, (place, _) in enumerate(code)}
+    jumps = {}
+    for number, (_, text) in enumerate(code):
+        if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) and int(found[1], 16) in at:
+            jumps[number] = at[int(found[1], 16)]
+    first, last = max(((to, number) for number, to in jumps.items() if to < number), key=lambda x: x[1] - x[0])
+    ways, done = [(1, first, int("BAR" in code[first][1]))], set()
+    while True:
+        length, here, barriers = heapq.heappop(ways)
+        if here == last:
+            return length, barriers
+        if here in done:
+            continue
+        done.add(here)
+        onward = [jumps[here]] if here in jumps else []
+        if here not in jumps or code[here][1].startswith("@"):
+            onward.append(here + 1)
+        for there in onward:
+            if first <= there <= last:
+                heapq.heappush(ways, (length + 1, there, barriers + ("BAR" in code[there][1])))
 
 
 def dump(what: str, path: str) -> str:
@@ -142,8 +174,8 @@ def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
     for name, options, layout in {"quick": QUICK, "usual": usual, "every": EVERY}[which]:
         facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
         dtype, full = DTYPES[name], options == "all"
-        calls = [functools.partial(call_head, dtype, layout, full=full)]
-        if layout == "aligned":
+        calls = [] if layout == "rows" else [functools.partial(call_head, dtype, layout, full=full)]
+        if layout in ("aligned", "rows"):
             calls.append(functools.partial(call_passes, dtype, full=full))
         for call in calls:
             yield from ((facts, launch) for launch in record_launches(call, arch))

@@ -18,9 +18,6 @@ from fused_grpo import kernels
 D, V = 64, 304
 
 
-ROW_STATISTICS = ("maximum", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy")
-
-
 def vector(N: int, offset: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows offset..offset + N of a longer vector: 16-byte aligned for some offsets only."""
     return torch.ones(N + 16, dtype=dtype)[offset : offset + N]
@@ -33,9 +30,13 @@ def call_head(N: int, offset: int, dtype: torch.dtype) -> None:
 
 def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     logits, targets = torch.ones(N, V), vector(N, offset, torch.int64)
-    rows = {name: vector(N, offset) for name in ROW_STATISTICS}
+    known = tuple(vector(N, offset) for _ in range(4))
+    grads = {"grad_logprobs": vector(N, offset), "grad_entropy": vector(N, offset)}
     kernels.row_statistics(logits, targets, temperature=vector(N, offset), entropy=True)
-    kernels.logits_gradient_(logits, targets, temperature=vector(N, offset), dtype=dtype, **rows)
+    for some in (None, known):
+        kernels.softmax_weights_(logits, targets, known=some, temperature=vector(N, offset), dtype=dtype)
+    kernels.logits_gradient_(logits, targets, known=known, temperature=vector(N, offset), dtype=dtype, **grads)
+    kernels.scale_hidden(torch.ones(N, D, dtype=dtype), vector(N, offset), vector(N, offset))
 
 
 def describe(launch: Any, arch: str) -> dict[str, str]:
@@ -48,8 +49,10 @@ def main(arch: str) -> None:
         for N in (512, 513, 1000, 1):
             for offset in (0, 1, 2, 5):
                 for call in (call_head, call_passes):
-                    for launch in record_launches(lambda: call(N, offset, dtype), arch):  # noqa: B023
-                        print(json.dumps({"dtype": str(dtype), "N": N, "offset": offset} | describe(launch, arch)))
+                    launches = record_launches(lambda: call(N, offset, dtype), arch)  # noqa: B023
+                    for number, launch in enumerate(launches):
+                        facts = {"dtype": str(dtype), "N": N, "offset": offset, "number": number}
+                        print(json.dumps(facts | describe(launch, arch)))
 
 
 if __name__ == "__main__":

@@ -72,27 +72,33 @@ OPTIONS: dict[str, Any] = {**rows("temperature bias"), "softcap": 3.0, "logit_sc
 
 def head(module: ModuleType, run: str) -> list[Tensor | None]:
     x = rows("hidden weight targets")
-    inputs = tuple(x.values()) if run == "logprob_forward" else (x["hidden"] @ x["weight"].T, x["targets"])
-    logprobs, entropy, state = getattr(module, run)(*inputs, entropy=True, **OPTIONS)
-    return [logprobs, entropy, *state]
+    if run == "logprob_forward":
+        logprobs, entropy, state = module.logprob_forward(*x.values(), entropy=True, **OPTIONS)
+        return [logprobs, entropy, *state]
+    logits = x["hidden"] @ x["weight"].T
+    return list(getattr(module, run)(logits, x["targets"], entropy=True, **OPTIONS))
+
+
+def weights(module: ModuleType) -> list[Tensor | None]:
+    weights, scale, known = head(module, "softmax_weights_")
+    return [weights, scale, *known]
 
 
 def gradient(module: ModuleType) -> list[Tensor | None]:
-    logprobs, entropy, maximum, total, *_ = head(module, "row_statistics")
+    *_, known = head(module, "softmax_weights_")
     x = rows("hidden weight targets grad_logprobs grad_entropy")
-    given = {"maximum": maximum, "total": total, "logprobs": logprobs, "entropy": entropy}
-    given |= {name: x[name] for name in ("grad_logprobs", "grad_entropy")}
+    given = {"known": known, **{name: x[name] for name in ("grad_logprobs", "grad_entropy")}}
     logits = x["hidden"] @ x["weight"].T
     return [module.logits_gradient_(logits, x["targets"], dtype=torch.float16, **given, **OPTIONS)]
 
 
-def fold(module: ModuleType) -> list[Tensor | None]:
-    x = rows("hidden weight targets")
-    state = tuple(torch.full((R,), start) for start in (-torch.inf, 0.0, 0.0, -torch.inf))
-    weights = module.fold_tile_(
-        x["hidden"] @ x["weight"].T, x["targets"], state, entropy=True, weights=torch.float32, **OPTIONS
-    )
-    return [weights, *state]
+def scaled(module: ModuleType) -> list[Tensor | None]:
+    x = rows("hidden temperature grad_logprobs")
+    return list(module.scale_hidden(x["hidden"], x["temperature"], x["grad_logprobs"]))
+
+
+def tile(module: ModuleType) -> list[Tensor | None]:
+    return [torch.tensor(module.empty_tile(R, V, dtype=torch.float32, device=torch.device("cpu")).stride())]
 
 
 def loss(module: ModuleType) -> list[Tensor | None]:
@@ -109,7 +115,9 @@ CALLS: dict[str, Callable[[ModuleType], list[Tensor | None]]] = {
     "logprob_forward": lambda module: head(module, "logprob_forward"),
     "row_statistics": lambda module: head(module, "row_statistics"),
     "logits_gradient_": gradient,
-    "fold_tile_": fold,
+    "softmax_weights_": weights,
+    "scale_hidden": scaled,
+    "empty_tile": tile,
     "grpo_token_loss": loss,
 }
 
@@ -168,8 +176,8 @@ def test_copies_share_no_module(repository: Path, loaded: ModuleType, monkeypatc
     other = hub.get_local_kernel(repository / "build" / "torch-rocm")
     before = head(ours, "row_statistics")
     assert len({module.__name__ for module in (loaded, other, ours)}) == 3
-    broken = sys.modules[f"{loaded.__name__}.row_statistics"]
-    monkeypatch.setattr(broken, "_row_statistics_kernel", None)
+    broken = sys.modules[f"{loaded.__name__}.softmax_weights"]
+    monkeypatch.setattr(broken, "_softmax_weights_kernel", None)
     with pytest.raises(TypeError):
         head(loaded, "row_statistics")
     for module in (other, ours):
@@ -181,7 +189,7 @@ def test_a_plain_import_finds_the_package(repository: Path, monkeypatch: pytest.
     module = importlib.import_module(PACKAGE)
     del sys.modules[PACKAGE]
     assert set(ours.__all__) <= set(vars(module))
-    same_bits(fold(module), fold(ours))
+    same_bits(weights(module), weights(ours))
 
 
 @pytest.mark.parametrize("backend", BUILD["general"]["backends"])

@@ -19,9 +19,9 @@ def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(arch: str, tm
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     launches = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(launches) == 2 * 4 * 4 * 4
-    keys: dict[tuple[str, str], set[str]] = {}
+    assert len(launches) == 2 * 4 * 4 * 7
+    keys: dict[tuple[str, str, int], set[str]] = {}
     for launch in launches:
-        keys.setdefault((launch["dtype"], launch["kernel"]), set()).add(launch["key"])
-    assert len(keys) == 8
+        keys.setdefault((launch["dtype"], launch["kernel"], launch["number"]), set()).add(launch["key"])
+    assert len(keys) == 14
     assert {name: found for name, found in keys.items() if len(found) > 1} == {}

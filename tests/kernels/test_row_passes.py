@@ -1,19 +1,30 @@
-"""Statistics and gradients of materialised logits against fp64 autograd, through Triton's interpreter."""
+"""Passes over materialised logits against fp64 autograd: Triton's, interpreted, and those in plain torch."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo.kernels import logits_gradient_, row_statistics
+from fused_grpo import kernels, torch_passes
+from fused_grpo.statistics import HEADROOM, RowState, Statistics, finish_rows, merge_rows
 
 pytestmark = pytest.mark.grid
 
 ALL = "bias softcap scale temperature"
 SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
+
+
+@pytest.fixture(params=[kernels, torch_passes], ids=["triton", "torch"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # As many columns in a block as there are in a tile of the interpreter.
+    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
+    return request.param
 
 
 def problem(R: int, V: int, *, spread: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -26,94 +37,129 @@ def upstream(R: int) -> dict[str, Tensor]:
     return {name: torch.randn(R, generator=generator) for name in ("grad_logprobs", "grad_entropy")}
 
 
-def everything(*inputs: Tensor, **options: Any) -> list[Tensor]:
-    """log p, the entropy, and the state."""
-    logprobs, entropy, state = row_statistics(*inputs, entropy=True, **options)
-    assert entropy is not None
-    return [logprobs, entropy, *state]
+def statistics(passes: ModuleType, *inputs: Tensor, **options: Any) -> Statistics:
+    return finish_rows(RowState(*passes.row_statistics(*inputs, entropy=True, **options)), entropy=True)
 
 
-def our_gradient(logits: Tensor, targets: Tensor, *, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+def gradient(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Both passes on the given memory, which is overwritten."""
-    grads = {name: options.pop(name) for name in ("grad_logprobs", "grad_entropy")}
-    logprobs, entropy, (maximum, total, *_) = row_statistics(logits, targets, entropy=True, **options)
-    saved = {"logprobs": logprobs, "entropy": entropy, "maximum": maximum, "total": total}
-    return logits_gradient_(logits, targets, dtype=dtype, **saved, **grads, **options)
+    grads = {name: options.pop(name) for name in ("grad_logprobs", "grad_entropy", "dtype") if name in options}
+    known = statistics(passes, logits, targets, **options)
+    return passes.logits_gradient_(logits, targets, known=known, **grads, **options)
 
 
-def check_gradient(oracle: Any, logits: Tensor, targets: Tensor, **options: Any) -> None:
-    """Against fp64, next to fp32 autograd."""
-    plain = oracle.gradient(logits, targets, **options)
-    exact = oracle.gradient(logits.double(), targets, **options)
-    oracle.assert_as_exact_as_torch(our_gradient(logits.clone(), targets, **options), plain, exact)
+def jacobian(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """d log p / d logits [R, V] from the weights that overwrite them."""
+    weights, scale, _ = passes.softmax_weights_(logits, targets, **options)
+    return weights.float() * scale[:, None]
+
+
+def check(oracle: Any, compute: Any, logits: Tensor, targets: Tensor, **options: Any) -> None:
+    """A gradient that `compute` takes, against fp64, next to fp32 autograd."""
+    ours = compute(logits.clone(), targets, **options)
+    if "grad_logprobs" not in options:
+        options |= {"grad_logprobs": torch.ones(len(logits)), "grad_entropy": torch.zeros(len(logits))}
+    plain, exact = (oracle.gradient(x, targets, **options) for x in (logits, logits.double()))
+    oracle.assert_as_exact_as_torch(ours, plain, exact)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL])
-def test_statistics_are_as_exact_as_torch(oracle: Any, head_options: Any, R: int, V: int, names: str) -> None:
+def test_statistics_are_as_exact_as_torch(
+    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+) -> None:
     (logits, targets), options = problem(R, V), head_options(R, V, names)
     before = logits.clone()
-    ours = row_statistics(logits, targets, entropy=True, **options)
-    plain, exact = (oracle.statistics(x, targets, **options) for x in (logits, logits.double()))
-    for mine, torchs, wanted in zip(ours[:2], plain, exact, strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+    ours = statistics(passes, logits, targets, **options)
     assert torch.equal(logits, before)
+    at_once = passes.softmax_weights_(logits, targets, entropy=True, **options)[2]
+    plain, exact = (oracle.statistics(x, targets, **options) for x in (before, before.double()))
+    for some in (ours, at_once):
+        for mine, torchs, wanted in zip(some[:2], plain, exact, strict=True):
+            oracle.assert_as_exact_as_torch(mine, torchs, wanted)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL])
-def test_gradient_is_as_exact_as_autograd(oracle: Any, head_options: Any, R: int, V: int, names: str) -> None:
-    check_gradient(oracle, *problem(R, V), **upstream(R), **head_options(R, V, names))
+def test_weights_times_their_scale_are_the_gradient_of_the_log_prob(
+    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+) -> None:
+    (logits, targets), options = problem(R, V), head_options(R, V, names)
+    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, **options)
+
+
+@pytest.mark.parametrize(("R", "V"), SHAPES)
+@pytest.mark.parametrize("names", ["", ALL])
+def test_gradient_is_as_exact_as_autograd(
+    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+) -> None:
+    options = upstream(R) | head_options(R, V, names)
+    check(oracle, lambda *x, **o: gradient(passes, *x, **o), *problem(R, V), **options)
 
 
 @pytest.mark.parametrize("names", ["bias", "softcap", "scale", "temperature"])
-def test_gradient_of_each_option_alone(oracle: Any, head_options: Any, names: str) -> None:
-    check_gradient(oracle, *problem(5, 130), **upstream(5), **head_options(5, 130, names))
+def test_gradients_of_each_option_alone(oracle: Any, head_options: Any, passes: ModuleType, names: str) -> None:
+    options = head_options(5, 130, names)
+    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), *problem(5, 130), **options)
+    check(oracle, lambda *x, **o: gradient(passes, *x, **o), *problem(5, 130), **upstream(5), **options)
+
+
+@pytest.mark.parametrize("step", [HEADROOM - 1, HEADROOM + 1, 60.0, 400.0])
+@pytest.mark.parametrize("falls", [False, True])
+def test_logits_that_rise_or_fall_from_tile_to_tile_are_as_exact_as_any(
+    oracle: Any, head_options: Any, passes: ModuleType, step: float, falls: bool
+) -> None:
+    """Up to the last tile the shift is raised, and what was written so far goes along."""
+    logits, targets = problem(7, 520)
+    steps = step * (torch.arange(520) // 128)
+    logits += steps.flip(0) if falls else steps
+    targets[:3] = torch.tensor([0, 200, 519])
+    options = head_options(7, 520)
+    exact, plain = (oracle.statistics(x, targets, **options) for x in (logits.double(), logits))
+    for mine, torchs, wanted in zip(statistics(passes, logits, targets, **options)[:2], plain, exact, strict=True):
+        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, **options)
+    check(oracle, lambda *x, **o: gradient(passes, *x, **o), logits, targets, **upstream(7), **options)
 
 
 @pytest.mark.parametrize("shift", [1e4, -1e4])
-def test_huge_logits_keep_finite_statistics_and_gradients(oracle: Any, head_options: Any, shift: float) -> None:
+def test_huge_logits_keep_finite_statistics_and_gradients(
+    oracle: Any, head_options: Any, passes: ModuleType, shift: float
+) -> None:
     logits, targets = problem(5, 130)
     options, shifted = head_options(5, 130), logits + shift
-    ours = row_statistics(shifted, targets, entropy=True, **options)
     exact = oracle.statistics(shifted.double(), targets, **options)
     # The common shift cancels exactly: a log-prob of 5 must not carry the rounding of a logit of 10000.
-    for mine, wanted in zip(ours[:2], exact, strict=True):
+    for mine, wanted in zip(statistics(passes, shifted, targets, **options)[:2], exact, strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=2e-6, atol=2e-6)
-    check_gradient(oracle, shifted, targets, **upstream(5), **options)
+    check(oracle, lambda *x, **o: gradient(passes, *x, **o), shifted, targets, **upstream(5), **options)
+    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), shifted, targets, **options)
 
 
-def test_probable_target_at_huge_logits_keeps_exact_probabilities(head_options: Any) -> None:
+@pytest.mark.parametrize("compute", [gradient, jacobian])
+def test_probable_target_at_huge_logits_keeps_exact_probabilities(
+    head_options: Any, passes: ModuleType, compute: Any
+) -> None:
     logits, targets = torch.tensor([[1e4, 1e4 - 1.5, 1e4 - 3.0]]), torch.tensor([0])
-    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)}
+    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)} if compute is gradient else {}
     exact = torch.tensor([[1.0, 0.0, 0.0]]).double() - torch.softmax(logits.double(), -1)
-    ours = our_gradient(logits, targets, **grads, **head_options(1, 3))
+    ours = compute(passes, logits, targets, **grads, **head_options(1, 3))
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=0)
 
 
-def test_hopeless_target_does_not_round_the_others(head_options: Any) -> None:
+def test_hopeless_target_does_not_round_the_others(head_options: Any, passes: ModuleType) -> None:
     logits, targets = torch.tensor([[0.3, -0.2, -12345.678]]), torch.tensor([2])
-    _, _, (maximum, total, _, target_logit) = row_statistics(logits, targets, **head_options(1, 3))
-    assert (maximum.item(), target_logit.item()) == (logits[0, 0].item(), logits[0, 2].item())
-    exact = (logits[0, :2].double() - maximum).exp().sum()
+    shift, total, _, target_logit = passes.row_statistics(logits, targets, **head_options(1, 3))
+    assert (shift.item(), target_logit.item()) == (logits[0, 0].item(), logits[0, 2].item())
+    exact = (logits[0, :2].double() - shift).exp().sum()
     torch.testing.assert_close(total.double(), exact[None], rtol=3e-7, atol=0)
 
 
-def test_gradient_without_entropy_needs_no_entropy(oracle: Any, head_options: Any) -> None:
-    (logits, targets), options = problem(5, 130), head_options(5, 130, ALL)
-    g = upstream(5)["grad_logprobs"]
-    logprobs, none, (maximum, total, *_) = row_statistics(logits, targets, **options)
-    exact = oracle.gradient(logits.double(), targets, grad_logprobs=g, grad_entropy=torch.zeros(5), **options)
-    rest = {"maximum": maximum, "total": total, "logprobs": logprobs, "entropy": none}
-    rest |= {"grad_logprobs": g, "grad_entropy": None}
-    ours = logits_gradient_(logits, targets, **rest, **options)
-    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-def test_confident_target_keeps_its_gradient(head_options: Any) -> None:
+@pytest.mark.parametrize("compute", [gradient, jacobian])
+def test_confident_target_keeps_its_gradient(head_options: Any, passes: ModuleType, compute: Any) -> None:
     logits, targets = torch.tensor([[30.0, 0.0, 0.0]]), torch.tensor([0])
-    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)}
-    ours = our_gradient(logits, targets, **grads, **head_options(1, 3))
+    grads = {"grad_logprobs": torch.ones(1), "grad_entropy": torch.zeros(1)} if compute is gradient else {}
+    ours = compute(passes, logits, targets, **grads, **head_options(1, 3))
     others = torch.tensor([-30.0]).double().exp()
     exact = torch.stack([2 * others, -others, -others], 1) / (1 + 2 * others)
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
@@ -121,46 +167,115 @@ def test_confident_target_keeps_its_gradient(head_options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("V", [1, 5, 64, 127, 257])
-def test_in_place_gradient_equals_the_one_rounded_afterwards(head_options: Any, V: int, dtype: torch.dtype) -> None:
-    (logits, targets), options = problem(3, V), upstream(3) | head_options(3, V, ALL)
-    apart = our_gradient(logits.clone(), targets, **options).clone().to(dtype)
-    in_place = our_gradient(logits, targets, dtype=dtype, **options)
-    assert in_place.data_ptr() == logits.data_ptr()
-    assert torch.equal(in_place, apart)
+def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
+    head_options: Any, passes: ModuleType, V: int, dtype: torch.dtype
+) -> None:
+    (logits, targets), options = problem(3, V), head_options(3, V, ALL)
+    for run in (
+        lambda x, **how: gradient(passes, x, targets, **upstream(3), **options, **how),
+        lambda x, **how: passes.softmax_weights_(x, targets, **options, **how)[0],
+    ):
+        tile = logits.clone()
+        apart, in_place = run(logits.clone()).to(dtype), run(tile, dtype=dtype)
+        assert in_place.data_ptr() == tile.data_ptr()
+        assert torch.equal(in_place, apart)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_padding_between_rows_is_neither_read_nor_written(head_options: Any, dtype: torch.dtype) -> None:
-    (logits, targets), options = problem(3, 130), upstream(3) | head_options(3, 130, ALL)
-    padded = torch.full((3, 144), float("nan"))
-    padded[:, :130] = logits
-    ours = our_gradient(padded[:, :130], targets, dtype=dtype, **options)
-    assert torch.equal(ours, our_gradient(logits.clone(), targets, dtype=dtype, **options))
-    assert padded[:, 130:].isnan().all()
+def test_padding_beside_a_tile_is_neither_read_nor_written(
+    head_options: Any, passes: ModuleType, dtype: torch.dtype
+) -> None:
+    (logits, targets), options = problem(3, 130), head_options(3, 130, ALL)
+    for run in (
+        lambda x: gradient(passes, x, targets, **upstream(3), **options, dtype=dtype),
+        lambda x: passes.softmax_weights_(x, targets, **options, dtype=dtype)[0],
+    ):
+        padded = passes.empty_tile(5, 144, dtype=torch.float32, device=logits.device).fill_(float("nan"))
+        padded[:3, :130] = logits
+        torch.testing.assert_close(run(padded[:3, :130]), run(logits.clone()), rtol=1e-6, atol=1e-7)
+        assert padded[3:].isnan().all()
+        assert padded[:, 130:].isnan().all()
 
 
-def test_rows_do_not_depend_on_their_neighbours_and_reruns_agree(head_options: Any) -> None:
+@pytest.mark.parametrize("rows", [1, 5, 130, 150])
+@pytest.mark.parametrize("columns", [1, 63, 64, 100])
+def test_tiles_lie_as_gemms_like_them(passes: ModuleType, rows: int, columns: int) -> None:
+    row, column = passes.empty_tile(rows, columns, dtype=torch.float32, device=torch.device("cpu")).stride()
+    if passes is kernels:
+        assert column == 1
+        assert row % 64 == 0
+    else:
+        assert row == 1
+        assert rows < 96 or column % 32 == 16, "an odd number of cache lines, or columns share a set of the cache"
+
+
+def test_rows_do_not_depend_on_their_neighbours_and_reruns_agree(head_options: Any, passes: ModuleType) -> None:
     (logits, targets), temperature = problem(7, 130), head_options(7, 130, "temperature")["temperature"]
-    together = everything(logits, targets, temperature=temperature)
-    alone = everything(logits[4:5], targets[4:5], temperature=temperature[4:5])
-    again = everything(logits, targets, temperature=temperature)
-    assert all(torch.equal(a, b[4:5]) for a, b in zip(alone, together, strict=True))
+    together = statistics(passes, logits, targets, temperature=temperature)
+    again = statistics(passes, logits, targets, temperature=temperature)
     assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
+    if passes is kernels:
+        alone = statistics(passes, logits[4:5], targets[4:5], temperature=temperature[4:5])
+        assert all(torch.equal(a, b[4:5]) for a, b in zip(alone, together, strict=True))
 
 
-def test_no_rows_is_no_results(head_options: Any) -> None:
+def test_no_rows_is_no_results(head_options: Any, passes: ModuleType) -> None:
     logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
-    assert [len(result) for result in everything(logits, targets, **head_options(0, 5))] == [0] * 6
-    assert our_gradient(logits, targets, **upstream(0), **head_options(0, 5)).shape == (0, 5)
+    options = head_options(0, 5)
+    assert [len(result) for result in statistics(passes, logits, targets, **options)] == [0] * 4
+    assert gradient(passes, logits, targets, **upstream(0), **options).shape == (0, 5)
+    assert jacobian(passes, logits, targets, **options).shape == (0, 5)
 
 
-def stretches(logits: Tensor, targets: Tensor, cut: int) -> list[tuple[Tensor, Tensor, slice]]:
-    """(logits, local targets, columns) of a vocabulary in two parts, a NaN before each row and each bias."""
+def test_a_row_of_banned_tokens_but_its_target_is_certain(head_options: Any, passes: ModuleType) -> None:
+    logits, targets = torch.full((1, 300), float("-inf")), torch.tensor([2])
+    logits[0, 2] = -5.0
+    weights, scale, (logprobs, entropy, *_) = passes.softmax_weights_(
+        logits, targets, entropy=True, **head_options(1, 300)
+    )
+    assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
+    assert not weights.any()
+    assert scale.item() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_leave_numbers_for_the_products_of_others(
+    head_options: Any, passes: ModuleType, bad: float
+) -> None:
+    logits, targets = problem(4, 300)
+    logits[1, 290] = bad
+    targets[1] = 0
+    with numpy.errstate(invalid="ignore"):
+        weights, scale, (logprobs, *_) = passes.softmax_weights_(logits, targets, **head_options(4, 300))
+    assert torch.equal(weights.isfinite().all(1), torch.ones(4, dtype=torch.bool))
+    assert not weights[1].any()
+    assert torch.equal(scale.isfinite(), torch.tensor([True, False, True, True]))
+    assert not logprobs[1].isfinite()
+
+
+def test_without_a_gradient_a_row_is_zero_whatever_it_holds(head_options: Any, passes: ModuleType) -> None:
+    logits, targets = problem(3, 130)
+    hidden, scale = torch.randn(3, 9), torch.tensor([float("nan"), 2.0, 3.0])
+    logits[0], hidden[0] = float("nan"), float("nan")
+    g = torch.tensor([0.0, -1.0, 0.5])
+    factor, scaled = passes.scale_hidden(hidden, scale, g)
+    assert torch.equal(factor, torch.tensor([0.0, -2.0, 1.5]))
+    assert torch.equal(scaled, torch.stack([torch.zeros(9), -2 * hidden[1], 1.5 * hidden[2]]))
+    assert passes.scale_hidden(None, scale, g)[1] is None
+    for grad_entropy in (None, torch.tensor([0.0, 1.0, 0.0])):
+        grads = {"grad_logprobs": g, "grad_entropy": grad_entropy}
+        ours = gradient(passes, logits.clone(), targets, **grads, **head_options(3, 130))
+        assert not ours[0].any()
+        assert ours[1:].isfinite().all()
+
+
+def slices(logits: Tensor, targets: Tensor, *edges: int) -> list[tuple[Tensor, Tensor, slice]]:
+    """(logits, local targets, columns) of a vocabulary in parts, a NaN before each row and each bias."""
     parts = []
-    for columns in (slice(0, cut), slice(cut, logits.shape[1])):
-        guarded = torch.nn.functional.pad(logits[:, columns], (1, 0), value=float("nan"))
-        local = targets - columns.start
-        parts.append((guarded[:, 1:], local.masked_fill((local < 0) | (targets >= columns.stop), -1), columns))
+    for first, last in pairwise(edges):
+        guarded = torch.nn.functional.pad(logits[:, first:last], (1, 0), value=float("nan"))
+        local = targets - first
+        parts.append((guarded[:, 1:], local.masked_fill((local < 0) | (targets >= last), -1), slice(first, last)))
     return parts
 
 
@@ -171,53 +286,46 @@ def options_of(columns: slice, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("names", ["", ALL])
-def test_row_without_a_target_has_the_statistics_of_all_its_columns(oracle: Any, head_options: Any, names: str) -> None:
+@pytest.mark.parametrize("edges", [(0, 70, 130), (0, 1, 2, 130)])
+def test_slices_merge_into_the_vocabulary(
+    oracle: Any, head_options: Any, passes: ModuleType, names: str, edges: tuple[int, ...]
+) -> None:
     (logits, targets), options = problem(7, 130), head_options(7, 130, names)
-    for part, local, columns in stretches(logits, targets, 70):
-        local_options = options_of(columns, options)
-        ours = row_statistics(part, local, entropy=True, **local_options)
-        plain = oracle.statistics(part, local.clamp(min=0), **local_options)
-        exact = oracle.statistics(part.double(), local.clamp(min=0), **local_options)
-        assert (local == -1).any()
-        assert (ours[0][local == -1] == float("-inf")).all()
-        oracle.assert_as_exact_as_torch(ours[0][local >= 0], plain[0][local >= 0], exact[0][local >= 0])
-        oracle.assert_as_exact_as_torch(ours[1], plain[1], exact[1])
+    plain, exact = (oracle.statistics(x, targets, **options) for x in (logits, logits.double()))
+    parts = []
+    for part, local, columns in slices(logits, targets, *edges):
+        parts.append(RowState(*passes.row_statistics(part, local, entropy=True, **options_of(columns, options))))
+        assert torch.equal(parts[-1].target_logit == -torch.inf, local == -1)
+    for mine, torchs, wanted in zip(finish_rows(merge_rows(parts), entropy=True)[:2], plain, exact, strict=True):
+        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
 
 
 @pytest.mark.parametrize("names", ["", ALL])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradients_of_two_stretches_are_those_of_the_vocabulary(
-    oracle: Any, head_options: Any, names: str, with_entropy: bool
+@pytest.mark.parametrize("how", ["weights", "without an entropy", "with one"])
+def test_gradients_of_slices_are_those_of_the_vocabulary(
+    oracle: Any, head_options: Any, passes: ModuleType, names: str, how: str
 ) -> None:
     (logits, targets), options, grads = problem(7, 130), head_options(7, 130, names), upstream(7)
-    if not with_entropy:
+    if how != "with one":
         grads["grad_entropy"] = torch.zeros(7)
-    plain = oracle.gradient(logits, targets, **grads, **options)
-    exact = oracle.gradient(logits.double(), targets, **grads, **options)
-    logprobs, entropy, (maximum, total, *_) = row_statistics(logits, targets, entropy=True, **options)
-    whole = {"maximum": maximum, "total": total, "logprobs": logprobs, "entropy": entropy} | grads
-    if not with_entropy:
-        whole |= {"entropy": None, "grad_entropy": None}
-    ours = [
-        logits_gradient_(part, local, **whole, **options_of(columns, options))
-        for part, local, columns in stretches(logits, targets, 70)
-    ]
+    plain, exact = (oracle.gradient(x, targets, **grads, **options) for x in (logits, logits.double()))
+    known = statistics(passes, logits, targets, **options)
+    ours = []
+    for part, local, columns in slices(logits, targets, 0, 70, 130):
+        here = options_of(columns, options)
+        if how == "weights":
+            weights, scale, _ = passes.softmax_weights_(part, local, known=known, **here)
+            ours.append(weights * (scale * grads["grad_logprobs"])[:, None])
+        else:
+            given = grads if how == "with one" else grads | {"grad_entropy": None}
+            ours.append(passes.logits_gradient_(part, local, known=known, **given, **here))
     oracle.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact)
 
 
-def test_gradient_without_any_target_is_that_of_the_log_sum_exp(head_options: Any) -> None:
-    (logits, _), none = problem(5, 130), torch.full((5,), -1)
-    logprobs, _, (maximum, total, *_) = row_statistics(logits, none, **head_options(5, 130))
-    grads = {"logprobs": logprobs, "maximum": maximum, "total": total, "grad_logprobs": torch.ones(5)}
-    grads |= {"entropy": None, "grad_entropy": None}
-    ours = logits_gradient_(logits.clone(), none, **grads, **head_options(5, 130))
-    torch.testing.assert_close(ours.double(), -torch.softmax(logits.double(), -1), rtol=2e-6, atol=1e-9)
-
-
-def test_softcap_is_exact_from_the_smallest_to_the_largest_logit() -> None:
+def test_softcap_is_exact_from_the_smallest_to_the_largest_logit(passes: ModuleType) -> None:
     sizes = torch.logspace(-6, 4, 120)
     logits = torch.cat([-sizes, torch.linspace(0.55, 0.65, 40), sizes])[:, None]
     # Of one token, the largest logit is its own.
     none, options = torch.full((len(logits),), -1), {"temperature": torch.ones(len(logits)), "softcap": 1.0}
-    _, _, (maximum, *_) = row_statistics(logits, none, **options)
-    torch.testing.assert_close(maximum.double(), torch.tanh(logits[:, 0].double()), rtol=4e-7, atol=0)
+    shift, *_ = passes.row_statistics(logits, none, **options)
+    torch.testing.assert_close(shift.double(), torch.tanh(logits[:, 0].double()), rtol=4e-7, atol=0)

@@ -47,7 +47,8 @@ def loss_and_gradients(problem, dtype: torch.dtype, impl: str, chunk_bytes: int 
 @pytest.mark.parametrize(("impl", "shape"), IMPLS)
 @pytest.mark.parametrize("options", [False, True])
 def test_logprobs_are_as_exact_as_fp32_allows(make_problem, assert_as_exact, monkeypatch, impl, options, shape):
-    monkeypatch.setattr(planner, "DEFAULT_CHUNK_BYTES", 4 * 4 * shape[1])  # four rows: ragged chunks too
+    for name in ("DEFAULT_TILE_BYTES", "CPU_CHUNK_BYTES"):
+        monkeypatch.setattr(planner, name, 4 * 4 * shape[1])  # four rows: ragged chunks too
     problem = make_problem(*shape, options=options)
     exact = logprobs_and_gradients(problem, torch.float64, "reference")
     plain = logprobs_and_gradients(problem, torch.float32, "reference")

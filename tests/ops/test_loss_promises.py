@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs, loss_plans
+from fused_grpo import GRPOLossConfig, chunked_loss, fused_linear_grpo_loss, grpo_loss, head, linear_logprobs
 from fused_grpo.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.grid
@@ -75,8 +75,8 @@ def test_rows_without_a_gradient_take_no_part(leaves, rest, gemm_rows, impl, opt
 
 
 @pytest.mark.parametrize("score", ["all", "needed"])
-def test_leaving_half_of_the_sequences_out_changes_no_gradient_by_more_than_a_ten_millionth(monkeypatch, score):
-    """Of its length: an element alone is the sum of what another product adds up in another order."""
+def test_leaving_half_of_the_sequences_out_changes_no_gradient_by_more_than_its_rounding(monkeypatch, score):
+    """3e-7 of its length: other rows share a chunk, so blocks, shifts and orders of sums are others."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((8, 64, 128), (8003, 128)))
     targets = torch.randint(0, 8003, (8, 64), generator=generator)
@@ -90,20 +90,21 @@ def test_leaving_half_of_the_sequences_out_changes_no_gradient_by_more_than_a_te
         return [leaf.grad for leaf in leaves]
 
     left_out = gradients(score=score)
-    monkeypatch.setattr(loss_plans, "_rows_in_order", lambda *arguments: None)
-    monkeypatch.setattr(loss_plans, "rows_of", lambda mask: None)
+    monkeypatch.setattr(chunked_loss, "_rows_in_order", lambda *arguments: (None, 8 * 64))
     for ours, whole in zip(left_out, gradients(), strict=True):
-        assert (ours - whole).double().norm() <= 1e-7 * whole.double().norm()
+        assert (ours - whole).double().norm() <= 3e-7 * whole.double().norm()
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_clipped_and_corrected_away_rows_take_no_part_in_the_gradients(leaves, rest, gemm_rows, impl):
+def test_clipped_and_corrected_away_rows_have_a_gradient_of_exactly_nothing(leaves, rest, gemm_rows, impl):
     config = GRPOLossConfig(epsilon=0.1, sampling_correction="token_mask", sampling_clip_max=1.1)
     out = run(leaves, rest, impl=impl, config=config, sampling_logprobs=rest["ref"])
+    out.loss.backward()
     fraction = out.metrics["zero_gradient_fraction"]
     assert 0.2 < fraction < 0.9
-    assert gemm_rows["logits"] == 24
-    assert gemm_rows["hidden"] == round(24 * (1 - fraction.item()))
+    # To find them would cost a GPU a wait for every chunk: they are multiplied by 0.
+    assert gemm_rows == {"logits": 24, "hidden": 24}
+    assert (leaves[0].grad == 0).all(-1).sum() == round(24 * fraction.item())
 
 
 @pytest.mark.parametrize("impl", FAST)

@@ -26,7 +26,6 @@ from fused_grpo import (
     head_gradients,
     linear_logprobs,
     planner,
-    plans,
 )
 from fused_grpo.errors import InputError
 from fused_grpo.head_gradients import HeadGradients
@@ -178,8 +177,7 @@ def gemms(monkeypatch):
         monkeypatch.setattr(home, name, counted)
 
     count(head, "logits_into", "logits")
-    for home in (head_gradients, plans):
-        count(home, "weighted_sum_into", "hidden")
+    count(head_gradients, "weighted_sum_into", "hidden")
     count(HeadGradients, "_add_weight_gradient", "weight")
     return ran
 
@@ -256,11 +254,10 @@ def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_chunk_of_logits_is_256_mib_unless_told_otherwise():
-    vocab_size, rows = 1024, 2**28 // (1024 * 4)
+def test_a_tile_of_logits_is_256_mib_unless_told_otherwise():
     options = {"device": torch.device("cuda"), "itemsize": 4}
-    assert planner.chunk_shape(rows, vocab_size, **options) == (rows, vocab_size, 0)
-    assert planner.chunk_shape(rows + 2, vocab_size, **options) == (rows // 2 + 1, vocab_size, 0)
+    assert planner.tile_shape(8192, 8192, **options) == (8192, 8192)
+    assert planner.tile_shape(8192, 16384, **options) == (8192, 8192)
 
 
 SHAPE = {

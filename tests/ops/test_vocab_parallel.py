@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.chunked import fold_tile_
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.statistics import RowState, finish_rows, merge_rows, start_rows
+from fused_grpo.statistics import finish_rows, merge_rows
+from fused_grpo.torch_passes import row_statistics
 
 pytestmark = pytest.mark.grid
 
@@ -87,11 +87,9 @@ def test_a_confident_token_survives_the_merge():
     exact = logits.double().log_softmax(-1)
     parts = []
     for part in (logits[:, :3], logits[:, 3:]):
-        state = start_rows(1, dtype=torch.float32, device=logits.device)
         target = torch.tensor([0 if part.shape[1] == 3 else -1])
-        fold_tile_(part.clone(), target, state, temperature=torch.ones(1), entropy=True)
-        parts.append(torch.stack(state))
-    logprobs, entropy = finish_rows(merge_rows(RowState(*torch.stack(parts, 1))))
+        parts.append(row_statistics(part, target, temperature=torch.ones(1), entropy=True))
+    logprobs, entropy, *_ = finish_rows(merge_rows(parts), entropy=True)
     torch.testing.assert_close(logprobs.double(), exact[:, 0], rtol=1e-6, atol=0)
     torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), rtol=1e-6, atol=0)
 

@@ -5,10 +5,19 @@ dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` validate
 """
 
 from ._device import is_available
-from .fold_tile import fold_tile_
 from .grpo_loss import grpo_token_loss
 from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
-from .row_statistics import row_statistics
+from .scale_hidden import scale_hidden
+from .softmax_weights import empty_tile, row_statistics, softmax_weights_
 
-__all__ = ["fold_tile_", "grpo_token_loss", "is_available", "logits_gradient_", "logprob_forward", "row_statistics"]
+__all__ = [
+    "empty_tile",
+    "grpo_token_loss",
+    "is_available",
+    "logits_gradient_",
+    "logprob_forward",
+    "row_statistics",
+    "scale_hidden",
+    "softmax_weights_",
+]

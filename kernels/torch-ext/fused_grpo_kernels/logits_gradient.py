@@ -6,10 +6,10 @@ With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
     dL/dz_t =  g (1 - p_t) - g_H p_t (log p_t + H)
     dL/d(h.w_v) = dL/dz_v / temperature * (1 - tanh^2) * logit_scale          (tanh^2 only with a softcap)
 
-1 - p_t is -expm1(log p_t), so a confident target keeps its gradient, and with m and s the maximum and the sum of
+1 - p_t is -expm1(log p_t), so a confident target keeps its gradient, and with m and s the shift and the sum of
 e^(z_v - m) over all tokens but the target, p_v is (1 - p_t) e^(z_v - m) / s: no rounded log-sum-exp is in it.
 
-The columns may be a stretch of a longer vocabulary. m, s, log p_t and H are then those of the whole, and a row whose
+The columns may be a slice of a longer vocabulary. m, s, log p_t and H are then those of the whole, and a row whose
 target lies elsewhere (-1) has the first line for every column.
 """
 
@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import add_bias, exp, expm1, inverse, logit, logit_slope
+from ._tiles import exp, expm1, inverse, logit, logit_slope
 from .tuning import row_tile
 
 # They arrive as slices of longer vectors: where one starts must not compile the kernel again.
-ROW_VECTORS = ["targets", "temperature", "maximum", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
+ROW_VECTORS = ["targets", "temperature", "shift", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
 
 
 @triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
@@ -35,7 +35,7 @@ def _logits_gradient_kernel(
     targets,
     bias,
     temperature,
-    maximum,
+    shift,
     total,
     logprobs,
     entropy,
@@ -63,41 +63,41 @@ def _logits_gradient_kernel(
     row_logprob = tl.load(logprobs + row)
     g = tl.load(grad_logprobs + row)
     # Without any other token, or with all of them at -inf: 0 / 1, and any finite shift keeps -inf - shift out of NaN.
-    row_maximum, row_total = tl.load(maximum + row), tl.load(total + row)
-    shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
+    m, row_total = tl.load(shift + row), tl.load(total + row)
+    m = tl.where(m == float("-inf"), 0.0, m)
     others = -expm1(row_logprob)
     share = others / tl.where(row_total == 0.0, 1.0, row_total)
+    g_entropy, mean, of_target, surprise = 0.0, 0.0, 0.0, 0.0
+    if ENTROPY:
+        # The clamps, here and below, keep 0 * -inf out; beyond them a factor is 0.
+        g_entropy, mean = tl.load(grad_entropy + row), tl.load(entropy + row)
+        of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
+        surprise = tl.log(tl.maximum(share, 1.2e-38)) + mean
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         inside = columns < V
-        raw = tl.load(start + columns, mask=inside, other=0.0)[None, :]
-        x = add_bias(raw, bias, columns, V)
-        is_target = (columns == target)[None, :]
-        z = logit(x, logit_scale, softcap, inverse_temperature)
-        # Only the target, which has its own formula, can be far above the maximum of the others.
-        centred = tl.minimum(z - shift, 0.0)
+        x = tl.load(start + columns, mask=inside, other=0.0)
+        if bias is not None:
+            x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        is_target = columns == target
+        # Only the target, which has its own formula, can be far above the others.
+        centred = tl.minimum(logit(x, logit_scale, softcap, inverse_temperature) - m, 32.0)
         p = share * exp(centred)
         dz = tl.where(is_target, g * others, -g * p)
         if ENTROPY:
-            # The clamps keep 0 * -inf out; below them a factor is 0.
-            mean = tl.load(entropy + row)
-            surprise = tl.maximum(centred, -128.0) + (tl.log(tl.maximum(share, 1e-38)) + mean)
-            of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
-            dz -= tl.load(grad_entropy + row) * tl.where(is_target, of_target, p * surprise)
+            dz -= g_entropy * tl.where(is_target, of_target, p * (tl.maximum(centred, -128.0) + surprise))
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
+        # A row without a gradient is 0, whatever its logits are.
+        d_raw = tl.where((g == 0.0) & (g_entropy == 0.0), 0.0, d_raw)
         tl.debug_barrier()
-        out = gradient + row * gradient_row + columns
-        tl.store(out[None, :], d_raw.to(gradient.dtype.element_ty), mask=inside[None, :])
+        tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=inside)
 
 
 def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    maximum: Tensor,
-    total: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
+    known: tuple[Tensor, Tensor | None, Tensor, Tensor],
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     bias: Tensor | None = None,
@@ -111,8 +111,8 @@ def logits_gradient_(
     Args:
         logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
         targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns.
-        maximum, total, logprobs, entropy: [R] fp32, what `row_statistics` returned for these logits, or the numbers of
-            the whole vocabulary where these columns are a stretch of it.
+        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as of `softmax_weights_`;
+            the entropy where it has a gradient.
         grad_logprobs: [R] fp32, dL/dlogprobs.
         grad_entropy: [R] fp32, dL/dentropy; with None the entropy takes no part and may be None too.
         bias, temperature, logit_scale, softcap: as given to `row_statistics`.
@@ -127,9 +127,10 @@ def logits_gradient_(
     gradient = logits.view(dtype)[:, :V]
     if R == 0:
         return gradient
+    logprobs, entropy, shift, total = known
     rows = [
         None if vector is None else vector.contiguous()
-        for vector in (targets, bias, temperature, maximum, total, logprobs, entropy, grad_logprobs, grad_entropy)
+        for vector in (targets, bias, temperature, shift, total, logprobs, entropy, grad_logprobs, grad_entropy)
     ]
     with launching_on(logits.device):
         _logits_gradient_kernel[(R,)](

@@ -5,7 +5,7 @@ Equals
     log_softmax(z)[arange(N), targets]
 
 One GEMM, 2*N*D*V FLOP, whose epilogue folds each [block_n, block_v] tile of fp32 accumulators into a maximum, a sum and
-a target logit per row. The vocabulary is cut into contiguous stretches ("splits") so that a few rows still fill the
+a target logit per row. The vocabulary is cut into contiguous splits, as in split-K, so that a few rows still fill the
 device; each leaves 2 numbers per row (3 with the entropy), and a second, tiny kernel merges them. How many splits
 there are follows from V and the tile table alone, so a row's bits do not depend on which rows came with it.
 
@@ -92,7 +92,7 @@ def _logprob_forward_kernel(
     """Grid: row tiles x splits, flattened; GROUP_N row tiles go through a split together, then the next split.
 
     A program owns BLOCK_N rows of one split: it alone writes their statistics [split, rows], and it alone writes
-    target_logit for those rows whose target lies in its stretch; the first split also for those without a target.
+    target_logit for those rows whose target lies in its split; the first split also for those without a target.
     """
     row_tiles = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_N * splits)
@@ -191,7 +191,7 @@ def logprob_forward(
     Args:
         hidden: [N, D] bf16, fp16 or fp32, any strides.
         weight: [V, D] of the same dtype, any strides.
-        targets: [N] int64, each in [0, V), or -1 for a row whose target is not in this weight (a stretch of a longer
+        targets: [N] int64, each in [0, V), or -1 for a row whose target is not in this weight (a slice of a longer
             vocabulary): its log-prob is -inf, its entropy that of all V tokens.
         bias: [V], any float dtype.
         temperature: [N] fp32, positive.
@@ -200,10 +200,10 @@ def logprob_forward(
         entropy: also compute the entropy of each row.
 
     Returns:
-        (logprobs [N], entropy [N] or None, state), fp32, the entropy in nats. The state is that of `fold_tile_`, which
-        stretches are merged by: maximum, total, weighted (unset without `entropy`) and target_logit, each [N].
+        (logprobs [N], entropy [N] or None, state), fp32, the entropy in nats. The state is that of
+        `row_statistics`, which slices are merged by.
 
-    Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 64 splits. No other temporary, but for a copy of an
+    Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 128 splits. No other temporary, but for a copy of an
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
@@ -245,7 +245,7 @@ def logprob_forward(
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
-    """(how many stretches, tiles in each) from V alone: N must not move a boundary of a row's sum."""
+    """(how many splits, tiles in each) from V alone: N must not move a boundary of a row's sum."""
     tiles = triton.cdiv(V, tile.block_v)
     tiles_per_split = triton.cdiv(tiles, tile.max_splits)
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split

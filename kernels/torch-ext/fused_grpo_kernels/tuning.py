@@ -29,10 +29,10 @@ class GemmTile:
     block_d: int
     num_warps: int
     num_stages: int
-    # Row tiles that sweep the same stretch of vocabulary together, so that both operands stay in L2.
+    # Row tiles that sweep the same vocabulary slice together, so that both operands stay in L2.
     group_n: int = 16
-    # Contiguous stretches of vocabulary at most: enough programs to fill the device when there are few rows.
-    max_splits: int = 64
+    # Contiguous vocabulary slices at most: enough programs to fill the device when there are few rows.
+    max_splits: int = 128
     # Operands come through tensor descriptors, not pointers.
     tma: bool = False
 
@@ -90,7 +90,8 @@ SINGLE: dict[str, GemmTile] = {
 
 ROW: dict[str, RowTile] = {
     "interpreter": RowTile(128, num_warps=1),
-    "default": RowTile(4096, num_warps=8),
+    # Of one warp: its largest logit is found without a barrier. 32 logits of each thread are on their way at a time.
+    "default": RowTile(1024, num_warps=1),
 }
 
 # Of the loss kernel, two for each thread: with more of them, triton 3.6 spills.

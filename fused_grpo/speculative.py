@@ -2,13 +2,13 @@
 
 A log-prob op cannot know its upstream gradient in the forward pass, so it makes the logits twice, 4U with a trainable
 head. But where it is known which GRPO loss will be computed from the log-probs, that gradient is known, too:
-`foreseen_logprobs` takes dH and dW for it while the logits are there, 3U. In the backward pass, what comes from
-upstream is compared with what was foreseen:
+`speculative_logprobs` takes dH and dW for it while the logits are there, 3U. In the backward pass, what comes from
+upstream is compared with the speculative gradient:
 
-    upstream = s * foreseen   (within rounding, s one number)   the gradients are there, times s
-    anything else                                               the logits are made again for the real one, 5U
+    upstream = s * speculative   (within rounding, s one number)   the gradients are there, times s
+    anything else                                                  the logits are recomputed for the real one, 5U
 
-So whatever the caller does with the log-probs, the gradients are right; foreseeing it only makes them cheap.
+So whatever the caller does with the log-probs, the gradients are right; speculation only makes them cheap.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fused_grpo import _impl
 from fused_grpo._checks import check_differentiated_once
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._layout import LossInputs
+from fused_grpo.chunked_loss import Done, chunked_loss
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.fused_loss import scaled
 from fused_grpo.head import Head, full_precision
+from fused_grpo.logprob_plans import rows_of
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
-from fused_grpo.loss_plans import Done, fused_loss
-from fused_grpo.plans import rows_of
 
 TOLERANCE = 1e-4
-"""How far the upstream gradient of a token may be from the foreseen one, relative to both its own size and that of a
+"""How far the upstream gradient of a token may be from the speculative one, relative to both its own size and that of a
 middling token: log-ratios summed over a long sequence in fp32."""
 
 logger = logging.getLogger("fused_grpo")
 
 
 @outside_graphs
-def foreseen_logprobs(
+def speculative_logprobs(
     head: Head,
     inputs: LossInputs,
     config: GRPOLossConfig,
@@ -64,10 +64,10 @@ def foreseen_logprobs(
         UnsupportedError: in the backward pass, create_graph=True.
     """
     options = {"impl": _impl.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
-    return LogProbs(*_Foreseen.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
+    return LogProbs(*_Speculative.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
 
 
-class _Foreseen(torch.autograd.Function):
+class _Speculative(torch.autograd.Function):
     """The gradients of a loss to come, kept with what is needed if another one comes."""
 
     @staticmethod
@@ -84,10 +84,10 @@ class _Foreseen(torch.autograd.Function):
         wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         with full_precision(hidden):
             asked: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
-            done = fused_loss(head, inputs, config, _impl.passes(options["impl"]), **asked)
+            done = chunked_loss(head, inputs, config, _impl.passes(options["impl"]), **asked)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.foreseen, ctx.gradients = done.upstream, done.gradients
+        ctx.speculative, ctx.gradients = done.upstream, done.gradients
         ctx.targets, ctx.options = head.targets, head.row_arguments(slice(None)) | options | {"bias": None}
         return _with_masked_rows(done, head, inputs, options)
 
@@ -95,14 +95,14 @@ class _Foreseen(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         check_differentiated_once()
         leaves = ctx.saved_tensors  # raises where they, and the gradients, are gone already
-        factor = factor_between(ctx.foreseen, upstream)
+        factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
         if not kept:
             ctx.gradients = None
         if factor is None:
             del gradients
-            logger.info("the gradient from upstream is not that of the loss foreseen: the logits are made again for it")
+            logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
             return *_from_scratch(ctx, leaves, upstream), None, None, None, None
         return *scaled(gradients, factor, in_place=not kept), None, None, None, None
 
@@ -122,14 +122,14 @@ def _with_masked_rows(done: Done, head: Head, inputs: LossInputs, options: dict[
     return logprobs, entropy
 
 
-def factor_between(foreseen: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]) -> Tensor | None:
-    """The number s, 0-d, with upstream = s * foreseen; None where there is none. Waits for the device once.
+def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The number s, 0-d, with upstream = s * guess; None where there is none. Waits for the device once.
 
     Each token is held to its own size, and to that of a middling one where terms of it cancel: the one with the largest
     ratio must not hide what the others have.
     """
     expected, actual = (
-        torch.cat([torch.zeros_like(foreseen[0]) if x is None else x for x in pair]) for pair in (foreseen, upstream)
+        torch.cat([torch.zeros_like(guess[0]) if x is None else x for x in pair]) for pair in (guess, upstream)
     )
     if not len(expected):
         return expected.new_ones(())

@@ -1,0 +1,192 @@
+"""Log-probs of a head and their gradients, by what is asked for; `_ops.py` chooses. U = 2*N*D*V FLOP, one GEMM.
+
+- `forward`, 1U: log-probs and entropy. By a Triton kernel from which no logit reaches memory, or tile by tile.
+- `backward`, 1U for the logits again and 1U for each of dH and dW: every tile turns into softmax weights where it
+  lies. Rows whose upstream gradient is zero take no part.
+- `forward_with_gradient`, 2U: with the head frozen, d log p / d hidden needs nothing from upstream, so it is taken
+  while a chunk of logits is there, and the backward pass is a product.
+
+The last, in short:
+
+    for rows of hidden:
+        weights, scale, statistics = softmax_weights(rows @ weight.T, targets)    # d log p / d logits = scale * weights
+        gradient[rows] = scale * (weights @ weight)
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo import planner
+from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets
+from fused_grpo.head_gradients import HeadGradients
+from fused_grpo.statistics import RowState, Statistics, finish_rows, join_rows, merge_rows, with_part
+
+# fp16 ends at 2^16: the largest gradient goes near 2^10, so that 2^-34 of it is still a number.
+_FP16_EXPONENT = 10
+
+# What the forward kernel leaves per row until it is merged: three numbers for each of at most 128 splits.
+_SPLIT_BYTES = 128 * 3 * 4
+
+
+def forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, **how: Any) -> Statistics:
+    """Log-probs, the entropy if asked for, and what a backward pass needs of the rows; `how` as in `fold`."""
+    if _in_kernel(passes, **how) and _one_launch(head, chunk_bytes):
+        with full_precision(head.hidden):
+            logprobs, entropies, state = _launch(head, passes, entropy=entropy)
+        return Statistics(logprobs, entropies, state.shift, state.total)
+    return finish_rows(fold(head, passes, entropy=entropy, chunk_bytes=chunk_bytes, **how), entropy=entropy)
+
+
+def fold(
+    head: Head,
+    passes: ModuleType,
+    *,
+    entropy: bool,
+    chunk_bytes: int | None = None,
+    batch_invariant: bool = False,
+    wanted: dict[str, bool] | None = None,
+) -> RowState:
+    """What is known of the rows once every logit of this head is folded in.
+
+    Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
+    another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
+    """
+    with full_precision(head.hidden):
+        if _in_kernel(passes, batch_invariant=batch_invariant, wanted=wanted):
+            return _fold_by_launches(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
+        # With tiles of one size for every N, no GEMM and no sum can choose another order.
+        num_rows = INVARIANT_ROWS if batch_invariant else None
+        weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
+        memory = head.tile_memory(passes, chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+        groups, parts = [], list[RowState]()
+        for tile in head.tiles(memory, pad=batch_invariant and len(head.targets) > 0):
+            state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
+            parts = with_part(parts, RowState(*state))
+            if tile.columns.stop == len(head.weight):
+                groups.append(merge_rows(parts))
+                parts = []
+        return RowState(*(values[: len(head.targets)] for values in join_rows(groups)))
+
+
+def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dict[str, bool] | None = None) -> bool:
+    """Whether the kernel that needs no tiles serves: its rows are batch-invariant by themselves."""
+    return hasattr(passes, "logprob_forward") and (batch_invariant or wanted is None)
+
+
+def _launch(
+    head: Head, passes: ModuleType, rows: slice = slice(None), columns: slice = slice(None), *, entropy: bool
+) -> tuple[Tensor, Tensor | None, RowState]:
+    """The kernel that needs no tiles, for some rows and a vocabulary slice."""
+    weight = head.weight[columns].to(head.hidden.dtype)
+    targets = head.targets[rows] if columns == slice(None) else local_targets(head.targets[rows], columns)
+    options = {**head.row_arguments(rows, columns), "entropy": entropy}
+    logprobs, entropies, state = passes.logprob_forward(head.hidden[rows], weight, targets, **options)
+    return logprobs, entropies, RowState(*state)
+
+
+def _one_launch(head: Head, chunk_bytes: int | None) -> bool:
+    return head.weight.dtype == head.hidden.dtype and len(head.targets) <= _launch_rows(chunk_bytes)
+
+
+def _launch_rows(chunk_bytes: int | None) -> int:
+    return max(1, _budget(chunk_bytes) // 2 // _SPLIT_BYTES)
+
+
+def _budget(chunk_bytes: int | None) -> int:
+    return planner.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes
+
+
+def _fold_by_launches(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None) -> RowState:
+    """A weight of another dtype is cast by vocabulary slices, each once."""
+    vocab_size, hidden_size = head.weight.shape
+    cast = head.weight.dtype != head.hidden.dtype
+    cast_rows = max(1, _budget(chunk_bytes) // 2 // (hidden_size * head.hidden.dtype.itemsize))
+    parts = []
+    for columns in planner.chunks(vocab_size, cast_rows if cast else vocab_size):
+        rows = planner.chunks(len(head.targets), _launch_rows(chunk_bytes))
+        parts.append(join_rows([_launch(head, passes, some, columns, entropy=entropy)[2] for some in rows]))
+    return merge_rows(parts)
+
+
+def backward(
+    head: Head,
+    passes: ModuleType,
+    statistics: Statistics,
+    *,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    wanted: dict[str, bool],
+    chunk_bytes: int | None = None,
+    hidden_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, where wanted, recomputing the logits tile by tile."""
+    index = rows_of(grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0))
+    head = head.select(index)
+    if index is not None:
+        statistics, grad_logprobs = statistics.rows(index), grad_logprobs[index]
+        grad_entropy = None if grad_entropy is None else grad_entropy[index]
+    memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted["weight"])
+    upstream = grad_logprobs.abs() if grad_entropy is None else grad_logprobs.abs() + grad_entropy.abs()
+    scale = power_of_two_scale(head, upstream, exponent=_FP16_EXPONENT)
+    one_group = len(memory) >= len(head.targets)
+    gradients = HeadGradients(head, one_group=one_group, **wanted, scale=scale, hidden_dtype=hidden_dtype)
+    with full_precision(head.hidden):
+        for tile in head.tiles(memory) if len(head.weight) else ():
+            rows = tile.rows
+            of_rows = {"grad_logprobs": grad_logprobs[rows]}
+            of_rows |= {} if grad_entropy is None else {"grad_entropy": grad_entropy[rows]}
+            gradients.add_known(tile, passes, statistics.rows(rows), **of_rows)
+    return gradients.finish()
+
+
+def forward_with_gradient(
+    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None
+) -> tuple[Statistics, Tensor]:
+    """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators."""
+    memory, ones = head.chunk_memory(passes, chunk_bytes), torch.ones_like(head.temperature)
+    scale = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT)
+    alone = {"hidden": True, "weight": False, "bias": False}
+    gradients = HeadGradients(head, one_group=False, **alone, scale=scale, hidden_dtype=head.dtype)
+    groups = []
+    with full_precision(head.hidden):
+        for tile in head.tiles(memory):
+            upstream = ones[tile.rows]
+            if head.takes_weights:
+                options = {"entropy": entropy, "dtype": head.gemm_dtype, **tile.arguments}
+                weights, factor, statistics = passes.softmax_weights_(tile.logits, tile.targets, **options)
+                gradients.add_weights(tile, passes, weights, factor, upstream)
+            else:
+                state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
+                statistics = finish_rows(RowState(*state), entropy=entropy)
+                gradients.add_known(tile, passes, statistics, grad_logprobs=upstream)
+            groups.append(statistics)
+    (gradient, _, _) = gradients.finish()
+    assert gradient is not None
+    return Statistics.joined(groups), gradient
+
+
+def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor | None:
+    """What brings the largest of d-logits near 2^exponent, into the range of fp16, whose smallest number is 6e-8.
+
+    `upstream` [N] is the size of the gradients that arrive at each row. Other dtypes need no scale.
+    """
+    if head.takes_weights or not len(upstream):
+        return None
+    largest = (upstream * abs(head.logit_scale) / head.temperature).amax()
+    return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
+
+
+def rows_of(mask: Tensor) -> Tensor | None:
+    """The indices of the rows in `mask` [N], or None where all are in it.
+
+    On a GPU this waits for the mask, once; while a CUDA graph is captured nothing can wait, so all rows are taken.
+    """
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    index = mask.nonzero()[:, 0]
+    return None if len(index) == len(mask) else index

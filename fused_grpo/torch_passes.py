@@ -1,0 +1,319 @@
+"""The row passes in plain torch: the path for CPUs, and for any device that Triton does not serve.
+
+The same passes that `fused_grpo.kernels` offers, so that the plans are written once over either module. `logits` [R, C]
+is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes walk it in blocks of
+columns that fit the caches: a block is exponentiated, summed and differentiated while it is still there, in place, or
+where that cannot be in scratch of its size. That keeps the peak at one tile and is also the fast way on a CPU. The
+numerics are those of `statistics.py`.
+
+A tile has its columns, not its rows, in one piece each: what a GEMM packs for each block of W is then the hidden
+states, which fit a cache, and not W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_grpo import _cpu_buffers, planner, reference
+from fused_grpo.config import TokenTerms
+from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.statistics import (
+    HEADROOM,
+    RowState,
+    Statistics,
+    finish_rows,
+    finite,
+    merge_rows,
+    share_of_others,
+    with_part,
+)
+
+_PARTS = 4
+
+
+def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
+    stride = planner.column_stride(rows)
+    return _cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
+
+
+def row_statistics(logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Any) -> RowState:
+    """The state of the rows of a tile, which stays as it is; `targets` are -1 where the target is in another tile.
+
+    `head` is bias [C] or None, temperature [R], logit_scale and softcap.
+    """
+    return _fold(_Tile(logits, targets, **head), entropy=entropy)[0]
+
+
+def softmax_weights_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    known: Statistics | None = None,
+    entropy: bool = False,
+    dtype: torch.dtype | None = None,
+    **head: Any,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """Overwrite a tile with the weights E of its tokens: (E [R, C] in `dtype`, scale [R], the rows' statistics) with
+
+        d log p_n / d(h.w_v) = scale_n E_nv    for every v, the target included.
+
+    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows; where it is not,
+    their statistics must be `known`, and the scale is that of whole rows. Rows that are not finite have weights of 0
+    and keep their scale, NaN: products with other rows are numbers.
+    """
+    tile, out = _Tile(logits, targets, **head), _in_place(logits, dtype or logits.dtype)
+    if known is None:
+        state, shift = _fold(tile, entropy=entropy, out=out)
+        known = finish_rows(state, entropy=entropy)
+        total = known.total * torch.exp(known.shift - finite(shift))
+    else:
+        shift, total = finite(known.shift)[:, None], known.total
+        for block in tile.blocks(out):
+            block.write(torch.sub(block.z, shift, out=block.place()).exp_())
+    tile.put_at_target_(out, -total if tile.slope_at_target is None else -total * tile.slope_at_target)
+    lost = ~torch.isfinite(total)
+    if not tile.on_cpu or lost.any():
+        out.masked_fill_(lost[:, None], 0.0)
+    return out, -share_of_others(known.logprobs, total) * tile.logit_scale / tile.temperature, known
+
+
+def _fold(tile: _Tile, *, entropy: bool, out: Tensor | None = None) -> tuple[RowState, Tensor]:
+    """(the state of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
+    parts = list[RowState]()
+    # A GPU would have to wait for the answer whether a shift is raised: there the largest logits are found first.
+    shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
+    for block in tile.blocks(out):
+        top = block.z.amax(1)
+        if tile.on_cpu:
+            shift = _raised(shift, top, None if out is None else out[:, : block.columns.start])
+        # With the entropy, sums are relative to the block's own largest logit: what they are off by would cancel.
+        centre = top if entropy else shift
+        centred = torch.sub(block.z, finite(centre)[:, None], out=block.scratch(0) if entropy else block.place())
+        e = torch.exp(centred, out=block.place(1) if entropy else centred)
+        # Below -128 exp is 0 or all but: the clamp only keeps 0 * -inf out.
+        weighted = _sums(centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
+        parts = with_part(parts, RowState(centre, _sums(e), weighted, tile.target_logit))
+        if out is not None:
+            block.write(e.mul_(torch.exp(centre - finite(shift))[:, None]) if entropy else e)
+    return merge_rows(parts), shift
+
+
+def _raised(shift: Tensor, top: Tensor, before: Tensor | None) -> Tensor:
+    """The shift of rows whose next logits reach `top`; the exponentials `before` them follow it."""
+    higher = top > shift + HEADROOM
+    if not higher.any():
+        return shift
+    raised = torch.where(higher, top, shift)
+    if before is not None and before.numel():
+        before.mul_(torch.exp(shift - finite(raised))[:, None])
+    return raised
+
+
+def _sums(values: Tensor) -> Tensor:
+    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over columns in one piece each.
+
+    (A product with ones would be as fast, and add one column to the next: equal ones would all round alike.)
+    """
+    if values.shape[1] % _PARTS:
+        return values.sum(1)
+    parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
+    return parts.sum(1).sum(0)
+
+
+def logits_gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    known: Statistics,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype | None = None,
+    **head: Any,
+) -> Tensor:
+    """d loss / d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
+
+    `targets` are -1 where the target is in another tile; the statistics are those of whole rows, the entropy among them
+    where it has a gradient. A row whose gradients are 0 is 0, whatever its logits are.
+    """
+    tile, out = _Tile(logits, targets, **head), _in_place(logits, dtype or logits.dtype)
+    # Of each row, [R, 1]: once for the tile, not for each of its blocks.
+    log_p, upstream, shift = known.logprobs[:, None], grad_logprobs[:, None], finite(known.shift)[:, None]
+    slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, known.total[:, None])
+    at_target = upstream * -torch.expm1(log_p)
+    factor, of_entropy = -upstream * slope * share, None
+    none = upstream == 0
+    if grad_entropy is not None and known.entropy is not None:
+        upstream_entropy, mean = grad_entropy[:, None], known.entropy[:, None]
+        # The clamps, here and below, keep 0 * -inf out; beyond them a factor is 0 or all but.
+        at_target = at_target - upstream_entropy * log_p.exp() * (log_p.clamp_min(-128.0) + mean)
+        of_entropy = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
+        factor, none = slope * share, none & (upstream_entropy == 0)
+    at_target = at_target * slope if tile.slope_at_target is None else at_target * slope * tile.slope_at_target[:, None]
+    for block in tile.blocks(out):
+        centred = torch.sub(block.z, shift, out=block.place() if of_entropy is None else block.scratch(0))
+        e = torch.exp(centred, out=centred if of_entropy is None else block.place(1))
+        if of_entropy is not None:
+            e.mul_(centred.clamp_min_(-128.0).add_(of_entropy[1]).mul_(of_entropy[0]).sub_(upstream))
+        block.write(e.mul_(factor))
+    tile.put_at_target_(out, at_target[:, 0])
+    if not tile.on_cpu or none.any():
+        out.masked_fill_(none, 0.0)
+    return out
+
+
+def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(factor = scale * grad_logprobs [R], factor * hidden [R, D] in the dtype of hidden).
+
+    A row without a gradient is 0, whatever its scale and its hidden states are.
+    """
+    factor = torch.where(grad_logprobs == 0, 0.0, scale * grad_logprobs)
+    if hidden is None:
+        return factor, None
+    return factor, (hidden * factor[:, None]).to(hidden.dtype).masked_fill_((factor == 0)[:, None], 0.0)
+
+
+def _in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` [R, C] as memory for [R, C] of `dtype`; 16-bit dtypes take the front half of each row or column."""
+    if dtype == logits.dtype:
+        return logits
+    if logits.stride(0) == 1:
+        return logits.t().view(dtype)[:, : len(logits)].t()
+    return logits.view(dtype)[:, : logits.shape[1]]
+
+
+def grpo_token_loss(
+    logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: dict[str, Tensor | None], terms: TokenTerms
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(d loss / d log p [N], d loss / d log_ratio [N] if given, the statistics of `reference.token_loss`).
+
+    `inputs` are the other [N] arguments of `reference.token_loss`.
+    """
+    everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
+    with torch.inference_mode(False), torch.enable_grad():
+        # Tensors of inference mode cannot take part in autograd; copies of them can.
+        ours = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
+        for name in ("logprobs", "log_ratio"):
+            value = ours[name]
+            ours[name] = None if value is None else value.detach().requires_grad_()
+        leaves = [x for x in (ours["logprobs"], ours["log_ratio"]) if x is not None]
+        loss, statistics = reference.token_loss(**ours, terms=terms)  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return gradients[0], None if log_ratio is None else gradients[1], statistics
+
+
+class _Block(NamedTuple):
+    """Some columns of a tile, with their transformed logits."""
+
+    tile: _Tile
+    columns: slice
+    z: Tensor  # [R, c], -inf at the targets; the tile itself where nothing transforms it, else scratch 0
+    slope: Tensor | None  # [R, c] dz/dx of the soft cap, where there is one and results are written
+    out: Tensor | None  # [R, c], where they are written
+
+    def scratch(self, number: int) -> Tensor:
+        """[R, c], made when it is first asked for, which is for the largest block."""
+        return self.tile.scratch(number, self.z.shape[1])
+
+    def place(self, number: int = 0) -> Tensor:
+        """Where to compute [R, c]: where the result belongs, unless it has yet to be narrowed; then scratch."""
+        return self.scratch(number) if self.out is None or self.out.dtype != self.z.dtype else self.out
+
+    def write(self, values: Tensor) -> None:
+        """Put `values`, which are in `place`, times the slope where they belong."""
+        assert self.out is not None
+        values = values if self.slope is None else values.mul_(self.slope)
+        if self.out.dtype != values.dtype:
+            self.out.copy_(values)
+
+
+class _Tile:
+    """A tile [R, C], what makes logits of its raw ones, and where its targets are."""
+
+    def __init__(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        temperature: Tensor,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature
+        self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
+        self.has_target, self._column = targets >= 0, targets.clamp_min(0)[:, None]
+        # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
+        self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
+        # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.
+        self.width = 1 << (max(1, BLOCK_BYTES // max(1, len(raw) * raw.element_size())).bit_length() - 1)
+        self._scratch: dict[int, Tensor] = {}
+        at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
+        z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)
+        self.target_logit = torch.where(self.has_target, z[:, 0], -torch.inf)
+        self.slope_at_target = None if softcap is None else _slope(at_target[:, 0] * (logit_scale / softcap))
+
+    def blocks(self, out: Tensor | None) -> Iterator[_Block]:
+        """A cache-sized block at a time; the tile stays as it is but for what is written to `out`, in its memory."""
+        shown = self._hide_(self.raw, self.targets) if self.as_it_is else ()
+        for columns in planner.chunks(self.raw.shape[1], self.width):
+            raw, slope = self.raw[:, columns], None
+            z = raw
+            if not self.as_it_is:
+                bias = None if self.bias is None else self.bias[columns]
+                z, slope = self._transformed(raw, bias, self.scratch(0, raw.shape[1]), slope=out is not None)
+                self._hide_(z, self.targets - columns.start)
+            yield _Block(self, columns, z, slope, None if out is None else out[:, columns])
+        if out is None and self.as_it_is:
+            self.raw.scatter_(1, *shown)
+
+    def largest(self) -> Tensor:
+        """The largest logit but the target's, [R]."""
+        return torch.stack([block.z.amax(1) for block in self.blocks(None)]).amax(0)
+
+    def put_at_target_(self, out: Tensor, values: Tensor) -> None:
+        """Write `values` [R] at the targets that are columns of `out`."""
+        mine = torch.where(self.has_target[:, None], values[:, None].to(out.dtype), out.gather(1, self._column))
+        out.scatter_(1, self._column, mine)
+
+    def scratch(self, number: int, columns: int) -> Tensor:
+        """[R, c], in the order of the tile."""
+        rows = len(self.raw)
+        if number not in self._scratch:
+            self._scratch[number] = self.raw.new_empty(rows * columns)
+        return self._scratch[number][: rows * columns].view(columns, rows).t()
+
+    def _transformed(
+        self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(z, dz/dx of the soft cap if there is one and it is asked for), from `raw` [R, c] into `out`."""
+        raw = raw if bias is None else torch.add(raw, bias, out=out)
+        temperature = self.temperature[:, None]
+        if self.softcap is None:
+            # Where temperature and scale are equal this is exactly 1: a row is multiplied or not, to the same bits.
+            return torch.mul(raw, self.logit_scale / temperature, out=out), None
+        torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
+        slopes = 1 - out.square() if slope else None
+        return out.mul_(self.softcap / temperature), slopes
+
+    @staticmethod
+    def _hide_(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """-inf at the targets that are columns of z [R, c]; what `z.scatter_(1, ...)` brings them back with."""
+        column = targets[:, None].clamp(0, z.shape[1] - 1)
+        kept = z.gather(1, column)
+        z.scatter_(1, column, torch.where(targets[:, None] == column, -torch.inf, kept))
+        return column, kept
+
+
+def _all_equal(temperature: Tensor, value: float) -> bool:
+    return temperature.device.type == "cpu" and bool((temperature == value).all())
+
+
+def _slope(x: Tensor) -> Tensor:
+    """1 - tanh^2(x) as 4 e / (1 + e)^2: nothing cancels where the cap saturates."""
+    e = torch.exp(-2 * x.abs())
+    return 4 * e / (1 + e).square()

@@ -1,0 +1,280 @@
+"""What a row's softmax comes to, and its weights left in the logits' own memory, in one read and one write.
+
+Equals, with z = softcap(logit_scale * (logits + bias)) / temperature[:, None], t the target, m the shift of the row and
+s = sum_v e^(z_v - m) over all v but t,
+
+    logprob = log_softmax(z)[t]        weights_v = e^(z_v - m) for v != t, -s for v = t, times dsoftcap_v
+
+so that d logprob / d logits_v = scale * weights_v with scale = -(1 - p) / s * logit_scale / temperature, for the target
+as for any other token. The gradients of a linear head are then products with the weights as they are: no pass over
+d-logits, nothing to scatter.
+
+m is near the largest logit but need not be it, so nobody has to know that beforehand: it is the largest of the first
+columns that hold any, and is raised where a later one is HEADROOM above it, which takes what was written so far along.
+The sums, which are not written yet, are relative to a centre that follows more closely: with the entropy, what they are
+off by would cancel.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import launching_on
+from ._tiles import exp, expm1, finish_row, inverse, logit, softcap_slope
+from .tuning import row_tile
+
+# In nats: of the weights, where e^16 times the vocabulary is far from the end of bf16 and fp32, and of the sums.
+HEADROOM, CLOSE = tl.constexpr(16.0), tl.constexpr(2.0)
+
+ROW_VECTORS = ["targets", "temperature", "shift", "total", "weighted", "target_logit", "logprobs", "entropy", "scale"]
+
+
+@triton.jit
+def _load(start, bias, columns, C, MASKED: tl.constexpr):
+    """h.w + bias at these columns, fp32; 0 past the end."""
+    if MASKED:
+        x = tl.load(start + columns, mask=columns < C, other=0.0)
+        if bias is not None:
+            x += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(start + columns)
+        if bias is not None:
+            x += tl.load(bias + columns).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store(start, columns, values, C, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(start + columns, values.to(start.dtype.element_ty), mask=columns < C)
+    else:
+        tl.store(start + columns, values.to(start.dtype.element_ty))
+
+
+@triton.jit
+def _rescale(start, end, factor, BLOCK_V: tl.constexpr):
+    """Multiply the weights before `end`, a multiple of BLOCK_V."""
+    tl.debug_barrier()
+    for first in range(0, end, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        _store(start, columns, tl.load(start + columns).to(tl.float32) * factor, end, False)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
+def _softmax_weights_kernel(
+    logits,
+    weights,
+    targets,
+    bias,
+    temperature,
+    shift,
+    total,
+    weighted,
+    target_logit,
+    logprobs,
+    entropy,
+    scale,
+    C,
+    logits_row,
+    weights_row,
+    logit_scale: tl.float32,
+    softcap,
+    KNOWN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Grid: rows. A program owns the memory of one row and all that is known of it: nobody else reads or writes them.
+
+    `weights` is the same memory as `logits`, in elements of the same or of half the size. Walking left to right, tile i
+    is written to bytes that tiles <= i have been read from, but the threads that write it may run ahead of those that
+    still read: hence the barrier between. Without `weights`, `weighted` and `target_logit` are left instead.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * logits_row
+    target = tl.load(targets + row).to(tl.int32)
+    inverse_temperature = inverse(tl.load(temperature + row))
+    row_target, slope = float("-inf"), 1.0
+    if target >= 0:
+        at_target = _load(start, bias, target, C, False)
+        row_target = logit(at_target, logit_scale, softcap, inverse_temperature)
+        if softcap is not None:
+            slope = softcap_slope(at_target, logit_scale, softcap)
+    m = tl.full([], float("-inf"), tl.float32)
+    if KNOWN:
+        m = tl.load(shift + row)
+    centre, times = m, 1.0  # the sums are relative to the centre: times = e^(m - centre)
+    sums = tl.zeros([BLOCK_V], tl.float32)
+    products = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, C, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        # Masks cost more than the exponential, and but for one or two tiles there is nothing to mask.
+        masked = (first + BLOCK_V > C) | ((target >= first) & (target < first + BLOCK_V))
+        if masked:
+            x = _load(start, bias, columns, C, True)
+            z = logit(x, logit_scale, softcap, inverse_temperature)
+            z = tl.where((columns < C) & (columns != target), z, float("-inf"))
+        else:
+            x = _load(start, bias, columns, C, False)
+            z = logit(x, logit_scale, softcap, inverse_temperature)
+        if not KNOWN:
+            top = tl.max(z, 0)
+            if top > centre + CLOSE:
+                drop = centre - top
+                factor = tl.exp(drop)
+                if ENTROPY:
+                    products = factor * (products + tl.maximum(drop, -128.0) * sums)
+                sums *= factor
+                centre = top
+                if top > m + HEADROOM:
+                    if weights is not None:
+                        _rescale(weights + row * weights_row, first, tl.exp(m - top), BLOCK_V)
+                    m = top
+                times = tl.exp(m - top)
+        # Nothing but -inf so far: any finite shift keeps -inf - shift out of NaN.
+        e = exp(z - tl.where(m == float("-inf"), 0.0, m))
+        if not KNOWN:
+            sums += e * times
+            if ENTROPY:
+                # Below -128 exp is 0 in fp32, so the clamp only keeps 0 * -inf out.
+                centred = z - tl.where(centre == float("-inf"), 0.0, centre)
+                products += e * times * tl.maximum(centred, -128.0)
+        if weights is not None:
+            if softcap is not None:
+                e = e * softcap_slope(x, logit_scale, softcap)
+            tl.debug_barrier()
+            if masked:
+                _store(weights + row * weights_row, columns, e, C, True)
+            else:
+                _store(weights + row * weights_row, columns, e, C, False)
+
+    if KNOWN:
+        row_total, row_logprob = tl.load(total + row), tl.load(logprobs + row)
+    else:
+        row_total, row_weighted = tl.sum(sums, 0), tl.sum(products, 0)
+        row_logprob, row_entropy = finish_row(centre, row_total, row_weighted, row_target, ENTROPY)
+        tl.store(shift + row, centre)
+        tl.store(total + row, row_total)
+        row_total /= times  # from here on relative to the shift of the weights
+        if weights is None:
+            tl.store(target_logit + row, row_target)
+            if ENTROPY:
+                tl.store(weighted + row, row_weighted)
+        else:
+            tl.store(logprobs + row, row_logprob)
+            if ENTROPY:
+                tl.store(entropy + row, row_entropy)
+    if weights is not None:
+        share = -expm1(row_logprob) / tl.where(row_total == 0.0, 1.0, row_total)
+        tl.store(scale + row, -share * logit_scale * inverse_temperature)
+        tl.debug_barrier()
+        # A row without finite sums: the products of others with its weights shall be numbers.
+        if (row_total < float("inf")) == 0:
+            for first in range(0, C, BLOCK_V):
+                columns = first + tl.arange(0, BLOCK_V)
+                _store(weights + row * weights_row, columns, tl.zeros([BLOCK_V], tl.float32), C, True)
+        elif target >= 0:
+            tl.store(weights + row * weights_row + target, (-row_total * slope).to(weights.dtype.element_ty))
+
+
+def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns.
+
+    Rows lie a multiple of 256 bytes apart: GEMMs with any other leading dimension are two to four times slower.
+    """
+    return torch.empty((rows, columns + -columns % 64), dtype=dtype, device=device)[:, :columns]
+
+
+def row_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is known of the rows of materialised logits, which stay as they are.
+
+    Args:
+        logits: [R, C] fp32, raw h.w; columns adjacent, rows may be further apart than C.
+        targets: [R] int64, each in [0, C), or -1 for a row whose target is not among these columns.
+        bias: [C], any float dtype.
+        temperature, logit_scale, softcap: as in `logprob_forward`.
+        entropy: also what the entropy needs.
+
+    Returns:
+        (shift m, total s, weighted, target logit), each [R] fp32. `weighted` = sum_v e^(z_v - m) (z_v - m) is set with
+        `entropy` only; the target's logit is -inf without a target.
+
+    Memory: none.
+    """
+    state = tuple(torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4))
+    head = (bias, temperature, logit_scale, softcap)
+    _launch(logits, None, targets, head, (*state, None, None, None), entropy=entropy)
+    return state  # type: ignore[return-value]
+
+
+def softmax_weights_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    known: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+    """Overwrite logits with the weights of their tokens.
+
+    Args:
+        logits, targets, bias, temperature, logit_scale, softcap: as in `row_statistics`; the logits are lost.
+        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, where these columns are a
+            slice of them, or where it is known already.
+        entropy: also compute the entropy of each row.
+        dtype: of the weights. bf16 takes the front half of each row's memory; fp16 has too little range.
+
+    Returns:
+        (weights [R, C] of `dtype`, a view of the memory of `logits`; scale [R] fp32; what is now known). Rows without a
+        finite total have weights of 0.
+
+    Memory: none.
+    """
+    weights = logits.view(dtype)[:, : logits.shape[1]]
+    scale, logprobs, shift, total = (
+        torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
+    result = (logprobs, torch.empty_like(scale) if entropy else None, shift, total) if known is None else known
+    logprobs, entropies, shift, total = result
+    rows = (shift, total, None, None, logprobs, entropies, scale)
+    head = (bias, temperature, logit_scale, softcap)
+    _launch(logits, weights, targets, head, rows, known=known is not None, entropy=entropy and known is None)
+    return weights, scale, result
+
+
+def _launch(logits, weights, targets, head, rows, *, entropy, known=False):
+    R, C = logits.shape
+    bias, temperature, logit_scale, softcap = head
+    if R == 0 or C == 0:
+        return
+    inputs = (targets, bias, temperature, *rows)
+    with launching_on(logits.device):
+        _softmax_weights_kernel[(R,)](
+            logits,
+            weights,
+            *(None if vector is None else vector.contiguous() for vector in inputs),
+            C,
+            logits.stride(0),
+            None if weights is None else weights.stride(0),
+            logit_scale,
+            softcap,
+            KNOWN=known,
+            ENTROPY=entropy,
+            **row_tile(logits.device).launch_options(),
+        )
