@@ -40,7 +40,7 @@ from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import power_of_two_scale, rows_of
-from fused_grpo.loss import LossGradients, value_and_gradient
+from fused_grpo.loss import LossGradients, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards
 from fused_grpo.statistics import RowState, Statistics, finish_rows, no_columns
 
@@ -84,7 +84,8 @@ def chunked_loss(
     gradients = HeadGradients(rows, **how, hidden_dtype=None if shards is None else head.dtype)
     taken = gradients if differentiated else None
     chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards)
-    statistics, seen, upstream = chunks.in_two_phases() if needs_other_tokens(inputs, config) else chunks.one_by_one()
+    go = chunks.in_two_phases if reference.needs_other_tokens(inputs, config) else chunks.one_by_one
+    statistics, seen, upstream = go()
     per_token = [
         None if values is None else _everywhere(values, order, len(head.targets))
         for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)
@@ -93,18 +94,6 @@ def chunked_loss(
     if shards is not None and d_hidden is not None:
         d_hidden = shards.add_up(d_hidden).to(head.hidden.dtype)
     return Done(statistics, per_token[0], per_token[1], (per_token[2], per_token[3]), (d_hidden, d_weight, d_bias))  # type: ignore[arg-type]
-
-
-def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the loss of a token depends on the log-probs or entropies of others, or leaves most of them out."""
-    corrected = inputs.tokens.sampling_logprobs is not None and config.sampling_correction is not None
-    return bool(
-        config.importance_sampling_level == "sequence"
-        or config.loss_type == "vespo"
-        or config.off_policy_mask_threshold is not None
-        or config.top_entropy_quantile < 1.0
-        or (corrected and str(config.sampling_correction).startswith("sequence"))
-    )
 
 
 def _needs_all_entropies(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -126,7 +115,7 @@ def _rows_in_order(
         rows = rows_of(mask)
         return rows, len(mask) if rows is None else len(rows)
     moves = mask & (advantages != 0)
-    if needs_other_tokens(inputs, config):
+    if reference.needs_other_tokens(inputs, config):
         # A sequence's ratio carries the gradient of one of its tokens to all of them.
         moves = mask & (inputs.sequences.spread(inputs.sequences.sum(moves), len(mask)) > 0)
     active = rows_of(moves)
@@ -159,30 +148,28 @@ class _Chunks:
     def one_by_one(self) -> tuple[dict[str, Tensor], Statistics, LossGradients]:
         # Only whole rows leave their weights, and an entropy's gradient is not a multiple of them.
         at_once = self.head.takes_weights and not self.config.entropy_coef and self.shards is None
-        tokens, seen, parts = self.inputs.tokens.of(self.head.index), [], []
+        tokens, seen, parts, sums = self.inputs.tokens.of(self.head.index), [], [], []
         for tile in self.head.tiles(self.memory):
             inputs = replace(self.inputs, tokens=tokens.of(tile.rows))
             mine = tile.first(max(0, self.active - tile.rows.start))
-            count = len(mine.targets)
-            weights = None
-            if count and at_once and self.gradients is not None:
+            first, weights = slice(len(mine.targets)), None
+            if len(mine.targets) and at_once and self.gradients is not None:
                 options = {"entropy": self.entropy, "dtype": self.head.gemm_dtype, **tile.arguments}
                 weights, scale, known = self.passes.softmax_weights_(tile.logits, tile.targets, **options)
                 rows = Statistics(*known)
             else:
                 rows = self._statistics(tile)
-            done = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
+            done, some = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
             if weights is None or self.gradients is None:
-                self._add_known(mine, rows.rows(slice(count)), done.of(slice(count)))
+                self._add_known(mine, rows.rows(first), done.of(first))
             else:
-                mine_upstream = done.logprobs[:count]
-                self.gradients.add_weights(mine, self.passes, weights[:count], scale[:count], mine_upstream)
+                self.gradients.add_weights(mine, self.passes, weights[first], scale[first], done.logprobs[first])
             seen.append(rows)
             parts.append(done)
-        statistics = reference.merge_statistics([part.statistics for part in parts])
-        statistics["recomputed"] = torch.zeros_like(statistics["loss"])
-        upstream = (_joined([part.logprobs for part in parts]), _joined([part.entropy for part in parts]))
-        return statistics, Statistics.joined(seen), LossGradients(statistics, *upstream)  # type: ignore[arg-type]
+            sums.append(some)
+        upstream = LossGradients(*(_joined(values) for values in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        statistics = statistics_of(sums, upstream, tokens.mask, self.passes)
+        return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, Statistics.joined(seen), upstream
 
     def in_two_phases(self) -> tuple[dict[str, Tensor], Statistics, LossGradients]:
         index, inputs, seen = self.head.index, self.inputs, []
@@ -195,9 +182,9 @@ class _Chunks:
         count = len(inputs.tokens.mask)
         logprobs = _everywhere(rows.logprobs, index, count)
         entropy = None if rows.entropy is None else _everywhere(rows.entropy, index, count)
-        done = value_and_gradient(logprobs, entropy, inputs, config=self.config, passes=self.passes)
-        if index is not None:
-            done = done.of(index)
+        done, sums = value_and_gradient(logprobs, entropy, inputs, config=self.config, passes=self.passes)
+        statistics = statistics_of([sums], done, inputs.tokens.mask, self.passes)
+        done = done if index is None else done.of(index)
         recomputed = 0
         if self.gradients is not None:
             last = tile.rows
@@ -207,8 +194,7 @@ class _Chunks:
             for tile in self.head.select(left).tiles(self.memory) if recomputed else ():
                 some = left[tile.rows]
                 self._add_known(tile, rows.rows(some), done.of(some))
-        again = torch.full_like(done.statistics["loss"], recomputed)
-        return {**done.statistics, "recomputed": again}, rows, done
+        return {**statistics, "recomputed": torch.full_like(statistics["loss"], recomputed)}, rows, done
 
     def _statistics(self, tile: Tile) -> Statistics:
         """Of whole rows, of which a rank of several has a vocabulary slice."""

@@ -29,7 +29,7 @@ from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, asks_gradient, full_precision
 from fused_grpo.logprobs import flatten_head
-from fused_grpo.loss import GRPOLossOutput, value_and_gradient
+from fused_grpo.loss import GRPOLossOutput, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards, shards_of
 
 
@@ -211,7 +211,9 @@ def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> t
         head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    statistics = value_and_gradient(logprobs, entropy, inputs, config=config, passes=_impl.passes("torch")).statistics
+    passes = _impl.passes("torch")
+    done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
+    statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 

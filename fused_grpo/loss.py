@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -107,14 +108,15 @@ def grpo_loss(
     assert flat is not None
     chosen = _impl.choose(impl, logprobs)
     passes = _impl.passes("torch" if chosen == "reference" else chosen)
-    done = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
+    done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
+    statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if chosen == "reference":
         loss = reference.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
         gradients = (done.logprobs, done.entropy)
-        loss = _AttachGradients.apply(flat, flat_entropy, done.statistics["loss"], gradients)  # type: ignore[no-untyped-call]
+        loss = _AttachGradients.apply(flat, flat_entropy, statistics["loss"], gradients)  # type: ignore[no-untyped-call]
     metrics = reference.finish_metrics(
-        done.statistics,
+        statistics,
         has_ref=ref_logprobs is not None,
         has_sampling=sampling_logprobs is not None,
         has_entropy=entropy is not None,
@@ -140,9 +142,8 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
 
 
 class LossGradients(NamedTuple):
-    """The loss, its statistics and its gradients, for an upstream gradient of 1."""
+    """The gradients of a loss for an upstream gradient of 1."""
 
-    statistics: dict[str, Tensor]
     logprobs: Tensor  # [N]
     entropy: Tensor | None  # [N], None for 0
 
@@ -157,14 +158,14 @@ class LossGradients(NamedTuple):
 
 def value_and_gradient(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
-) -> LossGradients:
-    """Everything from the log-probs [N] and entropies [N] of all tokens of a call."""
+) -> tuple[LossGradients, Any]:
+    """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
     # What the torch path saves for its own small backward pass is no matter of hooks around us: those of activation
     # checkpointing would run the whole region again to get it back.
     with torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
         of_sequence = config.importance_sampling_level == "sequence"
-        gradient, of_ratio, statistics = passes.grpo_token_loss(
+        gradient, of_ratio, sums = passes.grpo_token_loss(
             logprobs.detach(),
             log_ratio=reference.sequence_log_ratio(logprobs.detach(), inputs) if of_sequence else None,
             inputs={
@@ -181,21 +182,17 @@ def value_and_gradient(
             shares = sequences.sum(of_ratio) / sequences.sum(mask).clamp_min(1.0)
             gradient = gradient + torch.where(mask, sequences.spread(shares, len(mask)), 0.0).to(gradient.dtype)
         upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
-        return LossGradients(
-            with_zero_gradients(statistics, inputs.tokens.mask, gradient, upstream), gradient, upstream
-        )
+        return LossGradients(gradient, upstream), sums
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def with_zero_gradients(
-    statistics: dict[str, Tensor], mask: Tensor, gradient: Tensor, of_entropy: Tensor | None
-) -> dict[str, Tensor]:
-    """The statistics, and how many unmasked tokens have no gradient at all."""
-    zero = mask & (gradient == 0) if of_entropy is None else mask & (gradient == 0) & (of_entropy == 0)
-    return {**statistics, "zero_gradient": zero.sum().to(gradient.dtype)}
+def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes: ModuleType) -> dict[str, Tensor]:
+    """The statistics of all tokens, and how many unmasked ones have no gradient at all."""
+    zero = (mask & ~done.have_gradient()).sum()
+    return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
 
 
 class _AttachGradients(torch.autograd.Function):

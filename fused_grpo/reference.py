@@ -42,6 +42,7 @@ The loss is sum(weights * l) - sum(entropy_weights * H). The weights hold the ma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -198,6 +199,18 @@ def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max:
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 
+def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
+    """Whether the loss of a token depends on the log-probs or entropies of others, or leaves most of them out."""
+    corrected = inputs.tokens.sampling_logprobs is not None and config.sampling_correction is not None
+    return bool(
+        config.importance_sampling_level == "sequence"
+        or config.loss_type == "vespo"
+        or config.off_policy_mask_threshold is not None
+        or config.top_entropy_quantile < 1.0
+        or (corrected and str(config.sampling_correction).startswith("sequence"))
+    )
+
+
 def policy_weights(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -207,9 +220,11 @@ def policy_weights(
     threshold between all entropies.
     """
     tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
+    sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
+    if not (config.entropy_coef or needs_other_tokens(inputs, config)):
+        return None, None
     current = torch.where(mask, logprobs.detach(), 0.0)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
-    sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
     if sampling is not None and correction is not None and correction.startswith("sequence"):
         whole = sequences.sum(log_rho(old, sampling, mask))
         how = correction.removeprefix("sequence_")
@@ -288,7 +303,7 @@ def largest(values: Tensor) -> Tensor:
     return values.max() if values.numel() else values.new_tensor(-torch.inf)
 
 
-def merge_statistics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The statistics of several chunks as if they had been one: sums add, extremes compete."""
     merged = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
     reduce = {"_max": torch.amax, "_min": torch.amin}

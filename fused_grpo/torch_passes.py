@@ -12,7 +12,7 @@ states, which fit a cache, and not W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -189,7 +189,7 @@ def _in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def grpo_token_loss(
     logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: dict[str, Tensor | None], terms: TokenTerms
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(d loss / d log p [N], d loss / d log_ratio [N] if given, the statistics of `reference.token_loss`).
+    """(d loss / d log p [N], d loss / d log_ratio [N] if given, sums for `token_statistics`).
 
     `inputs` are the other [N] arguments of `reference.token_loss`.
     """
@@ -204,6 +204,11 @@ def grpo_token_loss(
         loss, statistics = reference.token_loss(**ours, terms=terms)  # type: ignore[arg-type]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return gradients[0], None if log_ratio is None else gradients[1], statistics
+
+
+def token_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The statistics of `reference.token_loss` over the tokens of several calls."""
+    return reference.merge_statistics(parts)
 
 
 class _Block(NamedTuple):

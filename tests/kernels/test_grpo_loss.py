@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo.kernels import grpo_token_loss
+from fused_grpo.kernels import grpo_token_loss, token_statistics
 
 pytestmark = pytest.mark.grid
 
@@ -46,7 +46,8 @@ def problem(N: int, *, spread: float = 0.4) -> dict[str, Tensor]:
 def run(inputs: dict[str, Tensor], **config: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     rest = {name: x for name, x in inputs.items() if name not in ("logprobs", "log_ratio")}
     terms = tuple((CONFIG | config).values())
-    return grpo_token_loss(inputs["logprobs"], log_ratio=inputs.get("log_ratio"), inputs=rest, terms=terms)
+    *gradients, sums = grpo_token_loss(inputs["logprobs"], log_ratio=inputs.get("log_ratio"), inputs=rest, terms=terms)
+    return *gradients, token_statistics([sums])
 
 
 def policy_of(ratio: Tensor, A: Tensor, lp: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

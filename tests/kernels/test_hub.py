@@ -107,8 +107,11 @@ def loss(module: ModuleType) -> list[Tensor | None]:
     inputs = {name: torch.randn(R, generator=generator) for name in names} | {"mask": torch.arange(R) != 2}
     terms = ("clipped", 0.2, 0.28, 3.0, (1.0, 1.05), 0.1, "k3", True, "truncate", None, 2.0)
     ratio = torch.randn(R, generator=generator)
-    *gradients, statistics = module.grpo_token_loss(-ratio.abs(), log_ratio=ratio, inputs=inputs, terms=terms)
-    return [*gradients, *statistics.values()]
+    return list(module.grpo_token_loss(-ratio.abs(), log_ratio=ratio, inputs=inputs, terms=terms))
+
+
+def statistics(module: ModuleType) -> list[Tensor | None]:
+    return list(module.token_statistics([loss(module)[-1]]).values())
 
 
 CALLS: dict[str, Callable[[ModuleType], list[Tensor | None]]] = {
@@ -119,6 +122,7 @@ CALLS: dict[str, Callable[[ModuleType], list[Tensor | None]]] = {
     "scale_hidden": scaled,
     "empty_tile": tile,
     "grpo_token_loss": loss,
+    "token_statistics": statistics,
 }
 
 

@@ -5,7 +5,7 @@ dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` validate
 """
 
 from ._device import is_available
-from .grpo_loss import grpo_token_loss
+from .grpo_loss import grpo_token_loss, token_statistics
 from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
 from .scale_hidden import scale_hidden
@@ -20,4 +20,5 @@ __all__ = [
     "row_statistics",
     "scale_hidden",
     "softmax_weights_",
+    "token_statistics",
 ]
