@@ -39,7 +39,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("fused_grpo::linear_logprobs", "default")
 def _linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -108,7 +107,6 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     return logprobs, entropies, others, d_hidden
 
 
-@torch.library.impl("fused_grpo::linear_logprobs_backward", "default")
 def _linear_logprobs_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -177,4 +175,9 @@ def _backward(
     return *(next(gradients) if want else None for want in ctx.options[-1]), *nothing
 
 
+for _name, _implementation in (
+    ("linear_logprobs", _linear_logprobs),
+    ("linear_logprobs_backward", _linear_logprobs_backward),
+):
+    torch.library.impl(f"fused_grpo::{_name}", "default", _implementation)
 torch.library.register_autograd("fused_grpo::linear_logprobs", _backward, setup_context=_setup_context)

@@ -86,6 +86,7 @@ def chunked_loss(
     chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards)
     go = chunks.in_two_phases if reference.needs_other_tokens(inputs, config) else chunks.one_by_one
     statistics, seen, upstream = go()
+    del chunks, go, memory  # before dW is rounded beside its accumulator
     per_token = [
         None if values is None else _everywhere(values, order, len(head.targets))
         for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)

@@ -79,8 +79,8 @@ def fused_linear_grpo_loss(
         entropy: measure the entropy, for the metric. Computed in any case where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
-        chunk_bytes: budget for the one chunk of logits, in bytes. None: 256 MiB, 96 on a CPU. At least one row
-            is always taken.
+        chunk_bytes: budget for the one chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU, within
+            a 48th of its memory. At least one row is always taken.
         process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`,
             `bias` and `weight_main_grad` is the same on all of them, `targets` count over the whole vocabulary. So are
             the results, and the gradient of `hidden`: a sum over ranks that the forward pass makes. Budgets are per
@@ -88,8 +88,8 @@ def fused_linear_grpo_loss(
 
     Returns:
         `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of
-        the scored tokens whose logits were made twice: where the loss of a token needs others, what did not fit the
-        budget; on a CPU, chunks with a token far less likely than any that is sampled (`statistics.py`); else 0.
+        the scored tokens whose logits were made twice: where the loss of a token needs others, those with a gradient
+        that did not fit the budget; else 0.
 
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
         their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,

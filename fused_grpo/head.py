@@ -61,7 +61,7 @@ class Tile:
     logits: Tensor  # [R, C] in the dtype of accumulators
     hidden: Tensor  # [R, D], as the GEMMs take it
     weight: Tensor  # [C, D], in the dtype of the hidden states
-    targets: Tensor  # [R], relative to `columns`; -1 where the target is in another tile
+    targets: Tensor  # [R], relative to `columns`; outside of [0, C) where the target is in another tile
     arguments: dict[str, Any]  # what a row pass needs to know besides
     index: Tensor | None  # [R], which of the hidden states these are; None for `rows` of them
 
@@ -201,7 +201,8 @@ class Head:
                 logits = memory[:count, : len(weight)]
                 logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
-                yield Tile(group, columns, logits, hidden, weight, local_targets(targets, columns), arguments, index)
+                here = targets - columns.start if columns.start else targets
+                yield Tile(group, columns, logits, hidden, weight, here, arguments, index)
 
 
 def asks_gradient(tensor: Tensor | None) -> bool:

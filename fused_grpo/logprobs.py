@@ -64,7 +64,7 @@ def linear_logprobs(
         process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`
             and `bias` is the same on all of them, `targets` count over the whole vocabulary, and so are the results.
         chunk_bytes: budget for the one piece of the logits that exists at a time. None: 256 MiB (at most 32 on a CPU,
-            where more buys little).
+            where more buys little), and with a frozen head as for `fused_linear_grpo_loss`.
         batch_invariant: guarantee that a row's results do not depend on the rows beside it, to the bit. Without
             it they may where a vendor's GEMM is used (everywhere but in Triton's no-grad kernel): it may sum in another
             order for another N. With it, that kernel serves, or GEMMs of 64 rows; a frozen head costs 3U.

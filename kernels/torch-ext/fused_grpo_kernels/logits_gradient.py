@@ -110,7 +110,7 @@ def logits_gradient_(
 
     Args:
         logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
-        targets: [R] int64, each in [0, V), or -1 for a row whose target is not among these columns.
+        targets: [R] int64, in [0, V), or outside for a row whose target is not among these columns.
         known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as of `softmax_weights_`;
             the entropy where it has a gradient.
         grad_logprobs: [R] fp32, dL/dlogprobs.

@@ -96,6 +96,7 @@ def _softmax_weights_kernel(
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
     target = tl.load(targets + row).to(tl.int32)
+    target = tl.where(target < C, target, -1)
     inverse_temperature = inverse(tl.load(temperature + row))
     row_target, slope = float("-inf"), 1.0
     if target >= 0:
@@ -202,7 +203,7 @@ def row_statistics(
 
     Args:
         logits: [R, C] fp32, raw h.w; columns adjacent, rows may be further apart than C.
-        targets: [R] int64, each in [0, C), or -1 for a row whose target is not among these columns.
+        targets: [R] int64, in [0, C), or outside for a row whose target is not among these columns.
         bias: [C], any float dtype.
         temperature, logit_scale, softcap: as in `logprob_forward`.
         entropy: also what the entropy needs.

@@ -1,0 +1,81 @@
+"""What the ops would do on a GPU, seen on fake CUDA tensors: launches, waits, products and memory of every call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
+
+GIB = 2**30
+# A chunk is no more than a 48th of the GPU, here 141 GiB.
+CHUNK = 141 * GIB / 48
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+    """By name of the call; every kernel is compiled with the arguments that it was launched with."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(Path(__file__).with_name("walk.py")), "--compile"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = {row.pop("call"): row for row in map(json.loads, done.stdout.splitlines())}
+    for name, facts in found.items():
+        shown = (
+            facts.get("error") or f"{facts['launches']} launches, {facts['peak'] / GIB:.2f} GiB, waits {facts['waits']}"
+        )
+        print(f"{name}: {shown}")
+    return found
+
+
+def test_every_call_goes_through_and_its_kernels_compile(seen: dict[str, Facts]) -> None:
+    assert len(seen) >= 200
+    assert {name: facts["error"] for name, facts in seen.items() if "error" in facts} == {}
+    assert next(reversed(seen.values()))["compiled"] > 30
+
+
+def test_without_a_gradient_log_probs_never_wait(seen: dict[str, Facts]) -> None:
+    for name, facts in seen.items():
+        if name.startswith("log-probs, no_grad") or (name.startswith("grpo_loss") and "quantile" not in name):
+            assert facts["waits"] == [], name
+
+
+def test_a_loss_waits_for_the_rows_to_score_and_in_two_phases_for_those_to_recompute(seen: dict[str, Facts]) -> None:
+    for name, facts in seen.items():
+        if name.startswith("loss") and "quantile" not in name:
+            # Rows that may have a gradient, and then the others; no number of chunks makes it more.
+            assert len(facts["waits"]) <= (3 if "sequence" in name else 2), name
+            assert set(facts["waits"]) <= {"nonzero"}, name
+
+
+def test_a_loss_can_be_captured_in_a_graph(seen: dict[str, Facts]) -> None:
+    assert seen["loss, trainable, while a graph is captured"]["waits"] == []
+
+
+def test_chunks_have_rows_in_multiples_of_128(seen: dict[str, Facts]) -> None:
+    for name, facts in seen.items():
+        if name.startswith("loss, trainable, bf16"):
+            assert all(rows % 128 == 0 for rows, *_ in facts["gemms"]), name
+
+
+def test_nothing_is_held_but_a_chunk_and_gradients_with_their_accumulators(seen: dict[str, Facts]) -> None:
+    head = 151936 * 4096
+    for name, facts in seen.items():
+        if name.startswith("loss, trainable, bf16, dapo"):
+            # dW in fp32 beside a chunk, then beside dW in bf16; dH; hidden states gathered and scaled; small change.
+            assert facts["peak"] <= max(4 * head + CHUNK, 6 * head) + 8192 * 4096 * 8, name
+
+
+def test_launches_of_a_chunk_are_few(seen: dict[str, Facts]) -> None:
+    """Half of the tokens are scored: one chunk, or four. Joining what they found is five launches a call."""
+    few, many = (seen[f"loss, trainable, N={tokens}, KL"]["launches"] for tokens in (8192, 32768))
+    assert many - few <= 3 * 10 + 5
