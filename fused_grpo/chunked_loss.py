@@ -39,7 +39,7 @@ from fused_grpo._layout import LossInputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
-from fused_grpo.logprob_plans import power_of_two_scale, rows_of
+from fused_grpo.logprob_plans import power_of_two_scale
 from fused_grpo.loss import LossGradients, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards
 from fused_grpo.statistics import RowState, Statistics, finish_rows, no_columns
@@ -108,21 +108,25 @@ def _rows_in_order(
 ) -> tuple[Tensor | None, int]:
     """The rows to score, None for all of them in order, and how many of them, the first, may have a gradient.
 
-    On a GPU this waits for the mask: the one time that a call waits, but for losses in two phases.
+    On a GPU this waits for two numbers: the one time that a call waits, but for losses in two phases. While a CUDA
+    graph is captured nothing can wait, so all rows are taken.
     """
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None, len(mask)
     needed = score == "needed" and not _needs_all_entropies(inputs, config)
-    if config.beta or config.entropy_coef or not (needed or differentiated):
-        rows = rows_of(mask)
-        return rows, len(mask) if rows is None else len(rows)
-    moves = mask & (advantages != 0)
-    if reference.needs_other_tokens(inputs, config):
-        # A sequence's ratio carries the gradient of one of its tokens to all of them.
-        moves = mask & (inputs.sequences.spread(inputs.sequences.sum(moves), len(mask)) > 0)
-    active = rows_of(moves)
-    if needed or active is None:
-        return active, len(mask) if active is None else len(active)
-    return torch.cat([active, (mask & ~moves).nonzero()[:, 0]]), len(active)
+    moves = mask
+    if (needed or differentiated) and not (config.beta or config.entropy_coef):
+        moves = mask & (advantages != 0)
+        if reference.needs_other_tokens(inputs, config):
+            # A sequence's ratio carries the gradient of one of its tokens to all of them.
+            moves = mask & (inputs.sequences.spread(inputs.sequences.sum(moves), len(mask)) > 0)
+    active, scored = torch.stack([moves.sum(), mask.sum()]).tolist()
+    if active == len(mask):
+        return None, active
+    # Stable: rows stay in order within those that may have a gradient, and within the others.
+    order = (2 - mask.to(torch.int8) - moves.to(torch.int8)).argsort(stable=True)
+    return order[: active if needed else scored], active
 
 
 def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
@@ -149,22 +153,24 @@ class _Chunks:
     def one_by_one(self) -> tuple[dict[str, Tensor], Statistics, LossGradients]:
         # Only whole rows leave their weights, and an entropy's gradient is not a multiple of them.
         at_once = self.head.takes_weights and not self.config.entropy_coef and self.shards is None
+        at_once = at_once and self.gradients is not None
         tokens, seen, parts, sums = self.inputs.tokens.of(self.head.index), [], [], []
         for tile in self.head.tiles(self.memory):
             inputs = replace(self.inputs, tokens=tokens.of(tile.rows))
             mine = tile.first(max(0, self.active - tile.rows.start))
-            first, weights = slice(len(mine.targets)), None
-            if len(mine.targets) and at_once and self.gradients is not None:
+            first = slice(len(mine.targets))
+            if at_once:
                 options = {"entropy": self.entropy, "dtype": self.head.gemm_dtype, **tile.arguments}
                 weights, scale, known = self.passes.softmax_weights_(tile.logits, tile.targets, **options)
                 rows = Statistics(*known)
             else:
                 rows = self._statistics(tile)
             done, some = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
-            if weights is None or self.gradients is None:
-                self._add_known(mine, rows.rows(first), done.of(first))
-            else:
-                self.gradients.add_weights(mine, self.passes, weights[first], scale[first], done.logprobs[first])
+            if self.gradients is not None and len(mine.targets):
+                if at_once:
+                    self.gradients.add_weights(mine, self.passes, weights[first], scale[first], done.logprobs[first])
+                else:
+                    self._add_known(mine, rows.rows(first), done.of(first))
             seen.append(rows)
             parts.append(done)
             sums.append(some)

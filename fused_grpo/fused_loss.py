@@ -79,8 +79,8 @@ def fused_linear_grpo_loss(
         entropy: measure the entropy, for the metric. Computed in any case where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
-        chunk_bytes: budget for the one chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU, within
-            a 48th of its memory. At least one row is always taken.
+        chunk_bytes: budget for the one chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU,
+            within a 48th of its memory. At least one row is always taken.
         process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`,
             `bias` and `weight_main_grad` is the same on all of them, `targets` count over the whole vocabulary. So are
             the results, and the gradient of `hidden`: a sum over ranks that the forward pass makes. Budgets are per

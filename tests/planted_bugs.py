@@ -60,7 +60,7 @@ class Bug(NamedTuple):
 
 BUGS = {
     "a tile's targets are off by one": Bug(
-        "fused_grpo/head.py", "targets - columns.start, -1)", "targets - columns.start - 1, -1)", EXACT
+        "fused_grpo/head.py", "targets - columns.start if", "targets - columns.start - 1 if", REAL
     ),
     "every tile gets the bias of the first": Bug(
         "fused_grpo/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT

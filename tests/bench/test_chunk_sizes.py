@@ -33,7 +33,7 @@ def test_every_size_is_measured_beside_a_prediction(tmp_path, kind, direction):
 
 def test_sweeps_and_their_bytes_are_those_of_the_plan():
     work = Work(kind="loss", head="Qwen3-8B", tokens=8192, dtype="bfloat16")
-    assert chunk_sizes.sweeps(work, "cuda", 256 * MIB) == 19  # of 441 rows and less
+    assert chunk_sizes.sweeps(work, "cuda", 256 * MIB) == 22  # of 384 rows, three tiles of 128: 441 would fit
     assert chunk_sizes.sweeps(work, "cuda", 1024 * MIB) == 5
     assert chunk_sizes.bytes_of_a_sweep(work) == 4096 * 151936 * (2 * 2 + 8)
     frozen = Work(kind="loss", head="Qwen3-8B", tokens=8192, dtype="bfloat16", direction="frozen")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import fused_linear_grpo_loss, head, head_gradients, linear_logprobs_and_entropy
+from fused_grpo import (
+    fused_linear_grpo_loss,
+    head,
+    head_gradients,
+    linear_logprobs,
+    linear_logprobs_and_entropy,
+    logprob_plans,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +80,28 @@ def test_nor_do_those_of_the_loss(dtype, chunk_bytes):
     for one, other in zip(ours, exact, strict=True):
         floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
+
+
+def test_rounded_weights_cost_no_more_than_half_as_much_again_as_rounded_d_logits(monkeypatch):
+    """Of dH and dW, RMS: E and `factor * h` in bf16 beside d-logits in bf16, all sums in fp32."""
+    generator, (N, V, D) = torch.Generator().manual_seed(0), (256, 8000, 128)
+    hidden, weight = torch.randn(N, D, generator=generator), 0.3 * torch.randn(V, D, generator=generator)
+    leaves = [x.bfloat16() for x in (hidden, weight)]
+    # Sampled tokens, as those of a rollout are.
+    targets = torch.multinomial((leaves[0].float() @ leaves[1].float().t()).softmax(1), 1, generator=generator)[:, 0]
+    g = torch.randn(N, generator=generator)
+
+    def gradients(dtype, **options):
+        own = [x.to(to).requires_grad_() for x, to in zip(leaves, dtype, strict=True)]
+        return torch.autograd.grad(linear_logprobs(*own, targets, **options), own, g.to(own[0].dtype))
+
+    exact = gradients([torch.float64] * 2, impl="reference")
+    # fp32 master weights, so that the rounding of dW itself is not what is measured; dH is rounded in both.
+    as_weights = gradients([torch.bfloat16, torch.float32], impl="torch")
+    monkeypatch.setattr(head.Head, "takes_weights", False)
+    monkeypatch.setattr(logprob_plans, "power_of_two_scale", lambda *arguments, **options: None)
+    as_dlogits = gradients([torch.bfloat16, torch.float32], impl="torch")
+    for mine, other, wanted in zip(as_weights, as_dlogits, exact, strict=True):
+        error, allowed = ((x.double() - wanted).square().mean().sqrt() for x in (mine, other))
+        print(f"{error / wanted.square().mean().sqrt():.2e}, d-logits {allowed / wanted.square().mean().sqrt():.2e}")
+        assert 0 < error <= 1.5 * allowed

@@ -23,15 +23,20 @@ def is_available() -> tuple[bool, str]:
     return False, "no CUDA or ROCm device; fix: run on one, or set TRITON_INTERPRET=1 before the first import"
 
 
+# Of the same generation, with as much shared memory: what was tuned for one is tuned for the other.
+FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
+
+
 def architecture(device: torch.device) -> str:
     """The key of the tile tables: "sm_90" and the like, "gfx942" and the like, or "interpreter"."""
     if INTERPRETED:
         return "interpreter"
     if torch.version.hip:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+        name = name.split(":")[0]
+    else:
+        name = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return FAMILY.get(name, name)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
