@@ -109,3 +109,29 @@ def test_no_rows_at_all_are_as_invariant_as_any() -> None:
     assert logprobs.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def test_where_memory_runs_out_chunks_are_halved_once_and_say_so(monkeypatch, caplog) -> None:
+    hidden, weight, targets = torch.randn(200, 16), torch.randn(300, 16), torch.randint(300, (200,))
+    options: dict[str, Any] = {"advantages": torch.randn(200), "cu_seqlens": torch.tensor([0, 200], dtype=torch.int32)}
+    allocate, asked = torch_passes.empty_tile, list[int]()
+
+    def scarce(rows: int, columns: int, **where: Any) -> torch.Tensor:
+        asked.append(rows)
+        if rows > 100:
+            raise torch.OutOfMemoryError
+        return allocate(rows, columns, **where)
+
+    def gradients(**more: Any) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        fused_linear_grpo_loss(leaves[0], leaves[1], targets, **options, **more).loss.backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    whole = gradients()
+    monkeypatch.setattr(torch_passes, "empty_tile", scarce)
+    for ours, wanted in zip(gradients(), whole, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-7)
+    assert asked == [200, 100]
+    assert "no memory for 200 rows of logits: chunks of half as many; fix: set chunk_bytes" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(chunk_bytes=2**28)  # the user's own choice is not second-guessed
