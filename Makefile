@@ -9,7 +9,7 @@ BIN := .venv/bin
 # The tests start a hundred processes, and importing torch and transformers costs each 5 s with bytecode, 13 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-full test-cpus test-versions coverage check bench bench-gpu soak reliability clean
+.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage check bench bench-gpu soak reliability clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
@@ -24,6 +24,10 @@ test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files
 
 test-full: ## the same with the exhaustive grids, which CI need not run
 	@$(MAKE) test ARGS="--full $(ARGS)"
+
+test-gpu: ## tests/kernels and tests/ops on this machine's GPU, and what only a GPU has; says so where there is none. JOBS=n
+	@$(PYTHON) scripts/setup_env.py dev bench
+	@FUSED_GRPO_TEST_DEVICE=cuda $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal tests/kernels tests/ops tests/gpu $(ARGS)
 
 test-cpus: ## what compares numbers, as other CPUs would compute it, and with one thread and two; prints a table
 	@$(PYTHON) scripts/setup_env.py dev bench

@@ -7,5 +7,7 @@ gate (gate.py: a small version of the work, against fp64). Contenders run in a p
 
 pytest-benchmark runs it (conftest.py, test_*.py) and writes the file. tables.py, charts.py, readme_figures.py say it in
 Markdown and pictures, compare.py holds two files against each other. trainer_peers.py, whole_steps.py: the same for
-whole trainers. accuracy.py measures errors alone, and makes docs/accuracy.md.
+whole trainers. accuracy.py measures errors alone, and makes docs/accuracy.md. predict.py says what a roofline predicts
+of GPUs from traces on fake tensors (cuda_trace.py), and makes docs/predictions.md; predicted.py looks it up.
+gpu_timings.py has what scripts/gpu_first.py measures first on a GPU.
 """

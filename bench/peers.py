@@ -8,8 +8,11 @@ GPU. A worker imports the peer that it is, and no other: some set Triton's alloc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,7 +101,8 @@ def trl(*, cast_lm_head_to_fp32: bool = False) -> Contender:
 
     def load() -> dict[str, Any]:
         from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as width
+
+        width = _width_of_trl()
 
         def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
             # The op casts the head to the dtype of the hidden states, a tile at a time.
@@ -112,6 +116,21 @@ def trl(*, cast_lm_head_to_fp32: bool = False) -> Contender:
     if cast_lm_head_to_fp32:
         return peer("TRL, cast_lm_head_to_fp32", TRL, "the same op, its hidden states and head upcast", load)
     return peer("TRL", TRL, "ChunkedLogProbFunction, tiles of 4096 x 32768, given the scored rows", load)
+
+
+def _width_of_trl() -> int:
+    """Columns of a tile, from a module of the trainer's, which the op asks whether DeepSpeed has sharded the head.
+
+    It needs more packages than the op: where one is missing, a stand-in says what it says at the version above.
+    """
+    try:
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+    except ImportError:
+        stand_in = types.ModuleType("trl.trainer.utils")
+        vars(stand_in)["maybe_gather_lm_head_ctx"] = lambda *parameters: contextlib.nullcontext()
+        sys.modules[stand_in.__name__] = stand_in
+        return 32768
+    return int(_CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
 def liger_grpo() -> Contender:

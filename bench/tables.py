@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.bench import predicted
 from fused_grpo.bench.results_file import (
     Group,
     Result,
@@ -34,6 +35,9 @@ table and no competitor. *FLOP/s*: of those products. *memory*: the most bytes a
 among them. *largest error*: from fp64 at a small size; of log-probs in nats, of gradients relative to their length.
 The fastest contender and the least memory are **bold**."""
 
+PREDICTED = """\
+*x predicted*: over the time that a roofline predicts for this GPU (docs/predictions.md), where it does."""
+
 Cell = Callable[[Row, Group], str]
 # What `Row.more` holds that has a better name or another unit in a table.
 NAMES = {"completion_tokens_per_second": "completion tokens/s"}
@@ -44,8 +48,11 @@ def render(result: Result) -> str:
     groups = groups_of(result)
     heads = [group for group in groups.values() if is_head(group)]
     others = [group for group in groups.values() if not is_head(group)]
-    parts = [f"# Benchmarks: {result['machine_info'].get('name', 'unnamed')}", headline_text(result), LEGEND]
-    parts += [part for group in heads for part in (f"## {group.name}", table(group, HEAD), absent_text(group))]
+    device = str(result["machine_info"].get("device", "cpu"))
+    legend = f"{LEGEND} {PREDICTED}" if any(has_prediction(group, device) for group in heads) else LEGEND
+    parts = [f"# Benchmarks: {result['machine_info'].get('name', 'unnamed')}", headline_text(result), legend]
+    for group in heads:
+        parts += [f"## {group.name}", table(group, head_columns(group, device)), absent_text(group)]
     parts += [part for group in others for part in (f"## {group.name}", shared_text(group), other_table(group))]
     parts += [longest_text(result), promises_text(result), settings_text(groups.values())]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -151,6 +158,32 @@ HEAD: dict[str, Cell] = {
     "memory (MiB)": memory_cell,
     "largest error": error_cell,
 }
+
+
+def head_columns(group: Group, device: str) -> dict[str, Cell]:
+    """With a column of measured over predicted times, where any row has a prediction."""
+    if not has_prediction(group, device):
+        return HEAD
+    return {**HEAD, "x predicted": predicted_cell(device)}
+
+
+def has_prediction(group: Group, device: str) -> bool:
+    return any(times_predicted(row, device) is not None for row in group.rows)
+
+
+def times_predicted(row: Row, device: str) -> float | None:
+    seconds = None if row.work is None else predicted.of_work(row.contender, row.work, device)
+    return None if seconds is None else row.median / seconds
+
+
+def predicted_cell(device: str) -> Cell:
+    def cell(row: Row, group: Group) -> str:
+        times = times_predicted(row, device)
+        return MISSING if times is None else f"{times:.2f}"
+
+    return cell
+
+
 OTHER: dict[str, Cell] = {"": name_cell, "time ({time})": time_cell, "spread": spread_cell}
 
 

@@ -42,7 +42,7 @@ from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import power_of_two_scale
 from fused_grpo.loss import LossGradients, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards
-from fused_grpo.statistics import RowState, Statistics, finish_rows, no_columns
+from fused_grpo.statistics import RowState, Statistics, no_columns
 
 Score = Literal["all", "needed"]
 
@@ -209,8 +209,8 @@ class _Chunks:
             state = self.passes.row_statistics(tile.logits, tile.targets, entropy=self.entropy, **tile.arguments)
         else:
             state = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-        state = RowState(*state)
-        return finish_rows(state if self.shards is None else self.shards.merge(state), entropy=self.entropy)
+        parts = [RowState(*state)] if self.shards is None else self.shards.gather(RowState(*state))
+        return Statistics(*self.passes.finish_rows(parts, entropy=self.entropy))
 
     def _add_known(self, tile: Tile, rows: Statistics, done: LossGradients) -> None:
         """Take the gradients of rows whose statistics are known."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -138,13 +139,14 @@ def fused_linear_grpo_loss(
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config)
         else:
+            passes = _impl.passes(chosen)
             wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
                 done = chunked_loss(
                     head,
                     inputs,
                     config,
-                    _impl.passes(chosen),
+                    passes,
                     chunk_bytes=chunk_bytes,
                     wanted=wanted,
                     score=score,
@@ -152,7 +154,7 @@ def fused_linear_grpo_loss(
                     rounded=weight_main_grad is None,
                     shards=shards,
                 )
-            leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad)
+            leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad, passes)
             loss = _AttachGradients.apply(*leaves)  # type: ignore[no-untyped-call]
             logprobs, statistics = done.logprobs, done.statistics
     logprobs = torch.where(inputs.tokens.mask, logprobs, 0.0)
@@ -245,8 +247,9 @@ class _AttachGradients(torch.autograd.Function):
         loss: Tensor,
         gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
         weight_main_grad: Tensor | None,
+        passes: ModuleType,
     ) -> Tensor:
-        ctx.gradients, ctx.weight_main_grad = gradients, weight_main_grad
+        ctx.gradients, ctx.weight_main_grad, ctx.passes = gradients, weight_main_grad, passes
         return loss.clone()
 
     @staticmethod
@@ -263,13 +266,18 @@ class _AttachGradients(torch.autograd.Function):
             d_weight = None
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.gradients = ctx.gradients if kept else None
-        return *scaled((d_hidden, d_weight, d_bias), upstream, in_place=not kept), None, None, None
+        gradients = scaled((d_hidden, d_weight, d_bias), upstream, ctx.passes, in_place=not kept)
+        return *gradients, None, None, None, None
 
 
-def scaled(gradients: Sequence[Tensor | None], factor: Tensor, *, in_place: bool) -> list[Tensor | None]:
+def scaled(
+    gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
+) -> list[Tensor | None]:
     """Times a 0-d factor. In place, they are the caller's alone: `.grad` takes them without a copy."""
     if not in_place:
         return [None if gradient is None else gradient * factor for gradient in gradients]
-    if factor.device.type == "cpu" and factor.item() == 1.0:
-        return list(gradients)
-    return [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
+    return [None if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in gradients]
+
+
+def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: ModuleType) -> Tensor:
+    return passes.scale_(gradient, factor) if gradient.is_contiguous() else gradient.mul_(factor)

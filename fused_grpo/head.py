@@ -154,8 +154,10 @@ class Head:
     ) -> Tensor:
         """[R, C] for tiles that need not be whole rows; for `num_rows` rows, not the head's own, if given."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
-        cast, narrow = self.weight.dtype != self.hidden.dtype, self.weight.dtype != self.dtype
-        column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and narrow))
+        cast = self.weight.dtype != self.hidden.dtype
+        # GEMMs write dW itself in the dtype of accumulators, or in that of softmax weights.
+        direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
+        column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
         shape = planner.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],

@@ -107,7 +107,10 @@ class HeadGradients:
                 self._rows.mul_(factor[:, None])
             self._unscale(self._rows)
             if not in_place:
-                self._hidden[tile.rows if index is None else index] = self._rows.to(self._hidden.dtype)
+                if index is None:
+                    self._hidden[tile.rows].copy_(self._rows)
+                else:
+                    self._hidden[index] = self._rows.to(self._hidden.dtype)
             self._rows = None
 
     def _add_weight_gradient(self, tile: Tile, values: Tensor, hidden: Tensor | None) -> None:

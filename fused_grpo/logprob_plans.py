@@ -15,6 +15,7 @@ The last, in short:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from fused_grpo import planner
 from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets
 from fused_grpo.head_gradients import HeadGradients
-from fused_grpo.statistics import RowState, Statistics, finish_rows, join_rows, merge_rows, with_part
+from fused_grpo.statistics import RowState, Statistics, join_rows, merge_rows, with_part
 
 # fp16 ends at 2^16: the largest gradient goes near 2^10, so that 2^-34 of it is still a number.
 _FP16_EXPONENT = 10
@@ -33,16 +34,25 @@ _FP16_EXPONENT = 10
 _SPLIT_BYTES = 128 * 3 * 4
 
 
-def forward(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None, **how: Any) -> Statistics:
+def forward(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> Statistics:
     """Log-probs, the entropy if asked for, and what a backward pass needs of the rows; `how` as in `fold`."""
-    if _in_kernel(passes, **how) and _one_launch(head, chunk_bytes):
-        with full_precision(head.hidden):
-            logprobs, entropies, state = _launch(head, passes, entropy=entropy)
-        return Statistics(logprobs, entropies, state.shift, state.total)
-    return finish_rows(fold(head, passes, entropy=entropy, chunk_bytes=chunk_bytes, **how), entropy=entropy)
+    with full_precision(head.hidden):
+        groups = [passes.finish_rows(parts, entropy=entropy) for parts in _parts(head, passes, entropy=entropy, **how)]
+    return Statistics.joined([Statistics(*group) for group in groups]).rows(slice(len(head.targets)))
 
 
-def fold(
+def fold(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> RowState:
+    """What is known of the rows once every logit of this head is folded in.
+
+    Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
+    another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
+    """
+    with full_precision(head.hidden):
+        groups = [merge_rows(parts) for parts in _parts(head, passes, entropy=entropy, **how)]
+    return RowState(*(values[: len(head.targets)] for values in join_rows(groups)))
+
+
+def _parts(
     head: Head,
     passes: ModuleType,
     *,
@@ -50,67 +60,50 @@ def fold(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     wanted: dict[str, bool] | None = None,
-) -> RowState:
-    """What is known of the rows once every logit of this head is folded in.
-
-    Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
-    another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
-    """
-    with full_precision(head.hidden):
-        if _in_kernel(passes, batch_invariant=batch_invariant, wanted=wanted):
-            return _fold_by_launches(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
-        # With tiles of one size for every N, no GEMM and no sum can choose another order.
-        num_rows = INVARIANT_ROWS if batch_invariant else None
-        weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
-        memory = head.tile_memory(passes, chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
-        groups, parts = [], list[RowState]()
-        for tile in head.tiles(memory, pad=batch_invariant and len(head.targets) > 0):
-            state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
-            parts = with_part(parts, RowState(*state))
-            if tile.columns.stop == len(head.weight):
-                groups.append(merge_rows(parts))
-                parts = []
-        return RowState(*(values[: len(head.targets)] for values in join_rows(groups)))
+) -> Iterator[list[RowState]]:
+    """What is known of some rows from each part of their columns, group by group of rows."""
+    if _in_kernel(head, passes, chunk_bytes, batch_invariant=batch_invariant, wanted=wanted):
+        yield from _parts_by_launches(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
+        return
+    # With tiles of one size for every N, no GEMM and no sum can choose another order.
+    num_rows = INVARIANT_ROWS if batch_invariant else None
+    weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
+    memory = head.tile_memory(passes, chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+    parts = list[RowState]()
+    for tile in head.tiles(memory, pad=batch_invariant and len(head.targets) > 0):
+        state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
+        parts = with_part(parts, RowState(*state))
+        if tile.columns.stop == len(head.weight):
+            yield parts
+            parts = []
 
 
-def _in_kernel(passes: ModuleType, *, batch_invariant: bool = False, wanted: dict[str, bool] | None = None) -> bool:
+def _in_kernel(
+    head: Head, passes: ModuleType, chunk_bytes: int | None, *, batch_invariant: bool, wanted: dict[str, bool] | None
+) -> bool:
     """Whether the kernel that needs no tiles serves: its rows are batch-invariant by themselves."""
-    return hasattr(passes, "logprob_forward") and (batch_invariant or wanted is None)
+    if batch_invariant or not hasattr(passes, "logprob_forward"):
+        return hasattr(passes, "logprob_forward")
+    return wanted is None and not (chunk_bytes is None and passes.prefers_tiles(head.hidden))
 
 
-def _launch(
-    head: Head, passes: ModuleType, rows: slice = slice(None), columns: slice = slice(None), *, entropy: bool
-) -> tuple[Tensor, Tensor | None, RowState]:
-    """The kernel that needs no tiles, for some rows and a vocabulary slice."""
-    weight = head.weight[columns].to(head.hidden.dtype)
-    targets = head.targets[rows] if columns == slice(None) else local_targets(head.targets[rows], columns)
-    options = {**head.row_arguments(rows, columns), "entropy": entropy}
-    logprobs, entropies, state = passes.logprob_forward(head.hidden[rows], weight, targets, **options)
-    return logprobs, entropies, RowState(*state)
-
-
-def _one_launch(head: Head, chunk_bytes: int | None) -> bool:
-    return head.weight.dtype == head.hidden.dtype and len(head.targets) <= _launch_rows(chunk_bytes)
-
-
-def _launch_rows(chunk_bytes: int | None) -> int:
-    return max(1, _budget(chunk_bytes) // 2 // _SPLIT_BYTES)
-
-
-def _budget(chunk_bytes: int | None) -> int:
-    return planner.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes
-
-
-def _fold_by_launches(head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None) -> RowState:
-    """A weight of another dtype is cast by vocabulary slices, each once."""
+def _parts_by_launches(
+    head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None
+) -> Iterator[list[RowState]]:
+    """By the kernel that needs no tiles. A weight of another dtype is cast by vocabulary slices, each once."""
     vocab_size, hidden_size = head.weight.shape
+    room = (planner.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes) // 2
     cast = head.weight.dtype != head.hidden.dtype
-    cast_rows = max(1, _budget(chunk_bytes) // 2 // (hidden_size * head.hidden.dtype.itemsize))
-    parts = []
-    for columns in planner.chunks(vocab_size, cast_rows if cast else vocab_size):
-        rows = planner.chunks(len(head.targets), _launch_rows(chunk_bytes))
-        parts.append(join_rows([_launch(head, passes, some, columns, entropy=entropy)[2] for some in rows]))
-    return merge_rows(parts)
+    most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
+    parts = list[RowState]()
+    for columns in planner.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
+        weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
+        groups = []
+        for rows in planner.chunks(len(targets), max(1, most_rows)):
+            options = {**head.row_arguments(rows, columns), "entropy": entropy}
+            groups.append(RowState(*passes.logprob_forward(head.hidden[rows], weight, targets[rows], **options)[2]))
+        parts = with_part(parts, join_rows(groups))
+    yield parts
 
 
 def backward(
@@ -162,7 +155,7 @@ def forward_with_gradient(
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
                 state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
-                statistics = finish_rows(RowState(*state), entropy=entropy)
+                statistics = Statistics(*passes.finish_rows([state], entropy=entropy))
                 gradients.add_known(tile, passes, statistics, grad_logprobs=upstream)
             groups.append(statistics)
     (gradient, _, _) = gradients.finish()

@@ -22,7 +22,7 @@ from torch import Tensor
 from fused_grpo._checks import check_targets, check_temperature_values
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, asks_gradient, local_targets
-from fused_grpo.statistics import RowState, merge_rows
+from fused_grpo.statistics import RowState
 
 
 class Shards(NamedTuple):
@@ -36,12 +36,12 @@ class Shards(NamedTuple):
         start = sum(self.sizes[: dist.get_rank(self.group)])
         return replace(head, targets=local_targets(head.targets, slice(start, start + len(head.weight))))
 
-    def merge(self, own: RowState) -> RowState:
-        """The state of whole rows from each rank's own, the same on all of them to the bit. A collective."""
+    def gather(self, own: RowState) -> list[RowState]:
+        """Each rank's own state of the rows, the same on all of them to the bit. A collective."""
         mine, count = torch.stack(own), len(self.sizes)
         parts = mine.new_empty((count * len(mine), mine.shape[1]))
         gather_into(parts, mine, self.group)
-        return merge_rows([RowState(*part) for part in parts.view(count, *mine.shape)])
+        return [RowState(*part) for part in parts.view(count, *mine.shape)]
 
     def add_up(self, d_hidden: Tensor) -> Tensor:
         """dH from what each shard has to add, in place. A collective."""

@@ -104,7 +104,8 @@ class _Speculative(torch.autograd.Function):
             del gradients
             logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
             return *_from_scratch(ctx, leaves, upstream), None, None, None, None
-        return *scaled(gradients, factor, in_place=not kept), None, None, None, None
+        passes = _impl.passes(ctx.options["impl"])
+        return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
 
 def _with_masked_rows(done: Done, head: Head, inputs: LossInputs, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

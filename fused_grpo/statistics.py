@@ -92,11 +92,12 @@ def join_rows(groups: Sequence[RowState]) -> RowState:
     return groups[0] if len(groups) == 1 else RowState(*map(torch.cat, zip(*groups, strict=True)))
 
 
-def finish_rows(state: RowState, *, entropy: bool) -> Statistics:
-    """The statistics of rows whose every column is in the state; log p is -inf where none was the target.
+def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
+    """The statistics of rows whose every column is in one of these states; log p is -inf where none was the target.
 
-    The state must have been made with the entropy if it is asked for.
+    The states must have been made with the entropy if it is asked for.
     """
+    state = merge_rows(parts)
     alone = state.total == 0.0
     total = state.total.masked_fill(alone, 1.0)
     # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.

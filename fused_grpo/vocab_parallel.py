@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from fused_grpo import _impl, logprob_plans
 from fused_grpo.head import Head
 from fused_grpo.shards import Shards, shards_of
-from fused_grpo.statistics import Statistics, finish_rows, no_columns
+from fused_grpo.statistics import Statistics, no_columns
 
 
 def vocab_parallel_logprobs(
@@ -55,7 +55,7 @@ class _VocabParallel(torch.autograd.Function):
             own = logprob_plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None)
         else:
             own = no_columns(rows, dtype=head.dtype, device=hidden.device)
-        statistics = finish_rows(shards.merge(own), entropy=options["entropy"])
+        statistics = Statistics(*passes.finish_rows(shards.gather(own), entropy=options["entropy"]))
         ctx.needs, ctx.plan = needs, (passes, shards, options["chunk_bytes"], head.logit_scale, head.softcap)
         ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
         ctx.set_materialize_grads(False)

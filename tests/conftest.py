@@ -32,15 +32,20 @@ import pytest
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
+# tests/imported: where the ops run, unless it is where the tests make their tensors.
+DEVICE = os.environ.get("FUSED_GRPO_TEST_DEVICE", "")
 # Triton decides when a kernel is decorated whether it is interpreted, so this comes before that import.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if DEVICE == "cuda":
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Of farm.py: each has imported what the one before has, and more.
 STAGES = ("torch", "libraries", "trainer", "vllm")
 
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
-LONGEST_FIRST = ("test_compile.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
+LONGEST_FIRST = ("test_compile.py", "test_gpu_first.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
 # These to the same worker, which then imports vLLM and starts a server once.
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")
 ENGINES += ("test_vllm.py", "test_adapters.py", "faults/test_engines.py")
@@ -52,8 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the cases marked `full` too: exhaustive grids")
 
 
-def pytest_configure() -> None:
-    patch_helpers_once()
+def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE:
+        import device_run
+
+        config.pluginmanager.register(device_run)
+    if DEVICE != "cuda":
+        patch_helpers_once()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
     os.environ.setdefault("FARM", f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}")
 
@@ -87,6 +97,8 @@ def is_left_out(item: pytest.Item, cases: Counter[str]) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class WholeFiles(LoadFileScheduling):
@@ -100,8 +112,14 @@ def skip_what_cannot_run(items: list[pytest.Item]) -> None:
     from fused_grpo._impl import why_not_interpreted
 
     reasons = {"engine": None if importlib.util.find_spec("vllm") else "vLLM is not installed"}
-    reasons["kernels"] = (obstacle := why_not_interpreted()) and f"Triton: {obstacle}"
+    if DEVICE != "cuda":
+        reasons["kernels"] = (obstacle := why_not_interpreted()) and f"Triton: {obstacle}"
     for item in items:
+        if DEVICE and (mark := item.get_closest_marker("cpu_only")):
+            item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.kwargs['reason']}"))
+        for name in ("gpu",) if DEVICE == "cpu" else () if DEVICE else ("gpu", "rehearsed"):
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
         for keyword, reason in reasons.items():  # a marker, or a folder
             if reason and keyword in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -85,8 +85,8 @@ BUGS = {
     ),
     "rows that are left out are scattered to the wrong place": Bug(
         "fused_grpo/head_gradients.py",
-        "self._hidden[tile.rows if index is None else index]",
-        "self._hidden[tile.rows]",
+        "self._hidden[index] = self._rows",
+        "self._hidden[tile.rows] = self._rows",
         EXACT,
     ),
     "dH without its factors": Bug("fused_grpo/head_gradients.py", "self._rows.mul_(factor[:, None])", "pass", LAYOUT),
@@ -294,6 +294,42 @@ BUGS = {
         "return new_maximum, tl.sum(rescale * total, 0), merged",
         "return new_maximum, tl.sum(total, 0), merged",
         HEAD_KERNEL,
+    ),
+    "a tile's target is one of the others": Bug(
+        f"{KERNELS}/_tiles.py",
+        'tl.where(columns[None, :] == target[:, None], float("-inf"), x)',
+        'tl.where(columns[None, :] == -target[:, None] - 1, float("-inf"), x)',
+        HEAD_KERNEL,
+    ),
+    "the last block of a tile is left out": Bug(
+        f"{KERNELS}/_tiles.py",
+        "for i in tl.static_range(len(blocks)):",
+        "for i in tl.static_range(len(blocks) - 1):",
+        HEAD_KERNEL,
+    ),
+    "a negative logit_scale passes for a positive one": Bug(
+        f"{KERNELS}/logprob_forward.py",
+        "POSITIVE=softcap is None and logit_scale > 0",
+        "POSITIVE=softcap is None",
+        ["tests/kernels/test_logprob_forward.py", "-k", "turns_around"],
+    ),
+    "a target in a later part is not found": Bug(
+        f"{KERNELS}/finish_rows.py",
+        "target_logit = target_logits.amax(0)",
+        "target_logit = target_logits[0]",
+        ["tests/kernels/test_row_passes.py", "-k", "slices and triton"],
+    ),
+    "the kernel scales by nothing but 1": Bug(
+        f"{KERNELS}/scale_hidden.py",
+        "if times != 1.0:",
+        "if times == 1.0:",
+        ["tests/kernels/test_row_passes.py", "-k", "factor_of_one and triton"],
+    ),
+    "tiles are taken where the caller bounds the memory": Bug(
+        "fused_grpo/logprob_plans.py",
+        "not (chunk_bytes is None and passes.prefers_tiles(head.hidden))",
+        "not passes.prefers_tiles(head.hidden)",
+        ["tests/kernels/test_tuning.py"],
     ),
     "the gradient kernel sees a target that is elsewhere": Bug(
         f"{KERNELS}/logits_gradient.py",

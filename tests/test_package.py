@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from bare_venv import bare_venv, link, site_packages
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from fused_grpo.trainer import EXTRA
 
@@ -46,36 +44,10 @@ def archives(built) -> tuple[list[str], list[str]]:
 @pytest.fixture(scope="module")
 def bare(built, tmp_path_factory) -> Path:
     """An environment with the wheel, torch, triton and what those two need: `--no-index` can fetch nothing more."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, symlinks=True)
-    site = next(folder.glob("lib/python*/site-packages"))
-    for name in needed_by("torch", "triton"):
-        link(name, site)
+    folder = bare_venv(tmp_path_factory.mktemp("bare"), "torch", "triton")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-index", "--quiet"]
     subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True)
     return folder
-
-
-def needed_by(*names: str) -> set[str]:
-    """Distributions, and what they require, as far as it is installed here."""
-    found, queue = set[str](), list(names)
-    while queue:
-        name = queue.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
-            if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
-                queue.append(canonicalize_name(requirement.name))
-    return found
-
-
-def link(name: str, site: Path) -> None:
-    """Have the files of a distribution that is installed here in another environment, too."""
-    distribution = importlib.metadata.distribution(name)
-    for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-        if not (site / top).exists():
-            (site / top).symlink_to(distribution.locate_file(top))
 
 
 def in_bare(bare: Path, *command: str | Path, **environment: str) -> str:
@@ -108,7 +80,7 @@ def test_integrations_and_trainer_say_what_they_want(bare):
 def test_the_interpreter_wants_numpy_and_says_so(bare):
     asked = in_bare(bare, "python", "-W", "ignore", BARE, "ops", TRITON_INTERPRET="1")
     assert "needs NumPy, which is not installed (pip install numpy)" in asked
-    link("numpy", next(bare.glob("lib/python*/site-packages")))
+    link("numpy", site_packages(bare))
     assert in_bare(bare, "python", "-W", "ignore", BARE, "ops", TRITON_INTERPRET="1") == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -267,3 +268,14 @@ def test_without_a_compiler_what_is_compiled_is_absent(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/c++")
     for name in COMPILED:
         assert "no C++ compiler, /nowhere/c++; fix:" in named(name).why_not(TRAINABLE, "cpu")
+
+
+def test_trls_op_is_timed_where_its_trainer_cannot_be_imported(monkeypatch):
+    """As where `datasets` is missing, of which the op knows nothing; to the bit as with the trainer."""
+    pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
+    work, width = Work(kind="logprobs", head="tiny", tokens=16, sequences=4), peers._width_of_trl()
+    whole = named("TRL").run(batch_of(work), work)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    assert peers._width_of_trl() == width
+    for mine, expected in zip(named("TRL").run(batch_of(work), work), whole, strict=True):
+        assert torch.equal(mine, expected)

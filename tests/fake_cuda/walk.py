@@ -1,37 +1,35 @@
 """Every branch of the ops for CUDA, walked without a GPU: `walk.py [--compile]`.
 
-Tensors are fake: they have a shape, a dtype and `device="cuda"`, and nothing computes. What is real is our Python, so a
-forgotten branch, a wrong keyword or a wait for the device shows. Needs a CUDA build of torch (a CPU build has no
-notion of a CUDA device) and a process without TRITON_INTERPRET. Prints a JSON object per call: its launches and waits,
-the GEMMs it asked for, the most bytes that it held at a time, and with --compile how many kernels Triton compiled for
-sm_90 with exactly the arguments that they were launched with.
+What our Python would launch is real, and nothing computes: see bench/cuda_trace.py. Needs a CUDA build of torch and a
+process without TRITON_INTERPRET. Prints a JSON object per call: its launches and waits, the GEMMs it asked for, the
+most bytes that it held at a time, and with --compile how many kernels Triton compiled for sm_90, in all calls together,
+with exactly the arguments that they were launched with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
+import multiprocessing
+import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 import compile_all
 
-from fused_grpo import GRPOLossConfig, _ops, fused_linear_grpo_loss, grpo_loss, planner
+from fused_grpo import GRPOLossConfig, _ops, fused_linear_grpo_loss, grpo_loss
+from fused_grpo.bench.cuda_trace import Launch, Trace, aligned, fake_gpu
 
 N, D, V = 8192, 4096, 151936
 MEMORY = 141 * 2**30
@@ -39,113 +37,6 @@ DTYPES = {"bf16": (torch.bfloat16,) * 2, "fp16": (torch.float16,) * 2, "fp32": (
 DTYPES["master weight"] = (torch.bfloat16, torch.float32)
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "softcap, scale": {"softcap": 30.0, "logit_scale": 0.5}}
 OPTIONS["bias"] = {}  # made with the other tensors
-# What waits for the device, and what it would have answered.
-ANSWERS = {"_local_scalar_dense": 1, "is_nonzero": True, "equal": True}
-NO_LAUNCH = (
-    "prim::device",
-    "scalar_tensor",
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "detach",
-    "sym_size",
-    "stride",
-    "set_",
-)
-
-
-@dataclass
-class Seen(TorchDispatchMode):
-    """What a call did, op by op."""
-
-    last: ClassVar[Seen]
-    tokens: ClassVar[int]
-    launches: Counter[str] = field(default_factory=Counter)
-    waits: list[str] = field(default_factory=list)
-    gemms: list[tuple[int, ...]] = field(default_factory=list)
-    held: int = 0
-    peak: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        Seen.last = self
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        if name in ANSWERS:
-            self.waits.append(name)
-            return ANSWERS[name]
-        if name == "nonzero":  # as if every other row were in it
-            self.waits.append(name)
-            return args[0].new_empty((len(args[0]) + 1) // 2, args[0].ndim, dtype=torch.int64)
-        if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            self.waits.append("index by a mask")
-            return args[0].new_empty((len(args[0]) + 1) // 2, *args[0].shape[1:])
-        if name in ("mm", "addmm"):
-            a, b = [x for x in args if isinstance(x, Tensor)][-2:]
-            self.gemms.append((*a.shape, b.shape[1]))
-            if kwargs.get("out") is not None:  # torch 2.10 knows no fake `addmm` with an out_dtype
-                self.launches[name] += 1
-                return kwargs["out"]
-        made = func(*args, **kwargs)
-        if not func.is_view and name not in NO_LAUNCH:
-            self.launches[name] += 1
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and not func.is_view:
-                self._hold(tensor)
-        return made
-
-    def _hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
-            return
-        self._known.add(storage._cdata)
-        self.held += storage.nbytes()
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
-
-    def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held -= size
-
-
-def aligned(tensor: Tensor) -> int:
-    """An address."""
-    return 0
-
-
-def asked(tensor: Tensor) -> list[int]:
-    """How many rows may have a gradient, and how many are scored: half of them."""
-    Seen.last.waits.append("tolist")
-    return [(Seen.tokens + 1) // 2] * len(tensor)
-
-
-@contextlib.contextmanager
-def pretended() -> Iterator[list[compile_all.Launch]]:
-    """An H200, as far as our code asks; the kernels that would be launched."""
-    launches: list[compile_all.Launch] = []
-
-    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        # Stand-ins, lest what is recorded holds memory that a call gives back.
-        with _disable_current_modes():
-            stand_ins = [torch.empty(0, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in args]
-        launches.append((self, tuple(stand_ins), kwargs))
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (JITFunction, "run", record),
-            (torch.Tensor, "data_ptr", aligned),
-            (FakeTensor, "tolist", asked),
-            (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (planner, "total_memory", lambda device: MEMORY),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(FakeTensorMode())
-        yield launches
 
 
 def head(dtype: str, options: str, **sizes: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -193,7 +84,7 @@ def call_loss(
     dtype: str, options: str, wanted: str, loss: str, given: str, *, entropy: bool = True, **sizes: int
 ) -> Callable[[], Any]:
     tensors, rest = head(dtype, options, **sizes)
-    n = Seen.tokens = len(tensors["targets"])
+    n = len(tensors["targets"])
     tensors["hidden"].requires_grad_(wanted != "no_grad")
     for name in ("weight", "bias"):
         if wanted == "trainable" and (leaf := tensors.get(name, rest.get(name))) is not None:
@@ -262,35 +153,84 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         yield f"log-probs, trainable, {shown}", lambda s=sizes: call_logprobs("bf16", "plain", "trainable", False, **s)
 
 
-def walk(prepare: Callable[[], Callable[[], Any]], compiled: dict[str, Any], *, compiles: bool) -> dict[str, Any]:
-    with pretended() as kernels:
-        call, seen = prepare(), Seen()
-        with seen:
+@dataclass(frozen=True)
+class Compiler:
+    """Compiles kernels for sm_90, in other processes, each once for all launches that Triton would compile it for."""
+
+    pool: ProcessPoolExecutor
+    futures: dict[str, Future[None]] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)
+
+    def add(self, launch: Launch) -> str:
+        """The key in `futures` of what it needs."""
+        shown = described(launch)
+        if shown not in self.seen:
+            self.seen[shown] = key = f"{launch[0].__name__} {specialised(launch)[2]}"
+            if key not in self.futures:
+                kernel, args, kwargs = launch
+                self.futures[key] = self.pool.submit(compiled, kernel.__module__, kernel.__name__, args, kwargs)
+        return self.seen[shown]
+
+
+def described(launch: Launch) -> str:
+    """All that Triton looks at, and more: values where it may only ask whether 16 divides them."""
+    kernel, args, kwargs = launch
+    values = [
+        (x.base.dtype, x.block_shape) if isinstance(x, TensorDescriptor) else x.dtype if isinstance(x, Tensor) else x
+        for x in args
+    ]
+    return f"{kernel.__name__} {values} {kwargs}"
+
+
+def specialised(launch: Launch) -> tuple[Any, dict[str, Any], str]:
+    with mock.patch.object(torch.Tensor, "data_ptr", aligned):
+        return compile_all.specialise(launch, "sm_90")
+
+
+def compiled(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    source, options, _ = specialised((getattr(sys.modules[module], name), args, kwargs))
+    compile_all.triton.compile(source, target=compile_all.TARGETS["sm_90"], options=options)
+
+
+def walk(prepare: Callable[[], Callable[[], Any]]) -> Trace:
+    """Half of the rows are scored, and have a gradient."""
+    with fake_gpu(capability=(9, 0), memory=MEMORY):
+        call, trace = prepare(), Trace(share=0.5)
+        with trace:
             kept = call()
-        del kept
-    facts: dict[str, Any] = {
-        "launches": seen.launches.total() + len(kernels),
-        "ops": seen.launches,
-        "kernels": len(kernels),
-        "waits": seen.waits,
+    del kept
+    return trace
+
+
+def facts_of(trace: Trace) -> dict[str, Any]:
+    return {
+        "launches": len(trace.operations),
+        "ops": Counter(operation.name for operation in trace.operations if not operation.triton),
+        "kernels": len(trace.kernels),
+        "waits": trace.waits,
+        "gemms": trace.gemms,
+        "peak": trace.peak,
     }
-    facts |= {"gemms": seen.gemms, "peak": seen.peak}
-    for launch in kernels if compiles else ():
-        with mock.patch.object(torch.Tensor, "data_ptr", aligned):
-            source, options, key = compile_all.specialise(launch, "sm_90")
-        if (known := f"{launch[0].__name__} {key}") not in compiled:
-            compiled[known] = compile_all.triton.compile(source, target=compile_all.TARGETS["sm_90"], options=options)
-    return facts | {"compiled": len(compiled)}
 
 
 def main(*arguments: str) -> None:
-    compiled: dict[str, Any] = {}
-    for name, prepare in calls():
-        try:
-            facts = walk(prepare, compiled, compiles="--compile" in arguments)
-        except Exception as error:
-            facts = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"call": name} | facts), flush=True)
+    rows: list[tuple[dict[str, Any], list[str]]] = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        compiler = Compiler(pool)
+        for name, prepare in calls():
+            facts, keys = {"call": name}, []
+            try:
+                trace = walk(prepare)
+                facts |= facts_of(trace)
+                keys = [compiler.add(launch) for launch in trace.kernels] if "--compile" in arguments else []
+            except Exception as error:
+                facts["error"] = f"{type(error).__name__}: {error}"
+            rows.append((facts, keys))
+        for facts, keys in rows:
+            errors = (compiler.futures[key].exception() for key in dict.fromkeys(keys))
+            if error := next((error for error in errors if error is not None), None):
+                facts["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(facts | {"compiled": len(compiler.futures)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Run as a script in a process without TRITON_INTERPRET: `compile_all.py quick|usu
 launchers are called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder
 turns that into a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per
 kernel: what it was compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers,
-its barriers, its Hopper matrix instructions, whether it computes in fp64, and of a pass over rows the instructions and
-barriers of the shortest way through its loop: a tile that holds neither the target nor the end of the row.
+its barriers, its Hopper matrix instructions, whether it computes in fp64, and for each logit the instructions of the
+shortest way through the loop over tiles: one that holds neither a target nor the end of the row. Of a GEMM it is what
+follows the products. Of a pass over rows there are the barriers on that way, too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
 # columns where rows should be: those only pointers can read.
 EVERY = tuple(itertools.product(DTYPES, ("none", "all"), ("aligned", "odd", "columns")))
-# What most train in, with the registers of every option; and the instructions of passes over rows without any.
-QUICK = (("bfloat16", "all", "aligned"), ("bfloat16", "none", "rows"))
+# What most train in, with the registers of every option, and with the instructions of none.
+QUICK = (("bfloat16", "all", "aligned"), ("bfloat16", "none", "aligned"))
 # What differs in kind: fp16 takes the registers of bf16, and no option those of every option.
 USUAL = (
     ("bfloat16", "none", "aligned"),
@@ -95,6 +96,7 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     for some in (None, known):
         kernels.softmax_weights_(logits, targets, known=some, entropy=full, dtype=dtype, **head)
     kernels.scale_hidden(hidden, row, row)
+    kernels.scale_(hidden, row[0])
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}
     for form in FORMS:
         terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, "truncate" if full else None, 0.5, 3.0)
@@ -123,7 +125,8 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
     }
     if arch.startswith("gfx"):
         listing = compiled.asm["amdgcn"]
-        keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+        # Scalar registers are spilled to lanes of vector registers; what goes to memory makes the segment grow.
+        keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         registers, *spilled = (int(re.search(rf"\.{key}:\s*(\d+)", listing)[1]) for key in keys)
         return facts | {"reg": registers, "stack": sum(spilled), "hgmma": []}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -132,24 +135,30 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
         usage = dump("--dump-resource-usage", file.name)
         sass = dump("--dump-sass", file.name)
     facts |= {"hgmma": sorted(set(re.findall(r"HGMMA\.[\w.]+", sass))), "fp64": bool(FP64.search(sass))}
-    if "BLOCK_V" in source.fn.arg_names and "BLOCK_N" not in source.fn.arg_names:
-        logits = launch[2]["BLOCK_V"] / (32 * launch[2]["num_warps"])
-        instructions, barriers = shortest_loop(sass)
-        facts |= {"per_logit": instructions / logits, "per_tile": barriers}
+    if "BLOCK_V" in source.fn.arg_names and (found := shortest_loop(sass)):
+        rows = launch[2].get("BLOCK_N", 1)
+        instructions, barriers = found
+        facts["per_logit"] = round(32 * launch[2]["num_warps"] * instructions / (rows * launch[2]["BLOCK_V"]), 1)
+        facts |= {"per_tile": barriers} if rows == 1 else {}
     return facts | {key.lower(): int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
 
 
-def shortest_loop(sass: str) -> tuple[int, int]:
-    """(instructions, barriers) of the shortest way through the longest loop."""
+def shortest_loop(sass: str) -> tuple[int, int] | None:
+    """(instructions, barriers) of the shortest way through the longest loop, after the loop over products that may be
+    in it; None without tensor cores, whose products are scattered over a loop of thousands of instructions."""
     code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", sass)]
     at = {place: number for number, (place, _) in enumerate(code)}
     jumps = {}
     for number, (_, text) in enumerate(code):
         if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) and int(found[1], 16) in at:
             jumps[number] = at[int(found[1], 16)]
-    first, last = max(((to, number) for number, to in jumps.items() if to < number), key=lambda x: x[1] - x[0])
+    loops = [(to, number) for number, to in jumps.items() if to < number]
+    first, last = max(loops, key=lambda x: x[1] - x[0])
+    for start, end in loops:
+        if first < start and end < last and any("MMA" in text for _, text in code[start:end]):
+            first = end + 1
     ways, done = [(1, first, int("BAR" in code[first][1]))], set()
-    while True:
+    while ways:
         length, here, barriers = heapq.heappop(ways)
         if here == last:
             return length, barriers
@@ -162,6 +171,7 @@ def shortest_loop(sass: str) -> tuple[int, int]:
         for there in onward:
             if first <= there <= last:
                 heapq.heappush(ways, (length + 1, there, barriers + ("BAR" in code[there][1])))
+    return None
 
 
 def dump(what: str, path: str) -> str:
@@ -170,12 +180,12 @@ def dump(what: str, path: str) -> str:
 
 def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
     """(what it is, the launch) of every kernel in the cases to compile."""
-    usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.HALF_TMA else ())
+    usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.ALIGNED else ())
     for name, options, layout in {"quick": QUICK, "usual": usual, "every": EVERY}[which]:
         facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
         dtype, full = DTYPES[name], options == "all"
-        calls = [] if layout == "rows" else [functools.partial(call_head, dtype, layout, full=full)]
-        if layout in ("aligned", "rows"):
+        calls = [functools.partial(call_head, dtype, layout, full=full)]
+        if layout == "aligned":
             calls.append(functools.partial(call_passes, dtype, full=full))
         for call in calls:
             yield from ((facts, launch) for launch in record_launches(call, arch))

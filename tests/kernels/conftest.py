@@ -1,14 +1,6 @@
-"""Oracles for the kernels: explicit softmax maths in plain torch, in any dtype, and the error rule against fp64.
-
-Triton chooses the interpreter when the kernels are first imported, so the variable is set before anything else here:
-pytest loads this file before the test files beside it, which import the kernels.
-"""
+"""Oracles for the kernels: explicit softmax maths in plain torch, in any dtype, and the error rule against fp64."""
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from types import SimpleNamespace
 from typing import Any

@@ -36,7 +36,10 @@ def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     for some in (None, known):
         kernels.softmax_weights_(logits, targets, known=some, temperature=vector(N, offset), dtype=dtype)
     kernels.logits_gradient_(logits, targets, known=known, temperature=vector(N, offset), dtype=dtype, **grads)
-    kernels.scale_hidden(torch.ones(N, D, dtype=dtype), vector(N, offset), vector(N, offset))
+    hidden = torch.ones(N, D, dtype=dtype)
+    kernels.scale_hidden(hidden, vector(N, offset), vector(N, offset))
+    kernels.scale_(hidden, vector(N, offset)[0])
+    kernels.finish_rows([known], entropy=True)
 
 
 def describe(launch: Any, arch: str) -> dict[str, str]:

@@ -221,7 +221,7 @@ def test_kl_of_nearly_equal_policies_does_not_cancel() -> None:
 
 
 def test_counts_beyond_fp32_integers_stay_exact() -> None:
-    from fused_grpo.kernels.grpo_loss import STATISTICS, token_statistics
+    from fused_grpo.kernels.grpo_loss import STATISTICS
 
     # 2^24 + 4096 is an fp32, but adding 1 to 2^24 in fp32 gives 2^24.
     partials = torch.ones(4097, STATISTICS)

@@ -28,6 +28,7 @@ from fused_grpo import kernels as ours
 pytest.importorskip("kernels._rust", reason="Hugging Face's kernels is not installed")
 hub = importlib.import_module("kernels")
 
+pytestmark = pytest.mark.cpu_only(reason="it is about a package, whose kernels are those of the other tests")
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "kernels"
 BUILD = tomllib.loads((PROJECT / "build.toml").read_text())
@@ -84,6 +85,11 @@ def weights(module: ModuleType) -> list[Tensor | None]:
     return [weights, scale, *known]
 
 
+def finished(module: ModuleType) -> list[Tensor | None]:
+    parts = [head(module, "row_statistics"), head(module, "logprob_forward")[2:]]
+    return list(module.finish_rows(parts, entropy=True))
+
+
 def gradient(module: ModuleType) -> list[Tensor | None]:
     *_, known = head(module, "softmax_weights_")
     x = rows("hidden weight targets grad_logprobs grad_entropy")
@@ -117,9 +123,11 @@ def statistics(module: ModuleType) -> list[Tensor | None]:
 CALLS: dict[str, Callable[[ModuleType], list[Tensor | None]]] = {
     "logprob_forward": lambda module: head(module, "logprob_forward"),
     "row_statistics": lambda module: head(module, "row_statistics"),
+    "finish_rows": finished,
     "logits_gradient_": gradient,
     "softmax_weights_": weights,
     "scale_hidden": scaled,
+    "scale_": lambda module: [module.scale_(rows()["hidden"], torch.tensor(0.7))],
     "empty_tile": tile,
     "grpo_token_loss": loss,
     "token_statistics": statistics,
@@ -141,8 +149,9 @@ def test_every_launcher_gives_the_bits_of_the_package(loaded: ModuleType, name: 
 
 
 def test_no_launcher_is_missing_here(loaded: ModuleType) -> None:
-    assert set(loaded.__all__) == set(ours.__all__) == {*CALLS, "is_available"}
+    assert set(loaded.__all__) == set(ours.__all__) == {*CALLS, "is_available", "prefers_tiles"}
     assert loaded.is_available() == ours.is_available()
+    assert loaded.prefers_tiles(rows()["hidden"]) == ours.prefers_tiles(rows()["hidden"])
 
 
 def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, oracle: Any, head_options: Any) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only(reason="it compiles ahead of time, the same on any machine")
+
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(arch: str, tmp_path: Path) -> None:
@@ -19,9 +21,9 @@ def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(arch: str, tm
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     launches = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(launches) == 2 * 4 * 4 * 7
+    assert len(launches) == 2 * 4 * 4 * 9
     keys: dict[tuple[str, str, int], set[str]] = {}
     for launch in launches:
         keys.setdefault((launch["dtype"], launch["kernel"], launch["number"]), set()).add(launch["key"])
-    assert len(keys) == 14
+    assert len(keys) == 18
     assert {name: found for name, found in keys.items() if len(found) > 1} == {}

@@ -9,13 +9,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from device_under_test import DEVICE
 from torch import Tensor
 
 from fused_grpo import kernels, torch_passes
-from fused_grpo.statistics import HEADROOM, RowState, Statistics, finish_rows, merge_rows
+from fused_grpo.statistics import HEADROOM, RowState, Statistics
 
 pytestmark = pytest.mark.grid
 
+DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ALL = "bias softcap scale temperature"
 SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
 
@@ -38,7 +40,8 @@ def upstream(R: int) -> dict[str, Tensor]:
 
 
 def statistics(passes: ModuleType, *inputs: Tensor, **options: Any) -> Statistics:
-    return finish_rows(RowState(*passes.row_statistics(*inputs, entropy=True, **options)), entropy=True)
+    state = RowState(*passes.row_statistics(*inputs, entropy=True, **options))
+    return Statistics(*passes.finish_rows([state], entropy=True))
 
 
 def gradient(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -165,7 +168,7 @@ def test_confident_target_keeps_its_gradient(head_options: Any, passes: ModuleTy
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("V", [1, 5, 64, 127, 257])
 def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
     head_options: Any, passes: ModuleType, V: int, dtype: torch.dtype
@@ -181,7 +184,7 @@ def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
         assert torch.equal(in_place, apart)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_beside_a_tile_is_neither_read_nor_written(
     head_options: Any, passes: ModuleType, dtype: torch.dtype
 ) -> None:
@@ -200,7 +203,7 @@ def test_padding_beside_a_tile_is_neither_read_nor_written(
 @pytest.mark.parametrize("rows", [1, 5, 130, 150])
 @pytest.mark.parametrize("columns", [1, 63, 64, 100])
 def test_tiles_lie_as_gemms_like_them(passes: ModuleType, rows: int, columns: int) -> None:
-    row, column = passes.empty_tile(rows, columns, dtype=torch.float32, device=torch.device("cpu")).stride()
+    row, column = passes.empty_tile(rows, columns, dtype=torch.float32, device=DEVICE).stride()
     if passes is kernels:
         assert column == 1
         assert row % 64 == 0
@@ -269,6 +272,21 @@ def test_without_a_gradient_a_row_is_zero_whatever_it_holds(head_options: Any, p
         assert ours[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [(3, 5), (3000, 3001), (0, 4)])
+def test_a_factor_of_one_touches_nothing_and_others_multiply(
+    passes: ModuleType, dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    """More blocks than programs, too."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for factor in (1.0, -0.3):
+        ours = values.clone()
+        version = ours._version
+        assert passes.scale_(ours, torch.tensor(factor)) is ours
+        assert torch.equal(ours, (values.float() * factor).to(dtype))
+        assert ours._version == version or factor != 1.0
+
+
 def slices(logits: Tensor, targets: Tensor, *edges: int) -> list[tuple[Tensor, Tensor, slice]]:
     """(logits, local targets, columns) of a vocabulary in parts, a NaN before each row and each bias."""
     parts = []
@@ -296,7 +314,7 @@ def test_slices_merge_into_the_vocabulary(
     for part, local, columns in slices(logits, targets, *edges):
         parts.append(RowState(*passes.row_statistics(part, local, entropy=True, **options_of(columns, options))))
         assert torch.equal(parts[-1].target_logit == -torch.inf, local == -1)
-    for mine, torchs, wanted in zip(finish_rows(merge_rows(parts), entropy=True)[:2], plain, exact, strict=True):
+    for mine, torchs, wanted in zip(passes.finish_rows(parts, entropy=True)[:2], plain, exact, strict=True):
         oracle.assert_as_exact_as_torch(mine, torchs, wanted)
 
 

@@ -19,7 +19,10 @@ from fused_grpo import _cpu_buffers, fused_linear_grpo_loss, linear_logprobs
 CPU, MIB = torch.device("cpu"), 2**20
 FLOATS = 4 * MIB  # 16 MiB of them
 
-pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="memory is kept where the kernel may have it")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="memory is kept where the kernel may have it"),
+    pytest.mark.cpu_only(reason="it is about the memory of CPUs"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_under_test import DEVICE, assert_rounded, rounds
 from torch import Tensor
 
 from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
@@ -53,6 +54,15 @@ TRITON = [
     ((7, 2, 5), "fp16 and fp32", 64),
     ((7, 127, 24), "fp16", None),
     ((33, 20, 16), "fp32", 2000),
+    *(
+        pytest.param(*case, marks=pytest.mark.gpu)
+        for case in (
+            ((7, 2, 5), "bf16", 64),
+            ((65, 1003, 24), "bf16", None),
+            ((65, 128, 24), "bf16 and fp32", None),
+            ((7, 151936, 16), "bf16", 4 * 2**20),
+        )
+    ),
     *(
         pytest.param(*case, marks=full)
         for case in (
@@ -142,6 +152,10 @@ class Judge:
         for name, value in ours.items():
             dtype = self.inputs[name].dtype if name in LEAVES else torch.float32
             assert value.dtype == dtype
+            if name in LEAVES and rounds(self.inputs["hidden"].dtype):
+                how = {"dtype": self.inputs["hidden"].dtype, "what": f"{name} of {asked}, {plan}"}
+                assert_rounded(value, exact[name], **how)
+                continue
             self.compare(value, plain[name].to(dtype), exact[name], what=f"{name} of {asked}, {plan}")
 
     def compare(self, ours: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
@@ -308,7 +322,7 @@ def test_autocast_casts_inputs_as_a_linear_layer_does_and_nothing_else(asked):
     inputs = make_inputs((12, 33, 8), names=ALL)
     cast = {**inputs, "hidden": inputs["hidden"].bfloat16()}
     expected = solve(cast, asked)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         ours = solve(inputs, asked)
     for name, value in ours.items():
         assert value.dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device_under_test import assert_rounded, rounds
 from torch import Tensor
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs_and_entropy, planner
@@ -49,6 +50,7 @@ def loss_and_gradients(problem, dtype: torch.dtype, impl: str, chunk_bytes: int 
 def test_logprobs_are_as_exact_as_fp32_allows(make_problem, assert_as_exact, monkeypatch, impl, options, shape):
     for name in ("DEFAULT_TILE_BYTES", "CPU_CHUNK_BYTES"):
         monkeypatch.setattr(planner, name, 4 * 4 * shape[1])  # four rows: ragged chunks too
+    monkeypatch.setattr(planner, "total_memory", lambda device: planner.MEMORY_SHARE * 4 * 4 * shape[1])
     problem = make_problem(*shape, options=options)
     exact = logprobs_and_gradients(problem, torch.float64, "reference")
     plain = logprobs_and_gradients(problem, torch.float32, "reference")
@@ -76,7 +78,13 @@ def test_the_fused_loss_is_as_exact_as_fp32_allows(make_problem, assert_as_exact
 
 
 @pytest.mark.parametrize(
-    ("impl", "dtype"), [("torch", torch.bfloat16), ("torch", torch.float16), ("triton", torch.float16)]
+    ("impl", "dtype"),
+    [
+        ("torch", torch.bfloat16),
+        ("torch", torch.float16),
+        ("triton", torch.float16),
+        pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
 )
 def test_sixteen_bit_inputs_give_fp32_logprobs(make_problem, assert_as_exact, impl, dtype):
     problem = make_problem(33, 257, 24)
@@ -92,6 +100,9 @@ def test_sixteen_bit_inputs_give_fp32_logprobs(make_problem, assert_as_exact, im
         assert_as_exact(ours[name], plain[name], exact[name], what=name)
     for name in ("hidden", "weight", "bias"):
         assert ours[name].dtype == dtype
+        if rounds(dtype):
+            assert_rounded(ours[name], exact[name], dtype=dtype, what=name)
+            continue
         # Exact until the one rounding into the dtype of the input.
         torch.testing.assert_close(ours[name].double(), exact[name], rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 

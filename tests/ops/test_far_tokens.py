@@ -96,7 +96,7 @@ def test_first_columns_of_banned_tokens_decide_no_shift(monkeypatch, banned, lev
 
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     state = torch_passes.row_statistics(logits, targets, temperature=torch.ones(len(logits)))
-    return finish_rows(state, entropy=False).logprobs.double()
+    return finish_rows([state], entropy=False).logprobs.double()
 
 
 @pytest.mark.parametrize("shape", [(441, 2048), (96, 50304)])

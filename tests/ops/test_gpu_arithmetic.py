@@ -14,6 +14,8 @@ from fused_grpo import (
     logprob_plans,
 )
 
+pytestmark = pytest.mark.cpu_only(reason="it does on a CPU what tests/gpu sees a GPU do")
+
 
 @pytest.fixture(autouse=True)
 def tensor_cores(monkeypatch):

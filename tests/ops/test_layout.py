@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_under_test import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from fused_grpo import fused_linear_grpo_loss, kernels, linear_logprobs, planner
 from fused_grpo.head import Head
 
 CPU = torch.device("cpu")
+of_sizes = pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,7 @@ def check_shape(rows: int, columns: int, *, num_rows: int, vocab_size: int, budg
     assert fits or (rows == 1 and columns in (1, vocab_size))
 
 
+@of_sizes
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, vocab_size: int, mib: int) -> None:
@@ -42,6 +45,7 @@ def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, v
         assert planner.column_stride(rows) == rows
 
 
+@of_sizes
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_tiles_fit_the_budget(num_rows: int, vocab_size: int, mib: int) -> None:
@@ -57,6 +61,7 @@ ON_GPUS = [(8192, 151936, 141 * GIB, 4096), (1000, 151936, 141 * GIB, 1000), (50
 ON_GPUS += [(8192, 151936, 24 * GIB, 768), (8192, 151936, GIB, 36), (8192, 2**24, GIB, 1)]
 
 
+@of_sizes
 @pytest.mark.parametrize(("num_rows", "vocab_size", "memory", "rows"), ON_GPUS)
 def test_on_a_gpu_rows_decide_and_its_memory_is_the_limit(monkeypatch, num_rows, vocab_size, memory, rows):
     monkeypatch.setattr(planner, "total_memory", lambda device: memory)
@@ -68,10 +73,11 @@ def test_on_a_gpu_rows_decide_and_its_memory_is_the_limit(monkeypatch, num_rows,
 @pytest.mark.parametrize("passes", [torch_passes, kernels], ids=["torch", "triton"])
 @pytest.mark.parametrize("rows", [1, 5, 130, 300])
 def test_tiles_hold_the_logits_of_their_rows_and_columns(passes: ModuleType, rows: int) -> None:
-    hidden, weight = torch.randn(300, 8), torch.randn(257, 8)
-    head = Head(hidden, weight, None, torch.zeros(300, dtype=torch.int64), torch.ones(300), 1.0, None)
-    seen = torch.zeros(300, 257)
-    for tile in head.tiles(passes.empty_tile(rows, 100, dtype=torch.float32, device=CPU)):
+    hidden, weight = torch.randn(300, 8, device=DEVICE), torch.randn(257, 8, device=DEVICE)
+    targets = torch.zeros(300, dtype=torch.int64, device=DEVICE)
+    head = Head(hidden, weight, None, targets, torch.ones(300, device=DEVICE), 1.0, None)
+    seen = torch.zeros(300, 257, device=DEVICE)
+    for tile in head.tiles(passes.empty_tile(rows, 100, dtype=torch.float32, device=DEVICE)):
         seen[tile.rows, tile.columns] = tile.logits
         some = tile.first(3)
         assert len(some.logits) == len(some.hidden) == len(some.targets) == min(3, len(tile.logits))
@@ -111,6 +117,7 @@ def test_no_rows_at_all_are_as_invariant_as_any() -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.cpu_only(reason="tests/gpu has a GPU whose memory runs out")
 def test_where_memory_runs_out_chunks_are_halved_once_and_say_so(monkeypatch, caplog) -> None:
     hidden, weight, targets = torch.randn(200, 16), torch.randn(300, 16), torch.randint(300, (200,))
     options: dict[str, Any] = {"advantages": torch.randn(200), "cu_seqlens": torch.tensor([0, 200], dtype=torch.int32)}

@@ -107,6 +107,7 @@ def test_clipped_and_corrected_away_rows_have_a_gradient_of_exactly_nothing(leav
     assert (leaves[0].grad == 0).all(-1).sum() == round(24 * fraction.item())
 
 
+@pytest.mark.cpu_only(reason="the budgets are those of a CPU")
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize(("rows", "again"), [(24, 0), (8, 16), (7, 18)])
 def test_two_phases_make_again_what_the_budget_cannot_hold(leaves, rest, gemm_rows, impl, rows, again):
@@ -144,6 +145,7 @@ def test_a_group_cut_over_several_backward_calls_is_the_group(leaves, rest, asse
         assert_as_exact(leaf.grad, *wanted, what=str(tuple(leaf.shape)))
 
 
+@pytest.mark.cpu_only(reason="what is added to is a copy there; tests/gpu adds to a main gradient of a GPU")
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dw_goes_to_a_main_gradient_unrounded_and_scaled(leaves, rest, impl, dtype):
@@ -157,6 +159,7 @@ def test_dw_goes_to_a_main_gradient_unrounded_and_scaled(leaves, rest, impl, dty
     torch.testing.assert_close(main - 1, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cpu_only(reason="it says which device an argument is on")
 @pytest.mark.parametrize(
     ("main", "message"),
     [

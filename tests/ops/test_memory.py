@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.cpu_only(reason="allocations of a CPU; tests/gpu counts those of a GPU")]
 
 MIB = 2**20
 N, V, D = 2048, 8003, 64

@@ -5,19 +5,24 @@ dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` validate
 """
 
 from ._device import is_available
+from .finish_rows import finish_rows
 from .grpo_loss import grpo_token_loss, token_statistics
 from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
-from .scale_hidden import scale_hidden
+from .scale_hidden import scale_, scale_hidden
 from .softmax_weights import empty_tile, row_statistics, softmax_weights_
+from .tuning import prefers_tiles
 
 __all__ = [
     "empty_tile",
+    "finish_rows",
     "grpo_token_loss",
     "is_available",
     "logits_gradient_",
     "logprob_forward",
+    "prefers_tiles",
     "row_statistics",
+    "scale_",
     "scale_hidden",
     "softmax_weights_",
     "token_statistics",

@@ -91,12 +91,12 @@ def add_bias(raw, bias, columns, V):
 @triton.jit
 def logit(x, logit_scale, softcap, inverse_temperature):
     """z = softcap(logit_scale * x) / temperature for x = h.w + bias in fp32."""
-    x = x * logit_scale
-    if softcap is not None:
+    if softcap is None:
+        return x * (logit_scale * inverse_temperature)
+    else:
         # An optional float cannot be annotated, and an unannotated one may arrive as fp64.
         cap = tl.cast(softcap, tl.float32)
-        x = cap * tanh(x * (1.0 / cap))
-    return x * inverse_temperature
+        return cap * tanh(x * logit_scale * (1.0 / cap)) * inverse_temperature
 
 
 @triton.jit
@@ -141,24 +141,46 @@ def start_statistics(target):
 
 
 @triton.jit
-def add_tile(target_logit, maximum, total, weighted, z, columns, target, V, ENTROPY: tl.constexpr):
-    """Fold a tile z [ROWS, COLUMNS] of logits into the running statistics [ROWS]."""
-    is_target = columns[None, :] == target[:, None]
+def sum_at_targets(x, first_column, target):
+    """The values of a tile at those targets that are in it, 0 for the other rows."""
+    columns = first_column + tl.arange(0, x.shape[1])
+    return tl.sum(tl.where(columns[None, :] == target[:, None], x, 0.0), 1)
+
+
+@triton.jit
+def hide_targets(x, first_column, target, V):
+    """A tile with -inf at the targets and past the end."""
+    columns = first_column + tl.arange(0, x.shape[1])
     # Added, not selected: LLVM packs a combination of two masks into words and unpacks them bit by bit.
     past_the_end = tl.where(columns < V, 0.0, float("-inf"))[None, :]
-    others = tl.where(is_target, float("-inf"), z) + past_the_end
-    target_logit += tl.sum(tl.where(is_target, z, 0.0), 1)
-    new_maximum = tl.maximum(maximum, tl.max(others, 1))
+    return tl.where(columns[None, :] == target[:, None], float("-inf"), x) + past_the_end
+
+
+@triton.jit
+def add_tile(maximum, total, weighted, x, factor, ENTROPY: tl.constexpr, NARROW: tl.constexpr):
+    """Fold the logits z = factor * x of a tile x [ROWS, COLUMNS] into the running statistics [ROWS]; factors > 0."""
+    # Narrow blocks are added up element by element, and across threads once. With the entropy there are two sums.
+    blocks = column_blocks(x, NARROW // 2 if ENTROPY else NARROW)
+    top = blocks[0]
+    for i in tl.static_range(1, len(blocks)):
+        top = tl.maximum(top, blocks[i])
+    new_maximum = tl.maximum(maximum, factor * tl.max(top, 1))
     # Nothing included so far: any finite shift keeps -inf - shift out of NaN.
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    sums = tl.zeros(top.shape, tl.float32)
+    products = tl.zeros(top.shape, tl.float32)
+    for i in tl.static_range(len(blocks)):
+        centred = factor[:, None] * blocks[i] - shift[:, None]
+        e = exp(centred)
+        sums += e
+        if ENTROPY:
+            # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
+            products += e * tl.maximum(centred, -128.0)
     rescale = exp(maximum - shift)
-    centred = others - shift[:, None]
-    e = exp(centred)
     if ENTROPY:
-        # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
         moved = weighted + tl.maximum(maximum - shift, -128.0) * total
-        weighted = rescale * moved + tl.sum(e * tl.maximum(centred, -128.0), 1)
-    return target_logit, new_maximum, rescale * total + tl.sum(e, 1), weighted
+        weighted = rescale * moved + tl.sum(products, 1)
+    return new_maximum, rescale * total + tl.sum(sums, 1), weighted
 
 
 @triton.jit

@@ -6,11 +6,11 @@ Equals
 
 One GEMM, 2*N*D*V FLOP, whose epilogue folds each [block_n, block_v] tile of fp32 accumulators into a maximum, a sum and
 a target logit per row. The vocabulary is cut into contiguous splits, as in split-K, so that a few rows still fill the
-device; each leaves 2 numbers per row (3 with the entropy), and a second, tiny kernel merges them. How many splits
+device; each leaves 2 numbers per row (3 with the entropy), which `finish_rows.py` merges. How many splits
 there are follows from V and the tile table alone, so a row's bits do not depend on which rows came with it.
 
 Matrices in 16 bits whose rows start at multiples of 16 bytes are copied by the tensor memory accelerator, where there
-is one (`HALF_TMA` in `tuning.py`). It takes no registers for addresses, which leaves room for a larger tile. Any other
+is one (`ALIGNED` in `tuning.py`). It takes no registers for addresses, which leaves room for a larger tile. Any other
 matrices, and any other strides, are read through pointers.
 """
 
@@ -23,10 +23,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._device import launching_on
-from ._tiles import add_bias, add_tile, column_blocks, finish_row, inverse, logit, merge_statistics, start_statistics
-from .tuning import FUSED_MULTIPLY_ADD, GemmTile, gemm_tile
-
-MERGE_ROWS = 16
+from ._tiles import add_bias, add_tile, column_blocks, hide_targets, inverse, logit, start_statistics, sum_at_targets
+from .finish_rows import finish_splits
+from .tuning import GemmTile, gemm_tile
 
 
 @triton.jit
@@ -82,12 +81,15 @@ def _logprob_forward_kernel(
     splits,
     tiles_per_split,
     ENTROPY: tl.constexpr,
+    POSITIVE: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Grid: row tiles x splits, flattened; GROUP_N row tiles go through a split together, then the next split.
 
@@ -106,6 +108,11 @@ def _logprob_forward_kernel(
     target = tl.load(targets + safe_rows).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + safe_rows))
 
+    # What is folded in is x = h.w + bias where z is a positive multiple of it, and z where it is not.
+    factor = tl.full([BLOCK_N], 1.0, tl.float32)
+    if POSITIVE:
+        # Not 0, which times the -inf of masks would be NaN.
+        factor = tl.maximum(logit_scale * inverse_temperature, 1e-37)
     row_target, row_maximum, row_total, row_weighted = start_statistics(target)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
     # Hoisting out of this loop would keep registers through the epilogue that it needs itself.
@@ -116,14 +123,20 @@ def _logprob_forward_kernel(
             h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, TMA, EVEN_D, BLOCK_N, BLOCK_D)
             w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, TMA, EVEN_D, BLOCK_V, BLOCK_D)
             raw = tl.dot(h, tl.trans(w), raw, input_precision="ieee")
-        # Narrow blocks one after the other: a whole tile of z, exp(z) and masks at once would spill registers.
-        blocks = column_blocks(raw, 32)
+        # Masks cost more than the exponential, and in most tiles there is nothing to mask.
+        here = (target >= first_column) & (target < first_column + BLOCK_V)
+        masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
+        blocks = column_blocks(raw, WIDE)
         for i in tl.static_range(len(blocks)):
-            columns = first_column + i * blocks[i].shape[1] + tl.arange(0, blocks[i].shape[1])
-            x = add_bias(blocks[i], bias, columns, V)
-            z = logit(x, logit_scale, softcap, inverse_temperature[:, None])
-            row_target, row_maximum, row_total, row_weighted = add_tile(
-                row_target, row_maximum, row_total, row_weighted, z, columns, target, V, ENTROPY
+            first = first_column + i * blocks[i].shape[1]
+            x = add_bias(blocks[i], bias, first + tl.arange(0, blocks[i].shape[1]), V)
+            if not POSITIVE:
+                x = logit(x, logit_scale, softcap, inverse_temperature[:, None])
+            if masked:
+                row_target += factor * sum_at_targets(x, first, target)
+                x = hide_targets(x, first, target, V)
+            row_maximum, row_total, row_weighted = add_tile(
+                row_maximum, row_total, row_weighted, x, factor, ENTROPY, NARROW
             )
 
     tile_of_target = tl.maximum(target, 0) // BLOCK_V
@@ -134,45 +147,6 @@ def _logprob_forward_kernel(
     tl.store(total + statistics, row_total, mask=row_exists)
     if ENTROPY:
         tl.store(weighted + statistics, row_weighted, mask=row_exists)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _merge_splits_kernel(
-    target_logit,
-    maximum,
-    total,
-    weighted,
-    logprobs,
-    entropy,
-    merged_maximum,
-    merged_total,
-    merged_weighted,
-    N,
-    splits,
-    ENTROPY: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Grid: tiles of ROWS rows. A program reads all splits of its rows at once and alone writes their results."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_exists = rows < N
-    split = tl.arange(0, SPLITS)[:, None]
-    exists = (split < splits) & row_exists[None, :]
-    statistics = split.to(tl.int64) * N + rows[None, :]
-    part_maximum = tl.load(maximum + statistics, mask=exists, other=float("-inf"))
-    part_total = tl.load(total + statistics, mask=exists, other=0.0)
-    part_weighted = part_total
-    if ENTROPY:
-        part_weighted = tl.load(weighted + statistics, mask=exists, other=0.0)
-    row_maximum, row_total, row_weighted = merge_statistics(part_maximum, part_total, part_weighted, ENTROPY)
-    row_target = tl.load(target_logit + rows, mask=row_exists, other=0.0)
-    row_logprob, row_entropy = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
-    tl.store(logprobs + rows, row_logprob, mask=row_exists)
-    tl.store(merged_maximum + rows, row_maximum, mask=row_exists)
-    tl.store(merged_total + rows, row_total, mask=row_exists)
-    if ENTROPY:
-        tl.store(merged_weighted + rows, row_weighted, mask=row_exists)
-        tl.store(entropy + rows, row_entropy, mask=row_exists)
 
 
 def logprob_forward(
@@ -207,41 +181,32 @@ def logprob_forward(
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
-    tile = gemm_tile(device, hidden.dtype, tma=_suits_tma(hidden) and _suits_tma(weight))
+    tile = gemm_tile(device, hidden.dtype, aligned=_is_aligned(hidden) and _is_aligned(weight))
     splits, tiles_per_split = _splits(V, tile)
-    # One by one, not rows of one block: whether a vector is aligned must not depend on N.
-    of_rows = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(5))
-    logprobs, maximum, total, weighted, target_logit = of_rows
-    entropies = torch.empty_like(logprobs) if entropy else None
-    results = logprobs, entropies, (maximum, total, weighted, target_logit)
-    if N == 0:
-        return results
-    parts = [total.new_empty((splits, N)) for _ in range(3 if entropy else 2)]
-    statistics = target_logit, *parts, *([] if entropy else [None])
-    matrices = _operands(hidden, weight, tile)
-    vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
-    grid = (triton.cdiv(N, tile.block_n) * splits,)
-    with launching_on(device):
-        _logprob_forward_kernel[grid](
-            *matrices,
-            *vectors,
-            *statistics,
-            N,
-            hidden.shape[1],
-            V,
-            logit_scale,
-            softcap,
-            splits,
-            tiles_per_split,
-            ENTROPY=entropy,
-            EVEN_D=hidden.shape[1] % tile.block_d == 0,
-            **tile.launch_options(),
-        )
-        merge = {"ENTROPY": entropy, "SPLITS": triton.next_power_of_2(splits), "ROWS": MERGE_ROWS, **FUSED_MULTIPLY_ADD}
-        _merge_splits_kernel[(triton.cdiv(N, MERGE_ROWS),)](
-            *statistics, logprobs, entropies, maximum, total, weighted, N, splits, **merge
-        )
-    return results
+    target_logit = torch.empty(N, dtype=torch.float32, device=device)
+    maximum, total, weighted = (target_logit.new_empty((splits, N)) if x else None for x in (True, True, entropy))
+    statistics = target_logit, maximum, total, weighted
+    if N:
+        matrices = _operands(hidden, weight, tile)
+        vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
+        with launching_on(device):
+            _logprob_forward_kernel[(triton.cdiv(N, tile.block_n) * splits,)](
+                *matrices,
+                *vectors,
+                *statistics,
+                N,
+                hidden.shape[1],
+                V,
+                logit_scale,
+                softcap,
+                splits,
+                tiles_per_split,
+                ENTROPY=entropy,
+                POSITIVE=softcap is None and logit_scale > 0,
+                EVEN_D=hidden.shape[1] % tile.block_d == 0,
+                **tile.launch_options(),
+            )
+    return finish_splits(*statistics)  # type: ignore[arg-type]
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
@@ -251,7 +216,7 @@ def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split
 
 
-def _suits_tma(matrix: Tensor) -> bool:
+def _is_aligned(matrix: Tensor) -> bool:
     """Can a tensor descriptor say where the rows of this matrix are?"""
     row, column = matrix.stride()
     aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0

@@ -4,7 +4,8 @@ Equals
     factor = torch.where(grad_logprobs == 0, 0, scale * grad_logprobs)
     torch.where(factor[:, None] == 0, 0, factor[:, None] * hidden).to(hidden.dtype)
 
-With the weights E of `softmax_weights.py`, dH = factor (E W) and dW = E^T (factor h).
+With the weights E of `softmax_weights.py`, dH = factor (E W) and dW = E^T (factor h). What comes from upstream of the
+loss multiplies both once more, which for a factor of 1 should cost nothing: no host needs to know it.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -18,6 +19,8 @@ from ._device import launching_on
 from .tuning import FUSED_MULTIPLY_ADD
 
 BLOCK_D, WARPS = 1024, 4
+# Of `scale_`: enough programs to fill a device, few enough to start them in no time.
+BLOCK, PROGRAMS = 4096, 2048
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "grad_logprobs", "factor"])
@@ -71,3 +74,35 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
             **FUSED_MULTIPLY_ADD,
         )
     return factor, scaled
+
+
+@triton.jit(do_not_specialize_on_alignment=["factor"])
+def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+    """Grid: any number of programs, each with every so-many-th block of the values to itself."""
+    times = tl.load(factor).to(tl.float32)
+    if times != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            scaled = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * times
+            tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < count)
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """Values times a 0-d factor, in place; nothing is read or written where it is 1.
+
+    Args:
+        values: contiguous, bf16, fp16 or fp32.
+        factor: 0-d, any float dtype, on the same device.
+
+    Returns:
+        `values`.
+
+    Memory: none.
+    """
+    count = values.numel()
+    if count:
+        with launching_on(values.device):
+            _scale_kernel[(min(triton.cdiv(count, BLOCK), PROGRAMS),)](
+                values, factor, count, BLOCK=BLOCK, num_warps=WARPS, **FUSED_MULTIPLY_ADD
+            )
+    return values

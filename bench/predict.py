@@ -1,0 +1,267 @@
+"""Times that a roofline predicts of what the GPU suite measures: `python -m fused_grpo.bench.predict [--write]`.
+
+Each implementation does its work on fake CUDA tensors (cuda_trace.py), and every operation that it launches takes
+
+    max(FLOP / (FLOP/s), bytes / (bytes/s), launch)
+
+one after the other. Shapes and operations are those of the code; the rates are assumptions, for nothing was measured:
+
+- **FLOP/s** of bf16 GEMMs at full size with random data, and **bytes/s** of passes over memory that no cache holds: 75
+  to 90 % of what the vendor names, as others have measured them on such machines. An H100 has the silicon of an H200.
+- **launch**: no operation takes less, since another has to start before it.
+- **TRITON_GEMM**: what a GEMM in Triton reaches of the vendor's.
+
+Left out: operations that overlap; waves of tiles that fill a part of the device; GEMMs too small for full speed; clocks
+that fall under load; caches, from which small tensors are read again; softmax kernels that read a row twice; what a
+sort or an index by a mask launches inside; and the host, which may be slower than a device with little to do, above all
+where it has waited for it. So a prediction is a bound that good kernels come near to, from below.
+
+`--write` makes predicted.json and docs/predictions.md again. It needs a CUDA build of torch, no GPU, and TRL, whose
+kernels are traced as they are; `--site-packages FOLDER` is where TRL is installed, if not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fused_grpo.bench.cuda_trace import Operation, Trace, fake_gpu
+from fused_grpo.bench.peers import named
+from fused_grpo.bench.predicted import PATH, plan_of, shape_of
+from fused_grpo.bench.predictions_page import PAGE, render
+from fused_grpo.bench.suites import FLOOR
+from fused_grpo.bench.work import Batch, Direction, Kind, Work
+from fused_grpo.errors import FusedGRPOError, UnavailableError
+
+GIB = 2**30
+TRITON_GEMM = 0.75
+TENSOR_CORES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A GPU, and the rates that are assumed of it."""
+
+    name: str
+    device: str
+    """How the name begins that torch knows it by."""
+    capability: tuple[int, int]
+    memory: int
+    flops: float
+    """A second, of GEMMs in 16 bits."""
+    bytes_per_s: float
+    launch_s: float = 4e-6
+
+
+H200 = Machine(name="H200", device="NVIDIA H200", capability=(9, 0), memory=141 * GIB, flops=790e12, bytes_per_s=4.3e12)
+MACHINES = (
+    H200,
+    Machine(
+        name="H100 SXM",
+        device="NVIDIA H100 80GB",
+        capability=(9, 0),
+        memory=80 * GIB,
+        flops=790e12,
+        bytes_per_s=3.0e12,
+    ),
+    Machine(
+        name="A100-80",
+        device="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        memory=80 * GIB,
+        flops=250e12,
+        bytes_per_s=1.7e12,
+    ),
+    Machine(name="B200", device="NVIDIA B200", capability=(10, 0), memory=180 * GIB, flops=1700e12, bytes_per_s=7.0e12),
+)
+
+OURS = "fused-grpo"
+CONTENDERS = (FLOOR, OURS, "full logits", "TRL")
+WORKS: tuple[tuple[Kind, Direction], ...] = (
+    ("loss", "trainable"),
+    ("loss", "frozen"),
+    ("logprobs", "trainable"),
+    ("logprobs", "frozen"),
+    ("logprobs", "no_grad"),
+)
+HEADS = {1024: "Qwen3-0.6B", 2048: "Qwen3-1.7B", 4096: "Qwen3-8B"}
+VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"
+TOKENS = (64, 256, 1024, 4096, 8192, 16384, 65536)
+# Of machines other than the first.
+FEW_TOKENS = (1024, 8192)
+# Where the page says what the time is made of.
+SHOWN = (4096, 8192)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trace."""
+
+    machine: Machine
+    contender: str
+    kind: Kind
+    direction: Direction
+    D: int
+    N: int
+
+    @property
+    def plan(self) -> str:
+        return plan_of(self.contender, self.kind, self.direction)
+
+    @property
+    def work(self) -> Work:
+        how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "direction": self.direction}
+        return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **how)
+
+
+def seconds_of(operation: Operation, machine: Machine) -> float:
+    """The roofline of one operation."""
+    if operation.flops and operation.dtype not in TENSOR_CORES:
+        raise ValueError(f"got a GEMM of {operation.dtype}, want one of {TENSOR_CORES}: no other rate is assumed")
+    rate = machine.flops * (TRITON_GEMM if operation.triton else 1.0)
+    return max(operation.flops / rate, operation.bytes / machine.bytes_per_s, machine.launch_s)
+
+
+def traced(job: Job) -> tuple[Trace, int]:
+    """What a run does, and the bytes of its inputs. All tokens are scored, and have a gradient."""
+    contender, work = named(job.contender), job.work
+    if contender.missing is not None:
+        raise UnavailableError(f"got no {job.contender}: it {contender.missing}, or --site-packages FOLDER")
+    with fake_gpu(capability=job.machine.capability, memory=job.machine.memory):
+        batch = empty_batch(work)
+        if contender.floor:  # its first run makes the memory that the others write to
+            with Trace():
+                contender.run(batch, work)
+            batch.hidden.grad = batch.weight.grad = None
+        with Trace() as trace:
+            kept = contender.run(batch, work)
+        del kept
+        return trace, sum(x.nbytes for x in batch)
+
+
+def empty_batch(work: Work) -> Batch:
+    """`batch_of` without numbers."""
+    b, t, head = work.sequences, work.tokens // work.sequences, work.shape
+    half: dict[str, Any] = {"dtype": getattr(torch, work.dtype), "device": "cuda"}
+    single, ids = partial(torch.empty, device="cuda"), partial(torch.empty, dtype=torch.int64, device="cuda")
+    return Batch(
+        hidden=torch.empty(b, t, head.hidden, **half, requires_grad=work.direction != "no_grad"),
+        weight=torch.empty(head.vocab, head.hidden, **half, requires_grad=work.direction == "trainable"),
+        targets=ids(b, t),
+        mask=ids(b, t),
+        advantages=single(b),
+        old_logprobs=single(b, t),
+        upstream=single(b, t),
+    )
+
+
+def predict(job: Job) -> dict[str, Any]:
+    """An entry of predicted.json; no time where memory runs out."""
+    trace, inputs = traced(job)
+    seconds = sum(seconds_of(operation, job.machine) for operation in trace.operations)
+    fits = trace.peak + inputs <= job.machine.memory
+    facts: dict[str, Any] = {"ms": rounded(seconds) if fits else None, "launches": len(trace.operations)}
+    facts |= {"waits": len(trace.waits), "peak": trace.peak}
+    if job.contender == OURS and (job.D, job.N) == SHOWN and job.machine == H200:
+        facts["operations"] = operations_of(trace, job.machine)
+    return facts
+
+
+def operations_of(trace: Trace, machine: Machine) -> list[list[Any]]:
+    """[name, how many, ms of all of them], the longest first."""
+    found: dict[str, list[float]] = {}
+    for operation in trace.operations:
+        found.setdefault(operation.name, []).append(seconds_of(operation, machine))
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return [[name, len(seconds), rounded(sum(seconds))] for name, seconds in ordered]
+
+
+def rounded(seconds: float) -> float:
+    """In milliseconds, to three digits."""
+    return float(f"{1000 * seconds:.3g}")
+
+
+def jobs() -> list[Job]:
+    """All of them, in the order of the file."""
+    return [
+        Job(machine, contender, kind, direction, D, N)
+        for machine in MACHINES
+        for contender, (kind, direction) in itertools.product(CONTENDERS, WORKS)
+        for D, N in itertools.product(HEADS, TOKENS if machine is H200 else FEW_TOKENS)
+    ]
+
+
+def content(found: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
+    """predicted.json."""
+    machines, times = {machine.name: asdict(machine) for machine in MACHINES}, dict[str, Any]()
+    operations: dict[str, Any] = {}
+    for job, facts in found:
+        if shown := facts.pop("operations", None):
+            operations[job.plan] = shown
+        times.setdefault(job.machine.name, {}).setdefault(job.plan, {})[shape_of(job.D, job.N)] = facts
+    return {
+        "made_by": "python -m fused_grpo.bench.predict --write",
+        "torch": torch.__version__,
+        "dtype": DTYPE,
+        "vocab": VOCAB,
+        "sequences": SEQUENCES,
+        "triton_gemm": TRITON_GEMM,
+        "machines": machines,
+        "operations": {H200.name: {shape_of(*SHOWN): operations}},
+        "predicted": times,
+    }
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each dictionary or list that holds no other dictionary."""
+    if not isinstance(value, dict) or not any(isinstance(part, dict | list) for part in value.values()):
+        return json.dumps(value)
+    indent = " " * (depth + 1)
+    lines = [f"{indent}{json.dumps(name)}: {text_of(part, depth + 1)}" for name, part in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}"
+
+
+def predictions() -> dict[str, Any]:
+    """All of predicted.json, from as many processes as there are CPUs."""
+    if torch.version.cuda is None or os.environ.get("TRITON_INTERPRET") == "1":
+        want = "want a CUDA build of torch, and no TRITON_INTERPRET: on a CPU build there are no fake CUDA tensors"
+        raise UnavailableError(f"got torch {torch.__version__}, {want}; fix: pip install torch, on any Linux")
+    asked = jobs()
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        return content(zip(asked, pool.map(predict, asked, chunksize=4), strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the page, or write it and the file that it comes from."""
+    parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.predict", description="Predicted times of GPUs.")
+    parser.add_argument("--write", action="store_true", help="write predicted.json and docs/predictions.md")
+    parser.add_argument("--site-packages", metavar="FOLDER", help="where TRL is installed, if not here")
+    options = parser.parse_args(argv)
+    if options.site_packages is not None:
+        sys.path.append(options.site_packages)
+    try:
+        made = predictions()
+    except FusedGRPOError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.write:
+        PATH.write_text(text_of(made) + "\n")
+        PAGE.write_text(render(made))
+    else:
+        print(render(made), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

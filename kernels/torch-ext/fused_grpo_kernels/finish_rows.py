@@ -1,0 +1,105 @@
+"""The log-probs and entropies of rows from what is known of each part of their columns.
+
+A part is a split of `logprob_forward`, a tile that `row_statistics` has read, or a shard of the vocabulary. The
+numerics are those of `_tiles.py`.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import launching_on
+from ._tiles import finish_row, merge_statistics
+from .tuning import FUSED_MULTIPLY_ADD
+
+ROWS_PER_PROGRAM = 16
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target_logit", "maximum", "total", "weighted"])
+def _finish_rows_kernel(
+    target_logit,
+    maximum,
+    total,
+    weighted,
+    logprobs,
+    entropy,
+    merged_maximum,
+    merged_total,
+    merged_weighted,
+    N,
+    splits,
+    ENTROPY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid: tiles of ROWS rows. A program reads all splits of its rows at once and alone writes their results."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_exists = rows < N
+    split = tl.arange(0, SPLITS)[:, None]
+    exists = (split < splits) & row_exists[None, :]
+    statistics = split.to(tl.int64) * N + rows[None, :]
+    part_maximum = tl.load(maximum + statistics, mask=exists, other=float("-inf"))
+    part_total = tl.load(total + statistics, mask=exists, other=0.0)
+    part_weighted = part_total
+    if ENTROPY:
+        part_weighted = tl.load(weighted + statistics, mask=exists, other=0.0)
+    row_maximum, row_total, row_weighted = merge_statistics(part_maximum, part_total, part_weighted, ENTROPY)
+    row_target = tl.load(target_logit + rows, mask=row_exists, other=0.0)
+    row_logprob, row_entropy = finish_row(row_maximum, row_total, row_weighted, row_target, ENTROPY)
+    tl.store(logprobs + rows, row_logprob, mask=row_exists)
+    tl.store(merged_maximum + rows, row_maximum, mask=row_exists)
+    tl.store(merged_total + rows, row_total, mask=row_exists)
+    if ENTROPY:
+        tl.store(merged_weighted + rows, row_weighted, mask=row_exists)
+        tl.store(entropy + rows, row_entropy, mask=row_exists)
+
+
+def finish_rows(
+    parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What rows come to whose every column is in one of the parts.
+
+    Args:
+        parts: of each (shift, total, weighted, target logit), [R] fp32 each, as `row_statistics` returns them.
+        entropy: also compute the entropy of each row; all parts were made with it.
+
+    Returns:
+        (logprobs, entropy or None, shift, total), each [R] fp32, entropies in nats; -inf for a row whose target is in
+        no part.
+
+    Memory: 4 numbers per row and part where there is more than one.
+    """
+    if len(parts) == 1:
+        *of_parts, target_logit = parts[0]
+        shift, total, weighted = (x[None] for x in of_parts)
+    else:
+        shift, total, weighted, target_logits = map(torch.stack, zip(*parts, strict=True))
+        target_logit = target_logits.amax(0)
+    logprobs, entropies, state = finish_splits(target_logit, shift, total, weighted if entropy else None)
+    return logprobs, entropies, *state[:2]
+
+
+def finish_splits(
+    target_logit: Tensor, maximum: Tensor, total: Tensor, weighted: Tensor | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(logprobs [N], entropy [N] if the parts are `weighted`, the merged state) from parts [P, N] of rows."""
+    parts, N = maximum.shape
+    # One by one, not rows of one block: whether a vector is aligned must not depend on N.
+    logprobs, shift, merged_total, merged_weighted = (torch.empty_like(target_logit) for _ in range(4))
+    entropies = None if weighted is None else torch.empty_like(logprobs)
+    results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
+    if N == 0:
+        return results
+    options = {"ENTROPY": entropies is not None, "SPLITS": triton.next_power_of_2(parts), "ROWS": ROWS_PER_PROGRAM}
+    inputs = target_logit, maximum, total, weighted
+    outputs = logprobs, entropies, shift, merged_total, merged_weighted
+    with launching_on(maximum.device):
+        _finish_rows_kernel[(triton.cdiv(N, ROWS_PER_PROGRAM),)](
+            *inputs, *outputs, N, parts, **options, **FUSED_MULTIPLY_ADD
+        )
+    return results

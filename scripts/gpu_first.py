@@ -1,0 +1,283 @@
+"""What to run first on a GPU that nobody has tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
+
+First what is right (the vendor's products as we ask for them, tests/gpu, tests/kernels and tests/ops on the device,
+compute-sanitizer where there is one), then what it costs (ceilings, products, kernels, losses, a trace, peers), each
+figure with what was predicted of it. A stage is a process with a limit of its own. What fails, or runs past its limit,
+is said, and the next one goes on. In OUT:
+
+    results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, and of which machine and commit
+    <stage>.log      what the stage printed
+    trace.json.gz    a profile of one call
+
+Needs torch, triton, numpy, pytest and hypothesis; peers are timed where they are installed. `--tiny` rehearses all of
+it on a CPU. Ends with 0 if every stage was green. The commit is that of $FUSED_GRPO_COMMIT or of a file COMMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)\b")
+# No plugin but these: what others warn of would count as an error.
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+MODULES = ("torch", "triton", "numpy", "pytest", "hypothesis")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A process, and how long it may take."""
+
+    name: str
+    group: str
+    """"correctness" or "timing"."""
+    seconds: int
+    command: tuple[str | Path, ...] | None
+    """None where the machine has not what it needs."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """What became of a stage."""
+
+    stage: Stage
+    status: str
+    """"green", or what went wrong."""
+    seconds: float = 0.0
+    figures: int = 0
+
+    @property
+    def green(self) -> bool:
+        return self.status in ("green", "absent")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, nargs="?", help="the folder for results, which is made")
+    parser.add_argument("--tiny", action="store_true", help="rehearse everything on a CPU")
+    parser.add_argument("--stages", help="names of stages or groups, with commas between; default: all")
+    parser.add_argument("--list", action="store_true", help="say which stages there are, and run none")
+    parser.add_argument("--seconds", type=int, default=570, help="the limit of all stages together (default: 570)")
+    given = parser.parse_args(arguments)
+    asked = given.stages.split(",") if given.stages else None
+    found = stages((given.output or Path()).resolve(), tiny=given.tiny)
+    chosen = [stage for stage in found if asked is None or {stage.name, stage.group} & {*asked}]
+    if asked and (unknown := {*asked} - {x for stage in found for x in (stage.name, stage.group)}):
+        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list says which there are")
+    if given.list:
+        for stage in chosen:
+            print(f"{stage.name:12} {stage.group:12} {stage.seconds:4} s  {shown(stage)}")
+        return 0
+    if given.output is None:
+        parser.error("got no folder for results")
+    return run_all(chosen, given.output.resolve(), tiny=given.tiny, seconds=given.seconds)
+
+
+def stages(output: Path, *, tiny: bool) -> list[Stage]:
+    """All of them, in order."""
+    python = sys.executable
+    device = {"FUSED_GRPO_TEST_DEVICE": "cpu" if tiny else "cuda", "OMP_NUM_THREADS": "2", **PLUGINS}
+    # -rP: what green tests print, too, among it figures.
+    pytest = (python, "-m", "pytest", "-v", "-rfEsP", "-p", "no:cacheprovider", "-W", "default::UserWarning")
+    spread = () if tiny or not has("xdist") else ("-p", "xdist", "--numprocesses=8", "--dist=worksteal")
+    whole = () if tiny else ("--full",)
+    some = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
+    both = some if tiny else ("tests/kernels", "tests/ops")
+    sanitizer = None if tiny else sanitizer_command(python)
+
+    def right(name: str, seconds: int, *command: str | Path) -> Stage:
+        return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
+
+    timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 120}
+    measure = (python, "-m", "fused_grpo.bench.gpu_timings")
+    options = (*(("--tiny",) if tiny else ()), "--output", output)
+    return [
+        right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
+        right("gpu", 180, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
+        right("device", 180, *pytest, *spread, *both),
+        Stage(name="sanitizer", group="correctness", seconds=120, command=sanitizer),
+        *(
+            Stage(name=name, group="timing", seconds=seconds, command=(*measure, name, *options))
+            for name, seconds in timings.items()
+        ),
+    ]
+
+
+def has(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+def sanitizer_command(python: str) -> tuple[str | Path, ...] | None:
+    """Both tools over every kernel at small shapes, or None where there is no compute-sanitizer."""
+    places = [os.environ.get("PATH", ""), *(str(path) for path in Path("/usr/local").glob("cuda*/bin"))]
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    return None if found is None else (python, ROOT / "tests" / "gpu" / "launch_all.py", found)
+
+
+def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> int:
+    output.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
+    records = Records(output / "results.jsonl", {"tiny": tiny, "commit": commit()})
+    first = run(machine(tiny=tiny), output, records, end)
+    if not first.green:
+        print((output / "machine.log").read_text()[-2000:], file=sys.stderr)
+        return 1
+    results = [run(stage, output, records, end) for stage in chosen]
+    print()
+    for result in results:
+        print(f"{result.stage.name:12} {result.stage.group:12} {result.seconds:6.1f} s  {result.status}")
+    red = [result for result in results if not result.green]
+    print(f"{len(results) - len(red)} of {len(results)} stages green; results in {output}")
+    return bool(red)
+
+
+def machine(*, tiny: bool) -> Stage:
+    """What comes before all others: where it runs."""
+    command = (sys.executable, "-m", "fused_grpo.bench.gpu_timings", "machine", *(("--tiny",) if tiny else ()))
+    return Stage(name="machine", group="correctness", seconds=120, command=command)
+
+
+def commit() -> str | None:
+    """As said by who started this: where it runs there may be no git."""
+    file = ROOT / "COMMIT"
+    return os.environ.get("FUSED_GRPO_COMMIT") or (file.read_text().strip() if file.exists() else None)
+
+
+class Records:
+    """The file of results. Each line is there as soon as it is known."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path, self.facts = path, facts
+
+    def add(self, stage: str, result: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"stage": stage, **result, **self.facts}) + "\n")
+
+    def learn(self, facts: dict[str, Any]) -> None:
+        """What every line from here on says of the machine."""
+        names = ("gpu", "memory", "cuda", "fused_grpo", "python", *MODULES)
+        self.facts |= {name: facts[name] for name in names if name in facts}
+        self.add("machine", {"figure": "machine", "facts": facts})
+
+
+def run(stage: Stage, output: Path, records: Records, end: float) -> Result:
+    """Run a stage, at most until `end`, and write down what it says."""
+    start = time.monotonic()
+    limit = min(stage.seconds, end - start)
+    if stage.command is None:
+        result = Result(stage, "absent")
+    elif limit <= 1:
+        result = Result(stage, "left out: the time of all stages is over")
+    else:
+        result = watched(stage, limit, output / f"{stage.name}.log", records)
+    result.seconds = time.monotonic() - start
+    records.add(stage.name, {"figure": "seconds", "value": round(result.seconds, 1), "status": result.status})
+    print(f"--- {stage.name}: {result.status}, {result.seconds:.1f} s", flush=True)
+    return result
+
+
+def watched(stage: Stage, limit: float, log: Path, records: Records) -> Result:
+    late = threading.Event()
+    process = start(stage)
+
+    def stop() -> None:
+        late.set()
+        end_group(process)
+
+    timer = threading.Timer(limit, stop)
+    timer.start()
+    result = Result(stage, "green")
+    with log.open("w") as file:
+        for line in lines_of(process):
+            file.write(line)
+            file.flush()
+            for figure in figures_in(line):
+                result.figures += 1
+                note(figure, stage, records)
+    status = process.wait()
+    timer.cancel()
+    end_group(process)  # and what it has left running
+    if late.is_set():
+        result.status = f"past its limit of {limit:.0f} s"
+    elif status:
+        result.status = f"failed with status {status}"
+    return result
+
+
+def start(stage: Stage) -> subprocess.Popen[str]:
+    assert stage.command is not None
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
+        env.pop("TRITON_INTERPRET", None)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    command = [str(part) for part in stage.command]
+    return subprocess.Popen(command, cwd=ROOT, env=env | stage.environment, start_new_session=True, **pipes)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """The process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    with process.stdout:
+        yield from process.stdout
+
+
+def figures_in(line: str) -> Iterator[dict[str, Any]]:
+    """Of a stage that measures, its lines of JSON; of pytest, what failed and how many did not."""
+    if line.startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+    elif line.startswith(("FAILED ", "ERROR ")):
+        yield {"figure": "failed", "note": line.strip()[:500]}
+    elif re.search(r" in \d+\.\d+s", line) and (counts := {what: n for n, what in SUMMARY.findall(line)}):
+        yield {"figure": "tests", "value": int(counts.get("passed", 0)), "unit": "passed", "note": line.strip()}
+
+
+def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:
+    """Into the file, and for who looks on."""
+    if "machine" in figure:
+        records.learn(figure["machine"])
+        print(", ".join(f"{name} {value}" for name, value in records.facts.items()), flush=True)
+        return
+    records.add(stage.name, figure)
+    value, predicted = figure.get("value"), figure.get("predicted")
+    said = figure.get("note") or ""
+    if value is not None and not said:
+        said = f"{value:10.4g} {figure.get('unit', ''):8}"
+        said += f" predicted {predicted:10.4g}   x {value / predicted:.2f}" if predicted else ""
+    shape = " ".join(f"{name}={x}" for name, x in (figure.get("shape") or {}).items())
+    print(f"{stage.name:10} {figure.get('figure', '?')[:48]:48} {shape:36} {said}", flush=True)
+
+
+def shown(stage: Stage) -> str:
+    if stage.command is None:
+        return "absent here"
+    variables = [f"{name}={value}" for name, value in stage.environment.items()]
+    return " ".join([*variables, *(str(part) for part in stage.command)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Predicted times: the roofline's arithmetic, what it counts as bytes, and who reads its file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_grpo import fused_linear_grpo_loss
+from fused_grpo.bench import cuda_trace, predict, predicted, predictions_page, tables
+from fused_grpo.bench.cuda_trace import Operation
+from fused_grpo.bench.work import Work
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, launch_s=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("operation", "microseconds"),
+    [
+        (Operation("mm", bytes=10**6, flops=10**10, dtype=torch.bfloat16), 100),
+        (Operation("mm", bytes=2 * 10**8, flops=10**10, dtype=torch.bfloat16), 200),
+        (Operation("_logprob_forward_kernel", bytes=0, flops=75 * 10**8, dtype=torch.bfloat16, triton=True), 100),
+        (Operation("mul_", bytes=3 * 10**7), 30),
+        (Operation("add", bytes=12), 4),
+    ],
+)
+def test_an_operation_takes_the_longest_of_three(operation, microseconds):
+    assert predict.seconds_of(operation, MACHINE) == pytest.approx(microseconds * 1e-6)
+
+
+def test_no_rate_is_made_up_for_another_dtype():
+    with pytest.raises(ValueError, match=r"got a GEMM of torch.float32"):
+        predict.seconds_of(Operation("mm", bytes=1, flops=1, dtype=torch.float32), MACHINE)
+
+
+class Bytes(TorchDispatchMode):
+    """What each operation moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.moved.append(cuda_trace.traffic(func, args, kwargs or {}, made))
+        return made
+
+
+A, ROW, OUT = torch.ones(8, 16), torch.ones(16), torch.ones(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "moved"),
+    [
+        (lambda: A + A.clone(), [2 * 512, 3 * 512]),
+        (lambda: A.clone().mul_(ROW), [2 * 512, 2 * 512 + 64]),
+        (lambda: torch.empty(8, 16).copy_(A)[0], [512, 2 * 512]),
+        (lambda: torch.zeros_like(A), [512]),
+        (lambda: torch.mm(A, A.t(), out=OUT), [2 * 512 + 256]),
+        (lambda: torch.addmm(OUT, A, A.t()), [2 * 512 + 2 * 256]),
+        (lambda: A + ROW[:1].expand(8, 16), [2 * 512 + 4]),
+        (lambda: A[torch.tensor([1, 2])], [2 * 128]),
+        (lambda: A.gather(1, torch.zeros(8, 1, dtype=torch.int64)), [64, 2 * 32]),
+    ],
+)
+def test_bytes_are_those_that_are_read_and_written(call, moved):
+    with Bytes() as seen:
+        call()
+    assert [size for size in seen.moved if size][-len(moved) :] == moved
+
+
+def test_the_graph_is_walked_as_autograd_walks_it():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
+    given = {"advantages": torch.randn(2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+
+    def value():
+        scaled = hidden * hidden.sum()  # two gradients meet
+        logprobs = (scaled @ weight.t()).log_softmax(-1)[:, 3]
+        return fused_linear_grpo_loss(scaled, weight, torch.arange(6), **given).loss + logprobs.square().sum()
+
+    value().backward()
+    wanted = [hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    cuda_trace.backward(value())
+    for found, exact in zip((hidden.grad, weight.grad), wanted, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def test_the_file_is_read_with_the_standard_library_alone():
+    code = (
+        "import importlib.util as u, json, sys; s = u.spec_from_file_location('predicted', sys.argv[1]); "
+        "m = u.module_from_spec(s); s.loader.exec_module(m); assert 'torch' not in sys.modules; "
+        "plan, machine = m.plan_of('fused-grpo', 'loss', 'trainable'), m.machine_of('NVIDIA H200'); "
+        "print(json.dumps([m.predicted(plan, 4096, n, machine) for n in (8192, 3)]))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT / "bench" / "predicted.py")]
+    found, unknown = json.loads(subprocess.check_output(command))
+    assert 38.7 < found < 60
+    assert unknown is None
+
+
+def test_a_work_is_predicted_only_as_it_was_traced():
+    work = Work(kind="loss", head="Qwen3-8B", tokens=8192, sequences=16, dtype="bfloat16")
+    seconds = predicted.of_work("fused-grpo", work.described(), "NVIDIA H200")
+    assert seconds == predicted.predicted("fused-grpo: loss, trainable", 4096, 8192, "H200") / 1000
+    for changed in ({"uneven": True}, {"idle": 0.5}, {"dtype": "float16"}, {"head": "Llama-3-8B"}, {"tokens": 8191}):
+        assert predicted.of_work("fused-grpo", replace(work, **changed).described(), "NVIDIA H200") is None
+    assert predicted.of_work("fused-grpo", work.described(), "cpu") is None
+
+
+def test_a_table_of_a_gpu_holds_measurements_against_predictions(build):
+    work = Work(kind="loss", head="Qwen3-8B", tokens=8192, sequences=16, dtype="bfloat16")
+    twice = 2 * predicted.of_work("fused-grpo", work.described(), "NVIDIA H200")
+    result = build.result([build.head("fused-grpo", work, seconds=twice), build.head("CCE", work)])
+    assert "predicted" not in tables.render(result)
+    result["machine_info"]["device"] = "NVIDIA H200"
+    lines = [line.split(" | ") for line in tables.render(result).splitlines() if line.startswith("| ")]
+    assert [line[-1] for line in lines] == ["x predicted |", "---: |", "2.00 |", "- |"]
+
+
+def test_the_page_is_made_from_the_file():
+    page = predictions_page.PAGE.read_text()
+    assert page == predictions_page.render(predicted.content()), "fix: python -m fused_grpo.bench.predict --write"
+    assert "Predicted times, not measured" in page
+
+
+def test_where_memory_runs_out_there_is_no_time():
+    entry = predicted.entry("full logits: loss, trainable", 4096, 8192, "H200")
+    assert entry["ms"] > predicted.predicted("fused-grpo: loss, trainable", 4096, 8192, "H200")
+    assert entry["peak"] > 12 * 8192 * 151936  # logits in fp32, their softmax and its gradient

@@ -1,0 +1,26 @@
+"""Predictions from fresh traces, a JSON object for each: `fresh_predictions.py`, without TRITON_INTERPRET.
+
+Of our plans on every machine, and of those that are plain torch on the first; none of TRL, which may not be installed.
+"""
+
+from __future__ import annotations
+
+import json
+
+from fused_grpo.bench import predict
+
+SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (2048, 64)}
+
+
+def main() -> None:
+    for job in predict.jobs():
+        first = job.machine == predict.H200
+        if job.contender == "TRL" or (not first and job.contender != predict.OURS) or (job.D, job.N) not in SHAPES:
+            continue
+        facts = predict.predict(job)
+        facts.pop("operations", None)
+        print(json.dumps({"machine": job.machine.name, "plan": job.plan, "D": job.D, "N": job.N, "facts": facts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Predicted times are those of the code as it is, and as short as was promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo.bench import predicted
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
+
+REWRITE = "fix: python -m fused_grpo.bench.predict --write"
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[dict[str, Any]]:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("fresh_predictions.py"))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_committed_file_is_of_this_code(fresh: list[dict[str, Any]]) -> None:
+    assert len(fresh) > 80
+    for row in fresh:
+        shape = (row["plan"], row["D"], row["N"], row["machine"])
+        assert predicted.entry(*shape) == row["facts"], f"{shape}; {REWRITE}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "D", "N", "most"),
+    [
+        ("loss, trainable", 4096, 8192, 44.0),
+        ("loss, trainable", 1024, 8192, 13.0),
+        ("loss, frozen", 4096, 8192, 29.0),
+        ("logprobs, no_grad", 4096, 8192, 15.0),
+        ("loss, trainable", 4096, 1024, 6.5),
+    ],
+)
+def test_on_an_h200_ours_takes_no_longer(fresh: list[dict[str, Any]], plan: str, D: int, N: int, most: float) -> None:
+    asked = {"machine": "H200", "plan": f"fused-grpo: {plan}", "D": D, "N": N}
+    (facts,) = [row["facts"] for row in fresh if asked.items() <= row.items()]
+    print(f"{plan}, D={D}, N={N}: {facts['ms']} ms, at most {most}")
+    assert facts["ms"] <= most

@@ -1,0 +1,76 @@
+"""Every kernel at small shapes, under compute-sanitizer: `launch_all.py COMPUTE_SANITIZER`, or without to launch them.
+
+Races and accesses out of bounds. Each tensor has memory of its own, so that what lies beside it is nobody's; no shape
+is a multiple of a tile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from fused_grpo import kernels
+
+TOOLS = (("memcheck",), ("racecheck", "--racecheck-report", "all"))
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+SIZES = {"cuda": (37, 136, 1003), "cpu": (2, 24, 131)}
+
+
+def launch(device: str, dtype: torch.dtype, **options: Any) -> None:
+    N, D, V = SIZES[device]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    hidden, weight, rows = normal(N, D, dtype=dtype), normal(V, D, dtype=dtype), normal(N)
+    targets = torch.randint(V, (N,), generator=generator, device=device)
+    given = {"temperature": torch.ones(N, device=device), **options}
+    for entropy in (False, True):
+        kernels.logprob_forward(hidden, weight, targets, entropy=entropy, **given)
+        state = kernels.row_statistics(normal(N, V), targets, entropy=entropy, **given)
+        known = kernels.finish_rows([state, state], entropy=entropy)
+        kernels.softmax_weights_(normal(N, V), targets, entropy=entropy, dtype=dtype, **given)
+        upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "known": known}
+        kernels.logits_gradient_(normal(N, V), targets, dtype=dtype, **upstream, **given)
+    kernels.softmax_weights_(normal(N, V), targets, known=known, dtype=dtype, **given)
+    kernels.scale_hidden(hidden, rows, rows)
+    kernels.scale_(hidden, rows[0])
+    inputs = {"advantages": rows, "weights": rows.abs(), "mask": targets % 3 > 0, "old_logprobs": -rows.abs()}
+    terms = ("clipped", 0.2, 0.28, None, (1.0, 1.05), 0.1, "k3", True, None, None, None)
+    kernels.token_statistics([kernels.grpo_token_loss(-rows.abs(), inputs=inputs, terms=terms)[-1]])
+
+
+def launch_all(device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,):
+        launch(device, dtype)
+        launch(device, dtype, bias=torch.ones(SIZES[device][2], device=device), softcap=9.0, logit_scale=0.7)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("every kernel was launched", flush=True)
+
+
+def main(sanitizer: str) -> int:
+    """How many tools found something. One that cannot run on this machine finds nothing, and says so."""
+    me, env = [sys.executable, __file__], {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    subprocess.run(me, check=True)  # so that kernels are compiled already
+    red = 0
+    for tool in TOOLS:
+        both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run([sanitizer, "--tool", *tool, *me], env=env, **both)
+        print(done.stdout, flush=True)
+        ran = None if "not supported" in done.stdout else SUMMARY.search(done.stdout)
+        found, note = (None, "cannot run here") if ran is None else (int(ran[1]), f"status {done.returncode}")
+        print(json.dumps({"figure": tool[0], "value": found, "unit": "errors", "note": note}), flush=True)
+        red += found is not None and bool(found or done.returncode)
+    return red
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]) if len(sys.argv) > 1 else launch_all("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,44 @@
+"""A virtual environment with some of the distributions that are installed here, and nothing that must be fetched."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import venv
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def bare_venv(folder: Path, *names: str) -> Path:
+    """The folder, with an environment of these distributions and what they need."""
+    venv.create(folder, symlinks=True)
+    for name in needed_by(*names):
+        link(name, site_packages(folder))
+    return folder
+
+
+def site_packages(folder: Path) -> Path:
+    return next(folder.glob("lib/python*/site-packages"))
+
+
+def needed_by(*names: str) -> set[str]:
+    """Distributions, and what they require, as far as it is installed here."""
+    found, queue = set[str](), list(names)
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+            if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+                queue.append(canonicalize_name(requirement.name))
+    return found
+
+
+def link(name: str, site: Path) -> None:
+    """Have the files of a distribution that is installed here in another environment, too."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        if not (site / top).exists():
+            (site / top).symlink_to(distribution.locate_file(top))

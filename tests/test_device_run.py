@@ -1,0 +1,111 @@
+"""FUSED_GRPO_TEST_DEVICE: tensors go to the device and come back, and no test calls an op beside that."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import device_under_test
+import pytest
+import torch
+from device_under_test import Trip, between, placed
+
+from fused_grpo import kernels, torch_passes
+
+ROOT = Path(__file__).resolve().parent.parent
+WHOLE = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
+SOME = tuple(
+    f"tests/{file}.py::test_{name}"
+    for file, name in (
+        ("ops/test_speculative", "the_loss_that_was_foreseen"),
+        ("ops/test_outside_oracle", "ignored_rows_give_zero_and_no_gradient"),
+        ("ops/test_exactness", "a_confident_token_keeps_its_gradient"),
+        ("kernels/test_logprob_forward", "single_token_vocabulary_is_certain"),
+        ("kernels/test_row_passes", "gradients_of_each_option_alone"),
+        ("kernels/test_row_passes", "without_a_gradient_a_row_is_zero_whatever_it_holds"),
+        ("kernels/test_row_passes", "padding_beside_a_tile_is_neither_read_nor_written"),
+        ("kernels/test_row_passes", "tiles_lie_as_gemms_like_them"),
+    )
+)
+
+
+def pytest_on(device: str, *tests: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "FUSED_GRPO_TEST_DEVICE": device, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_in_a_rehearsal_every_op_and_pass_is_called_through_its_wrapper():
+    done = pytest_on("cpu", *WHOLE, *SOME)
+    assert done.returncode == 0, done.stdout
+    (said,) = re.findall(r"^calls on cpu: (.*)$", done.stdout, re.MULTILINE)
+    calls = Counter({name: int(count) for name, count in (call.split() for call in said.split(", "))})
+    print(said)
+    passes = {"row_statistics", "softmax_weights_", "logits_gradient_", "scale_hidden", "logprob_forward"}
+    passes |= {"grpo_token_loss", "token_statistics"}
+    assert passes <= set(kernels.__all__)
+    ops = {"linear_logprobs", "linear_logprobs_and_entropy", "grpo_loss", "fused_linear_grpo_loss"}
+    for name in {*passes, *ops, "speculative_logprobs"}:
+        assert calls[name] > 0, name
+    (without,) = re.findall(r"^tests without a call on cpu: (.*)$", done.stdout, re.MULTILINE)
+    # It makes its memory on the device itself.
+    assert without == "tests/kernels/test_row_passes.py::test_tiles_lie_as_gemms_like_them"
+
+
+def test_without_a_gpu_the_tests_of_a_gpu_say_so():
+    done = pytest_on("cuda", "tests/ops")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "got FUSED_GRPO_TEST_DEVICE=cuda, but torch" in done.stderr
+    done = pytest_on("gpu", "tests/ops")
+    assert "want cuda, or cpu for its rehearsal" in done.stderr
+
+
+def strided() -> torch.Tensor:
+    memory = torch.full((5, 12), torch.nan)
+    memory[1:4, 2:10:2] = torch.arange(12.0).view(3, 4)
+    return memory[1:4, 2:10:2]
+
+
+def test_a_tensor_goes_with_its_strides_and_with_what_lies_around_it():
+    tensor = strided()
+    there = Trip().there({"x": [tensor]})["x"][0]
+    assert there.data_ptr() != tensor.data_ptr()
+    assert there.stride() == tensor.stride()
+    assert torch.equal(there, tensor)
+    around = placed(torch.empty(5, 12), there.untyped_storage())
+    assert around.isnan().sum() == 48
+
+
+def test_gradients_come_back_to_the_leaf():
+    leaf = strided().clone().requires_grad_()
+    found = between(lambda x: (x.square(), {"y": [x * 3]}))(leaf)
+    assert found[0].data_ptr() != leaf.data_ptr()
+    (found[0].sum() + found[1]["y"][0].sum()).backward()
+    torch.testing.assert_close(leaf.grad, 2 * leaf.detach() + 3)
+
+
+def test_what_is_written_in_place_is_written_here_too():
+    tensor = strided()
+    padded = placed(torch.empty(5, 12), tensor.untyped_storage())
+    half = between(lambda x: x.mul_(2.0).view(x.shape)[:, :2])(tensor)
+    torch.testing.assert_close(tensor, 2 * torch.arange(12.0).view(3, 4))
+    assert half.data_ptr() == tensor.data_ptr()
+    assert torch.equal(half, tensor[:, :2])
+    assert padded.isnan().sum() == 48
+    assert between(lambda x: x.add_(1))(tensor) is tensor
+    assert tensor[0, 0] == 1
+
+
+def test_calls_within_the_package_stay_as_they_are(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch_passes, "probe", between(seen.append), raising=False)
+    monkeypatch.setattr(device_under_test, "CALLS", Counter())
+    tensor = torch.ones(3)
+    exec(compile("probe(tensor)", "inside", "exec"), {**vars(torch_passes), "tensor": tensor})
+    torch_passes.probe(tensor)
+    assert [x is tensor for x in seen] == [True, False]
+    assert Counter({"append": 1}) == device_under_test.CALLS

@@ -1,0 +1,158 @@
+"""The first command on a GPU, rehearsed where there is only what it needs, and what it says of stages that fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from bare_venv import bare_venv
+
+from fused_grpo import kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "gpu_first.py"
+spec = importlib.util.spec_from_file_location("gpu_first", SCRIPT)
+gpu_first = importlib.util.module_from_spec(spec)
+sys.modules["gpu_first"] = gpu_first  # which its dataclasses look for
+spec.loader.exec_module(gpu_first)
+
+
+def results_in(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+    """What a run said in an environment of five packages, what it left, and its seconds."""
+    folder = bare_venv(tmp_path_factory.mktemp("bare"), "torch", "triton", "numpy", "pytest", "hypothesis")
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "FUSED_GRPO_COMMIT": "abc"}
+    env |= {"OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    command = ["python", SCRIPT, folder / "out", "--tiny"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    return done, folder / "out", time.monotonic() - start
+
+
+def test_a_rehearsal_with_five_packages_ends_green(rehearsed):
+    done, out, seconds = rehearsed
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(f"{seconds:.0f} s\n{done.stdout}")
+    assert seconds < 180
+    ends = {line["stage"]: line["status"] for line in results_in(out) if line["figure"] == "seconds"}
+    assert list(ends) == ["machine", *(stage.name for stage in gpu_first.stages(out, tiny=True))]
+    assert set(ends.values()) == {"green", "absent"}
+    assert ends["sanitizer"] == "absent"
+    assert all((out / f"{name}.log").stat().st_size for name in ends if name != "sanitizer")
+    assert (out / "trace.json.gz").exists()
+
+
+def test_every_result_says_where_it_comes_from(rehearsed):
+    lines = results_in(rehearsed[1])
+    assert {line["commit"] for line in lines} == {"abc"}
+    measured = [line for line in lines if line["stage"] == "losses" and line["figure"] != "seconds"]
+    assert len(measured) > 8
+    for line in measured:
+        assert line["value"] > 0
+        assert line["unit"] in ("ms", "GiB")
+        assert line["gpu"] == "cpu"
+        assert {"torch", "triton", "numpy", "python", "shape", "predicted", "ratio"} <= line.keys()
+
+
+def test_tests_run_and_absent_peers_are_said_to_be(rehearsed):
+    lines = results_in(rehearsed[1])
+    passed = {line["stage"]: line["value"] for line in lines if line["figure"] == "tests"}
+    assert passed["gpu"] > 40
+    assert passed["device"] > 40
+    (trl,) = [line for line in lines if line["figure"] == "TRL: loss, trainable"]
+    assert trl["value"] is None
+    assert trl["note"].startswith("absent: is not installed")
+
+
+def stage(name: str, code: str, *, seconds: int = 20, group: str = "correctness"):
+    return gpu_first.Stage(name=name, group=group, seconds=seconds, command=(sys.executable, "-u", "-c", code))
+
+
+FAILS = stage("fails", "raise SystemExit('FAILED tests/test_x.py::test_y - AssertionError')")
+# Its child holds the pipe, and would go on.
+HANGS = stage(
+    "hangs",
+    'import subprocess, sys; print(\'{"figure": "early", "value": 1.0}\'); '
+    "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
+    seconds=3,
+)
+WORKS = stage("works", 'print(\'{"figure": "x", "value": 3.0, "unit": "ms", "predicted": 2.0, "ratio": 1.5}\')')
+ABSENT = gpu_first.Stage(name="absent", group="correctness", seconds=1, command=None)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    def run(*stages, arguments: tuple[str, ...] = ()):
+        """(exit status, how each stage ended, what was printed)"""
+        here = stage("machine", 'print(\'{"machine": {"gpu": "none", "torch": "0"}}\')')
+        monkeypatch.setattr(gpu_first, "machine", lambda *, tiny: here)
+        monkeypatch.setattr(gpu_first, "stages", lambda output, *, tiny: list(stages))
+        status = gpu_first.main([str(tmp_path / "out"), *arguments])
+        return status, {x["stage"]: x for x in results_in(tmp_path / "out")}, capsys.readouterr().out
+
+    return run
+
+
+def test_a_stage_that_fails_or_goes_on_is_said_to_and_the_next_one_runs(run, tmp_path):
+    start = time.monotonic()
+    status, last, said = run(FAILS, HANGS, ABSENT, WORKS)
+    assert time.monotonic() - start < 20
+    assert status == 1
+    assert last["fails"]["status"] == "failed with status 1"
+    assert last["hangs"]["status"] == "past its limit of 3 s"
+    assert last["absent"]["status"] == "absent"
+    assert last["works"]["status"] == "green"
+    assert " 3 ms       predicted          2   x 1.50" in said
+    assert "3 of 4 stages green" not in said
+    assert "2 of 4 stages green" in said
+    kept = results_in(tmp_path / "out")
+    assert [line["note"] for line in kept if line["figure"] == "failed"] == [
+        "FAILED tests/test_x.py::test_y - AssertionError"
+    ]
+    assert [line["value"] for line in kept if line["figure"] == "early"] == [1.0]
+
+
+def test_with_all_stages_green_it_ends_with_0(run):
+    assert run(WORKS, ABSENT)[0] == 0
+
+
+def test_stages_share_a_limit(run):
+    status, last, _ = run(HANGS, WORKS, arguments=("--seconds", "2"))
+    assert status == 1
+    assert last["hangs"]["status"].startswith("past its limit")
+    assert last["works"]["status"] == "left out: the time of all stages is over"
+
+
+def test_some_stages_can_be_chosen_and_no_others(run):
+    timing = gpu_first.Stage(name="costs", group="timing", seconds=9, command=WORKS.command)
+    _, last, _ = run(WORKS, timing, arguments=("--stages", "timing"))
+    assert list(last) == ["machine", "costs"]
+    with pytest.raises(SystemExit):
+        run(WORKS, arguments=("--stages", "work"))
+
+
+def test_a_sanitizer_would_see_every_kernel():
+    script = ROOT / "tests" / "gpu" / "launch_all.py"
+    for name in {*kernels.__all__} - {"empty_tile", "is_available", "prefers_tiles"}:
+        assert f"kernels.{name}(" in script.read_text(), name
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "every kernel was launched\n", done.stderr
+
+
+def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "which finds no GPU; fix: --tiny" in done.stderr
+    assert [line["figure"] for line in results_in(tmp_path)] == ["seconds"]
