@@ -42,7 +42,7 @@ from fused_grpo.bench.results_file import (
     version_of,
 )
 from fused_grpo.errors import FusedGRPOError
-from fused_grpo.trainer.charts import Theme
+from fused_grpo.trainer.logging.charts import Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fused_grpo.bench.results_file import Row
-from fused_grpo.trainer.charts import DARK, LIGHT, Theme
+from fused_grpo.trainer.logging.charts import DARK, LIGHT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

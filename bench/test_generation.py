@@ -29,7 +29,7 @@ def engine() -> Iterator[Any]:
     import torch
 
     from fused_grpo.bench.trainer_peers import Problem
-    from fused_grpo.trainer.rollout import make_engine
+    from fused_grpo.trainer.engines import make_engine
 
     problem = Problem(vocab=64, hidden=128, layers=2, completions=8, longest=LONGEST)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32

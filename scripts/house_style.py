@@ -1,8 +1,9 @@
 """The house rules that ruff and mypy do not know: `python scripts/house_style.py` lists every breach and exits 1.
 
-Floors: kernels -> fused_grpo -> trainer; an import never goes up. Lengths: files of at most 500 lines, functions of at
-most 60, jit kernels of at most 90, public functions of at most 4 positional parameters. Honesty: no notes to self left
-in the code. What code may not do is in security.py.
+Floors: kernels -> fused_grpo -> trainer; an import never goes up. Inside the trainer rooms have an order, and imports
+only go down; nowhere is there a circle. Imports inside functions and under TYPE_CHECKING count. Lengths: files of at
+most 500 lines, functions of at most 60, jit kernels of at most 90, public functions of at most 4 positional parameters.
+Honesty: no notes to self left in the code. What code may not do is in security.py.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"kernels": 0, "fused_grpo": 1, "trainer": 2}
+# Of the trainer, from top to bottom.
+ROOMS = ("cli", "loop", "collect", "learner", "policy", "checkpoint", "engines", "rewards", "data", "batching")
+ROOMS += ("distributed", "models", "logging", "config", "types", "recipes")
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 500, 60, 90, 4
 PUBLIC = ("logprobs", "loss", "fused_loss", "config", "loop")
 FORBIDDEN = {
@@ -24,6 +28,8 @@ FORBIDDEN = {
 
 def main() -> int:
     breaches = [breach for path in sources() for breach in breaches_of(path)]
+    imports = imports_of(path for path in sources() if path.relative_to(ROOT).parts[0] in FLOORS)
+    breaches += [*upward(imports), *circles(imports)]
     print("\n".join(breaches) or f"house style: {len(list(sources()))} files are fine")
     return bool(breaches)
 
@@ -76,6 +82,64 @@ def import_breaches(node: ast.Import | ast.ImportFrom, name: Path) -> Iterator[s
         floor = FLOORS.get(parts[1] if len(parts) > 1 else "", 1)
         if floor > FLOORS[name.parts[0]] or name.parts[0] == "kernels":
             yield f"{name}:{node.lineno}: imports {module}, which is a floor above"
+
+
+def imports_of(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """By module of the package, the modules that it imports anywhere."""
+    modules = {module_of(path): path for path in paths}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+        found[module] = (names & modules.keys()) - {module}
+        # A package that is named for one of its modules is not imported for itself.
+        found[module] -= {name for name in found[module] if any(x.startswith(f"{name}.") for x in found[module])}
+    return found
+
+
+def module_of(path: Path) -> str:
+    """`fused_grpo.trainer.loop`, as it is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "fused_grpo" else ("fused_grpo", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> int | None:
+    """Its place in the order; None outside of the trainer, and for the trainer's own face."""
+    parts = module.split(".")
+    return ROOMS.index(parts[2]) if parts[1:2] == ["trainer"] and len(parts) > 2 else None
+
+
+def upward(imports: dict[str, set[str]]) -> Iterator[str]:
+    for module, others in imports.items():
+        for other in sorted(others):
+            mine, theirs = room_of(module), room_of(other)
+            if mine is not None and theirs is not None and theirs < mine:
+                yield f"{module} imports {other}: {ROOMS[theirs]} is above {ROOMS[mine]}"
+
+
+def circles(imports: dict[str, set[str]]) -> Iterator[str]:
+    """Groups of modules that import each other, one way or another."""
+    reached = {module: reachable(module, imports) for module in imports}
+    seen = set[str]()
+    for module in sorted(imports):
+        circle = {other for other in reached[module] if module in reached[other]}
+        if circle and module not in seen:
+            seen |= circle
+            yield f"a circle of imports: {', '.join(sorted(circle))}"
+
+
+def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    found, left = set[str](), [start]
+    while left:
+        new = imports.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
 
 
 if __name__ == "__main__":

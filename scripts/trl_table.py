@@ -1,4 +1,4 @@
-"""The table of TRL's options in docs/from-trl.md, made from trainer/trl_fields.py and the two `GRPOConfig`s.
+"""The table of TRL's options in docs/from-trl.md, made from trainer/config/trl_fields.py and the two `GRPOConfig`s.
 
     python scripts/trl_table.py          write it
     python scripts/trl_table.py --check  say whether it is current (exit 1: it is not)
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-trl.md"
 BEGIN, END = "<!-- table: scripts/trl_table.py -->", "<!-- end of the table -->"

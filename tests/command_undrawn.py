@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fused_grpo.trainer import cli, run_output
+from fused_grpo.trainer.cli.main import main as cli
+from fused_grpo.trainer.logging import run_output
 
 run_output.write_report = lambda folder: folder / "report.html"
 cli.main()

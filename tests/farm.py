@@ -135,13 +135,12 @@ def import_libraries() -> None:
 
 
 def import_trainer() -> None:
-    import fused_grpo.trainer.loop
-    import fused_grpo.trainer.options  # noqa: F401
+    pass
 
 
 def import_vllm() -> None:
     """What an engine imports at its start, too; as quietly as the trainer starts it."""
-    from fused_grpo.trainer.rollout.vllm_start import UNLESS_SET
+    from fused_grpo.trainer.engines.vllm.start import UNLESS_SET
 
     for name, value in UNLESS_SET.items():
         os.environ.setdefault(name, value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fused_grpo.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from fused_grpo.trainer.config import GRPOConfig
+    from fused_grpo.trainer.config.grpo_config import GRPOConfig
     from fused_grpo.trainer.loop import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

@@ -26,29 +26,29 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.adapters import adapt, files_of
-from fused_grpo.trainer.arguments import refuse_function_ahead, refuse_missing
-from fused_grpo.trainer.balancing import balanced
-from fused_grpo.trainer.buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
-from fused_grpo.trainer.collecting import Collector, make_rewards
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.data import check_dataset, is_stream
-from fused_grpo.trainer.engine_choice import choose_engine, engine_name
+from fused_grpo.trainer.batching.balancing import balanced
+from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
+from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, training_state
+from fused_grpo.trainer.collect.collector import Collector, make_rewards
+from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
+from fused_grpo.trainer.config.arguments import refuse_function_ahead, refuse_missing
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import check_dataset, is_stream
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.distributed.failures import anywhere, last_words, make_accelerator, settle, together
+from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
+from fused_grpo.trainer.engines import RolloutEngine, check_agreement
+from fused_grpo.trainer.engines.answers import sync
+from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
+from fused_grpo.trainer.engines.function import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.model_card import push_to_hub, write_model_card
-from fused_grpo.trainer.models import has_dropout, load_model, load_tokenizer, wants_bf16
-from fused_grpo.trainer.output_dir import check_output_dir, prepare_output_dir
-from fused_grpo.trainer.peers import anywhere, last_words, make_accelerator, settle, together
-from fused_grpo.trainer.prompt_sampler import PromptSampler
-from fused_grpo.trainer.resume import agreed_checkpoint, restore, training_state
-from fused_grpo.trainer.rollout import RolloutEngine, check_agreement
-from fused_grpo.trainer.rollout.answers import sync
-from fused_grpo.trainer.rollout.function import FunctionEngine
-from fused_grpo.trainer.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.run_facts import card_facts, run_facts
-from fused_grpo.trainer.run_output import Phases, RunOutput, TrainResult
-from fused_grpo.trainer.stopping import EXIT_STATUS, StopOnSigterm
+from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
+from fused_grpo.trainer.logging.run_facts import run_facts
+from fused_grpo.trainer.logging.run_output import Phases, RunOutput, TrainResult
+from fused_grpo.trainer.models.adapters import adapt, base_model, files_of, is_adapted
+from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
 
 
 class GRPOTrainer:
@@ -156,7 +156,7 @@ class GRPOTrainer:
             self.output = RunOutput.silent(args)
             # Last, and together: none is in `train` before all have an engine.
             with together(self.accelerator, "starting the engine"):
-                self.engine = choose_engine(self, rollout_func) if rollout_engine is None else rollout_engine
+                self.engine = self._choose_engine(rollout_func) if rollout_engine is None else rollout_engine
 
     @property
     def step(self) -> int:
@@ -234,6 +234,11 @@ class GRPOTrainer:
         """
         return self._save_checkpoint(resumable=not self.args.save_only_model)
 
+    def _choose_engine(self, rollout_func: Any) -> RolloutEngine:
+        datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
+        options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
+        return choose_engine(self.args, self.model, self.processing_class, datasets, **options)
+
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
         checkpoint = agreed_checkpoint(self, resume) if resume else None
@@ -246,7 +251,16 @@ class GRPOTrainer:
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
-        shown = {"is_main": is_main, "facts": run_facts(self), "accelerator": self.accelerator}
+        facts = run_facts(
+            self.args,
+            self.model,
+            name=self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM"),
+            rewards=self.rewards.names,
+            engine=self.engine.name,
+            prompts=self.prompts_per_process,
+            processes=self.accelerator.num_processes,
+        )
+        shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with together(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
@@ -262,7 +276,7 @@ class GRPOTrainer:
         buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state, then=ask)
         with together(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
-            self.output.rollouts(self.step + 1, scored, advantages)
+            self.output.rollouts(self.step + 1, scored.records(advantages))
         with phases("train"):
             attention = self.learner.attention
             buffer.batches = [balanced(batch, self.accelerator, attention=attention) for batch in buffer.batches]
@@ -357,7 +371,16 @@ class GRPOTrainer:
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
         """Measure, save and describe the trained model."""
         after, final = self.evaluate(), self.output_dir / "final"
-        facts = card_facts(self, metrics, after)
+        facts = CardFacts(
+            name=self.args.hub_model_id or self.output_dir.name,
+            rewards=self.rewards.names,
+            steps=self.step,
+            metrics=metrics,
+            base_model=self.model_path,
+            eval_before=self.eval_before,
+            eval_after=after,
+            adapter=is_adapted(self.model),
+        )
         self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
         with together(self.accelerator, "finishing the run"):
             if self.args.push_to_hub and self.accelerator.is_main_process:

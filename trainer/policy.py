@@ -20,7 +20,7 @@ from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.integrations.logit_transform import logit_transform
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer.adapters import base_model, check_head, head_weight
+from fused_grpo.trainer.models.adapters import base_model, check_head, head_weight
 from fused_grpo.trainer.types import MicroBatch
 
 

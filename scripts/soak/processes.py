@@ -22,8 +22,8 @@ def preload() -> None:
     import datasets
     import transformers
 
+    import fused_grpo.trainer.logging.report
     import fused_grpo.trainer.loop
-    import fused_grpo.trainer.report
 
     names = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2ForCausalLM")
     assert all((accelerate, datasets, fused_grpo, *(getattr(transformers, name) for name in names)))

@@ -10,7 +10,7 @@ from rewards import Digits
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint import checkpoints
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints
 from fused_grpo.trainer.recipes.arithmetic import build_model_config, build_splits, build_tokenizer
 from fused_grpo.trainer.rewards import isolated
 

@@ -20,8 +20,8 @@ import torch
 from runs import make_model
 from safetensors.torch import load_file
 
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
 
 # Of a request for completions, and of one for a sync.

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from scale_out_run import EngineByPrompt
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, run_output
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
+from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import EffectiveBatch
 

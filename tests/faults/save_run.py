@@ -20,7 +20,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 PARTS = runpy.run_path(str(Path(__file__).parents[1] / "trainer" / "resume_run.py"))

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer import manifest
-from fused_grpo.trainer.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
-from fused_grpo.trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, manifest, remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.checkpoint.resume import find_checkpoint, restore
+from fused_grpo.trainer.logging.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.resume import find_checkpoint, restore
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 
@@ -118,8 +117,8 @@ import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from accelerate import Accelerator
-from fused_grpo.trainer.peers import settle
-from fused_grpo.trainer.resume import agreed_checkpoint
+from fused_grpo.trainer.distributed.failures import settle
+from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint
 os.chdir(f"{sys.argv[1]}/{os.environ['RANK']}")
 args, accelerator = SimpleNamespace(trust_remote_code=False), Accelerator(cpu=True)
 trainer = SimpleNamespace(accelerator=accelerator, output_dir=Path("run"), args=args)

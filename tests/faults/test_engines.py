@@ -1,7 +1,7 @@
 """Engines that fail under a run: it ends with the cause, in time, and the step that failed has trained nothing.
 
-Servers are processes of their own that say over HTTP what vLLM would (tests/rollout/fake_vllm.py), with one fault each.
-What a real server does when it dies is in tests/rollout/test_vllm_server*.py.
+Servers are processes of their own that say over HTTP what vLLM would (tests/engines/fake_vllm.py), with one fault each.
+What a real server does when it dies is in tests/engines/test_vllm_server*.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.errors import FusedGRPOError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
-from fused_grpo.trainer.rollout.vllm_inprocess import VLLMEngine
 
 FAKE = Path(__file__).parent.parent / "rollout" / "fake_vllm.py"
 ENDS = "the run ends with an error that names the server; nothing was updated"

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from fused_grpo.errors import CheckpointError, FusedGRPOError
-from fused_grpo.trainer import run_output
-from fused_grpo.trainer.ahead import rollouts_as_tensors, rollouts_from_tensors
-from fused_grpo.trainer.checkpoint import load_trainer_state
-from fused_grpo.trainer.manifest import MANIFEST_FILE, seal
-from fused_grpo.trainer.resume import find_checkpoint, restore
-from fused_grpo.trainer.saved_rollouts import check_ahead
+from fused_grpo.trainer.checkpoint.checkpoint import load_trainer_state
+from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, seal
+from fused_grpo.trainer.checkpoint.resume import find_checkpoint, restore
+from fused_grpo.trainer.checkpoint.saved_rollouts import check_ahead
+from fused_grpo.trainer.collect.prefetch import rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.types import Rollouts
 
 sys.path.insert(0, str(Path(__file__).parent))

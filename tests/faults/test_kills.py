@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 CHAINS = 6  # runs, each of which is killed five times

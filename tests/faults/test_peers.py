@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from fused_grpo.trainer import peers
-from fused_grpo.trainer.peers import together
+from fused_grpo.trainer.distributed import failures as peers
+from fused_grpo.trainer.distributed.failures import together
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 PEER = "all processes end, with the reason of the first"

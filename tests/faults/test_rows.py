@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data import check_dataset
+from fused_grpo.trainer.data.datasets import check_dataset
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 SOUND = {"prompt": [{"role": "user", "content": "1+1="}]}

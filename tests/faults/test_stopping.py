@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_grpo.trainer import stopping
-from fused_grpo.trainer.stopping import StopOnSigterm
+from fused_grpo.trainer.distributed import stopping
+from fused_grpo.trainer.distributed.stopping import StopOnSigterm
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -47,7 +47,7 @@ def test_a_second_sigterm_ends_a_process_that_waits_in_c_and_one_right_behind_th
     script = tmp_path / "twice.py"
     script.write_text(
         "import ctypes, os, signal, threading, time\n"
-        "from fused_grpo.trainer import stopping\n"
+        "from fused_grpo.trainer.distributed import stopping\n"
         "with stopping.StopOnSigterm() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fused_grpo.errors import FusedGRPOError, InputError
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.options import TrainOptions, as_arguments, parse_train_options, read_yaml
+from fused_grpo.trainer.cli.options import TrainOptions, as_arguments, parse_train_options, read_yaml
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
 SOUND = dataclasses.asdict(TrainOptions())

@@ -14,9 +14,9 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data import check_dataset, load_rows
-from fused_grpo.trainer.prompt_sampler import PromptSampler
-from fused_grpo.trainer.prompts import encode_prompts, prompt_text
+from fused_grpo.trainer.data.datasets import check_dataset, load_rows
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompts import encode_prompts, prompt_text
 
 SAY = {"role": "user", "content": "hi"}
 PROMPTS: list[Any] = [

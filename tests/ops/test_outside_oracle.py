@@ -276,7 +276,7 @@ SHAPE = {
 def test_the_models_own_logits_are_those_of_the_policy(family, options):
     import transformers
 
-    from fused_grpo.trainer.batching import pack
+    from fused_grpo.trainer.batching.micro_batches import pack
     from fused_grpo.trainer.policy import PolicyLoss
     from fused_grpo.trainer.types import EffectiveBatch
 

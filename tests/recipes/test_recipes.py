@@ -8,8 +8,8 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from fused_grpo.trainer.cli import main
-from fused_grpo.trainer.options import RECIPES, parse_train_options
+from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
 from fused_grpo.trainer.recipes import arithmetic, gsm8k
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

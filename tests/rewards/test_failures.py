@@ -146,7 +146,7 @@ def test_async_groups_are_tried_at_once(reward):
 
 
 def test_a_dropped_group_does_not_move_the_advantages_of_others():
-    from fused_grpo.trainer.advantages import multi_objective_advantages
+    from fused_grpo.trainer.collect.advantages import multi_objective_advantages
 
     rewards = Rewards([len_of_ids, raises], failure="drop")
     rows = [{"prompt": prompt} for prompt in "ppqqrr"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_grpo.trainer.models import load_model, load_tokenizer
+from fused_grpo.trainer.models.loading import load_model, load_tokenizer
 
 CODE = "from pathlib import Path; Path({mark!r}).touch()"
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, run_output
-from fused_grpo.trainer.rollout import RolloutEngine
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, checkpoint, loop, metrics, run_output
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
+from fused_grpo.trainer.checkpoint import checkpoint
+from fused_grpo.trainer.logging import metrics, run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")

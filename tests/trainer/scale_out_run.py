@@ -22,11 +22,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, peers
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
+from fused_grpo.trainer.distributed import failures as peers
+from fused_grpo.trainer.distributed.sharding import whole_state
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.rollout import RolloutEngine
-from fused_grpo.trainer.sharding import whole_state
 from fused_grpo.trainer.types import Rollouts
 
 

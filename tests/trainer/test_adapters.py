@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.adapters import as_reference, base_weights, files_of, merged_weights, read_adapter
-from fused_grpo.trainer.rollout import checkpoint_weights, make_engine
-from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
-from fused_grpo.trainer.rollout.vllm_adapter import VLLMAdapterEngine
+from fused_grpo.trainer.checkpoint.training_state import read_adapter
+from fused_grpo.trainer.engines import checkpoint_weights, make_engine
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm.adapter import VLLMAdapterEngine
+from fused_grpo.trainer.models.adapters import as_reference, base_weights, files_of, merged_weights
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.

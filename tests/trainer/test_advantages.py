@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_grpo.trainer.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages
 
 ORDERS = ["sum_then_normalize", "normalize_then_sum"]
 

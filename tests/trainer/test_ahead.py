@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer import GRPOConfig, prompt_sampler
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.data import prompt_sampler
 
 AHEAD = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
 

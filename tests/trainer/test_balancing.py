@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_grpo.trainer.balancing import deal, join
-from fused_grpo.trainer.buffer import batch_as_tensors, batch_from_tensors
+from fused_grpo.trainer.batching.balancing import deal, join
+from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
 from fused_grpo.trainer.types import EffectiveBatch
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.trainer.batching import cut_by_length, cut_by_tokens, micro_batches, pack, place
+from fused_grpo.trainer.batching.micro_batches import cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch
 

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import load_trainer_state, save_checkpoint, verify_checkpoint
-from fused_grpo.trainer.metrics import RunLog
-from fused_grpo.trainer.output_dir import prepare_output_dir
+from fused_grpo.trainer.checkpoint.checkpoint import load_trainer_state, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
+from fused_grpo.trainer.logging.metrics import RunLog
 
 
 def tiny_model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:

@@ -10,11 +10,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from fused_grpo.errors import DataError, InputError, UnsupportedError
-from fused_grpo.trainer.cli import load_prompts, main
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.data import load_rows
-from fused_grpo.trainer.metrics import RunLog
-from fused_grpo.trainer.options import (
+from fused_grpo.trainer.cli.main import load_prompts, main
+from fused_grpo.trainer.cli.options import (
     SECTIONS,
     TrainOptions,
     field_docstrings,
@@ -22,6 +19,9 @@ from fused_grpo.trainer.options import (
     parse_train_options,
     read_yaml,
 )
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import load_rows
+from fused_grpo.trainer.logging.metrics import RunLog
 
 
 def test_without_a_model_the_demo_recipe_is_the_default_and_options_win():

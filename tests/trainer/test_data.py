@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, lists, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
-from fused_grpo.trainer.data import check_dataset, load_rows
-from fused_grpo.trainer.prompt_sampler import PromptSampler, fingerprint
-from fused_grpo.trainer.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
+from fused_grpo.trainer.data.datasets import check_dataset, load_rows
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
+from fused_grpo.trainer.data.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 pytest.importorskip("trl", reason="TRL is not installed")
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def trl_names():
 
 
 def test_every_field_of_trl_is_here_or_explained(trl_names):
-    from fused_grpo.trainer.config import GRPOConfig
+    from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
     ours = {entry.name for entry in dataclasses.fields(GRPOConfig)}
     assert trl_names - ours == MISSING.keys()
@@ -54,7 +54,7 @@ def test_the_table_has_every_field_of_trl_once_and_says_why_one_is_missing(trl_t
 def test_a_default_that_is_not_trls_is_never_called_the_same(trl_table):
     from trl import GRPOConfig as TRLConfig
 
-    from fused_grpo.trainer.config import GRPOConfig
+    from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
     theirs = {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
     for entry in dataclasses.fields(GRPOConfig):

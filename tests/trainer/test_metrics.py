@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.metrics import (
+from fused_grpo.trainer.logging.metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
     RUN_FILE,

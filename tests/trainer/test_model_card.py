@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
 
 FACTS = {
     "name": "me/sums",

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.trainer.batching import micro_batches
-from fused_grpo.trainer.models import packs_exactly, row_layout
+from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.models.loading import packs_exactly, row_layout
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch
 

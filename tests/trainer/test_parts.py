@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fused_grpo.errors import CheckpointError, InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.advantages import group_advantages, total_rewards
+from fused_grpo.trainer.collect.advantages import group_advantages, total_rewards
 from fused_grpo.trainer.learner import Learner
 
 INF, NAN = float("inf"), float("nan")

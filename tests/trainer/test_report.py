@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.charts import (
+from fused_grpo.trainer.logging.charts import (
     LIGHT,
     function_chart,
     function_series,
@@ -26,10 +26,10 @@ from fused_grpo.trainer.charts import (
     series,
     small_multiples,
 )
-from fused_grpo.trainer.formatting import duration
-from fused_grpo.trainer.markup import element
-from fused_grpo.trainer.metrics import RunLog, metric, read_metrics
-from fused_grpo.trainer.report import first_and_last_rows, pick_samples, write_report
+from fused_grpo.trainer.logging.formatting import duration
+from fused_grpo.trainer.logging.markup import element
+from fused_grpo.trainer.logging.metrics import RunLog, metric, read_metrics
+from fused_grpo.trainer.logging.report import first_and_last_rows, pick_samples, write_report
 
 HOSTILE = "<script>alert(1)</script>[bold]</pre><img src=http://x onerror=alert(2)>\x1b[31m"
 VOID = {"meta", "img", "source"}

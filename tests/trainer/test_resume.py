@@ -11,10 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer import resume, training_state
-from fused_grpo.trainer.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.resume import restore
-from fused_grpo.trainer.training_state import random_state, set_random_state
+from fused_grpo.trainer.checkpoint.checkpoint import (
+    checkpoints,
+    newest_checkpoint,
+    resume,
+    training_state,
+    verify_checkpoint,
+)
+from fused_grpo.trainer.checkpoint.resume import restore
+from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
 
 RUN = Path(__file__).with_name("resume_run.py")
 OPTIONS = {

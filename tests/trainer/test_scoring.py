@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import lists, sampled_from
 
-from fused_grpo.trainer.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.types import Rollouts
 
 

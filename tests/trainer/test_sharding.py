@@ -8,9 +8,9 @@ import pytest
 from accelerate.utils import DistributedType
 
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.trainer.rollout import transformers_generate
-from fused_grpo.trainer.rollout.transformers_generate import TransformersEngine
-from fused_grpo.trainer.sharding import prepare_sharding
+from fused_grpo.trainer.distributed.sharding import prepare_sharding
+from fused_grpo.trainer.engines import transformers_generate
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
-from fused_grpo.trainer.data import Row
+from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.rewards.calling import (
     RewardCaller,
     RewardFunction,

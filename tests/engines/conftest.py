@@ -1,0 +1,191 @@
+"""Tiny real models, a tokenizer over their characters, and the log-probs that a plain forward pass gives."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import string
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from fused_grpo.trainer.engines.server.serve import server_command, server_folder
+from fused_grpo.trainer.types import Rollouts
+
+CHARACTERS = string.digits + string.ascii_lowercase + "+-*= "
+MAX_MODEL_LEN = 192
+SECOND_STOP_ID = 7
+
+
+class ServerProcess:
+    """A real vLLM server of one folder. An engine waits until it is ready."""
+
+    def __init__(self, folder: Path, port: int, start_process: Callable[..., Any]) -> None:
+        self.folder, self.port, self.url = folder, port, f"http://127.0.0.1:{port}"
+        self.process, self._start_process = None, start_process
+
+    def start(self) -> None:
+        options = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager")
+        command, variables = server_command(self.folder, port=self.port, options=options)
+        small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        self.process = self._start_process(command, small | variables)
+
+    def kill(self) -> None:
+        """kill -9, of the server and the processes it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
+    return server_folder(build_model("qwen2", tied=True), tokenizer, tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="session")
+def one_server(served_folder, farm) -> Iterator[ServerProcess]:
+    def start_process(command: list[str], variables: dict[str, str]) -> Any:
+        assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+        return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
+
+    process = ServerProcess(served_folder, farm.free_port(), start_process)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(one_server) -> ServerProcess:
+    """That of the session; the module before may have killed it."""
+    if one_server.process is None:
+        one_server.start()
+    return one_server
+
+
+@pytest.fixture
+def spawned_server(served_folder, farm, tmp_path) -> Iterator[ServerProcess]:
+    """Started by the command as it stands."""
+
+    def start_process(command: list[str], variables: dict[str, str]) -> Any:
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with (tmp_path / "log").open("wb") as log:
+            return subprocess.Popen(command, env=inherited | variables, stdout=log, stderr=log, start_new_session=True)
+
+    process = ServerProcess(served_folder, farm.free_port(), start_process)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedModel]:
+    def build(family: str = "qwen2", *, tied: bool = True) -> PreTrainedModel:
+        config_class, model_class = {
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+            "llama": (LlamaConfig, LlamaForCausalLM),
+        }[family]
+        config = config_class(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            # Heads of 32, the smallest that vLLM's CPU attention has a kernel for.
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=MAX_MODEL_LEN,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = model_class(config).float()
+        # As published models do: a second stop token, and sampling habits that must not leak into training.
+        model.generation_config.update(
+            eos_token_id=[1, SECOND_STOP_ID], do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[5]
+        )
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Of many lengths, so that padding and order matter; two are equal, one fills a block of vLLM's prefix cache."""
+    texts = ["3+4=", "12*7=", "a", "3+4=", "the cat sat", "0123456789" * 15]
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.fixture(scope="session")
+def plain_logits() -> Callable[[PreTrainedModel, Rollouts, int], torch.Tensor]:
+    """Logits `[T, V]` that the model alone gives for each token of completion `index`."""
+
+    @torch.no_grad()
+    def compute(model: PreTrainedModel, rollouts: Rollouts, index: int) -> torch.Tensor:
+        prompt = rollouts.prompt_ids[index // rollouts.num_generations]
+        completion = rollouts.completion_ids[index]
+        logits = model(torch.tensor([prompt + completion])).logits[0]
+        return logits[len(prompt) - 1 : -1]
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def plain_logprobs(plain_logits) -> Callable[..., torch.Tensor]:
+    """Log-probs of all completion tokens by a plain forward pass, end to end."""
+
+    def compute(model: PreTrainedModel, rollouts: Rollouts, *, temperature: float = 1.0) -> torch.Tensor:
+        chosen = []
+        for index, completion in enumerate(rollouts.completion_ids):
+            logprobs = (plain_logits(model, rollouts, index) / temperature).log_softmax(-1)
+            chosen.append(logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0])
+        return torch.cat(chosen)
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
+    """What the engine says they are, end to end."""
+
+    def collect(rollouts: Rollouts) -> torch.Tensor:
+        return torch.tensor([value for values in rollouts.sampling_logprobs for value in values])
+
+    return collect
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Any]]:
+    """Two servers that speak as vLLM does, and fail as they are told. See fake_vllm.py."""
+    spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    fake_vllm = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake_vllm)
+    yield from fake_vllm.serving(2)

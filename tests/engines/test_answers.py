@@ -1,0 +1,135 @@
+"""Whatever engine answers: an answer that is not what was asked for ends here, and says what it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.trainer.engines.answers import check_rollouts, complete, sync
+from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.types import Rollouts, SamplingParams
+
+SAMPLING = SamplingParams(n=2, max_tokens=3)
+PROMPTS = [[6, 5, 7], [4, 5]]
+GOOD = Rollouts(
+    prompt_ids=PROMPTS,
+    completion_ids=[[9, 1], [9, 9, 9], [8], [19]],
+    sampling_logprobs=[[-0.5, -2.0], [0.0, -1.0, -90.0], [1e-7], [-3]],
+    finish_reasons=["stop", "length", "stop", "length"],
+    num_generations=2,
+    weight_version=4,
+)
+
+
+class Engine:
+    """Answers with what it was made with."""
+
+    name, weight_version = "mine", 4
+
+    def __init__(self, answer: Rollouts = GOOD) -> None:
+        self.answer = answer
+
+    def generate(self, prompt_ids: Any, sampling: Any) -> Rollouts:
+        return self.answer
+
+    def load_weights(self, named_weights: Any, version: int) -> None:
+        """Forgets to say so."""
+
+
+def ask(**changes: Any) -> Rollouts:
+    return complete(Engine(replace(GOOD, **changes)), PROMPTS, SAMPLING, vocab_size=20)
+
+
+def test_a_whole_answer_is_handed_on_as_it_is() -> None:
+    assert ask() is not None
+    assert ask(sampling_logprobs=None, extra={"score": [1, 2, 3, 4]}).sampling_logprobs is None
+    assert complete(Engine(), PROMPTS, SAMPLING, vocab_size=20) is GOOD
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_ids": [[9]] * 3}, "3 completions from the mine engine"),
+        ({"finish_reasons": ["stop"] * 5}, "5 finish reasons from the mine engine"),
+        ({"sampling_logprobs": [[-1.0]]}, "1 lists of log-probs from the mine engine"),
+        ({"extra": {"score": [1.0]}}, "1 values of 'score' from the mine engine"),
+        ({"num_generations": 4}, "groups of 4 from the mine engine"),
+        ({"prompt_ids": PROMPTS[:1]}, "1 prompts from the mine engine"),
+        ({"prompt_ids": PROMPTS[::-1]}, "completions of other prompts from the mine engine"),
+    ],
+)
+def test_another_number_of_anything_is_refused(changes, message) -> None:
+    with pytest.raises(UnavailableError, match=rf"got {message}, want 2 completions for each of 2 prompts.*fix:"):
+        ask(**changes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "reason", "message"),
+    [
+        ([], [], "stop", "no tokens"),
+        ([9, 9, 9, 9], [-1.0] * 4, "length", "4 tokens"),
+        ([9, 20], [-1.0] * 2, "stop", "token id 20"),
+        ([-1], [-1.0], "stop", "token id -1"),
+        ([9.0], [-1.0], "stop", "token id 9.0"),
+        ([True], [-1.0], "stop", "token id True"),
+        ([9], [-1.0, -2.0], "stop", "2 log-probs for 1 tokens"),
+        ([9], [math.nan], "stop", "log-prob nan"),
+        ([9], [-math.inf], "stop", "log-prob -inf"),
+        ([9], [-(10**400)], "stop", r"log-prob -10{400}"),
+        ([9], [-1e39], "stop", r"log-prob -1e\+39"),
+        ([9, 9], [-1, math.nan], "stop", "log-prob nan"),
+        ([9], [0.01], "stop", r"log-prob 0\.01"),
+        ([9], [None], "stop", "log-prob None"),
+        ([9], [-1.0], "abort", "finish reason 'abort'"),
+    ],
+)
+def test_a_completion_that_cannot_be_one_is_refused_by_its_prompt(ids, logprobs, reason, message) -> None:
+    changes = {
+        "completion_ids": [*GOOD.completion_ids[:3], ids],
+        "sampling_logprobs": [*GOOD.sampling_logprobs[:3], logprobs],
+        "finish_reasons": [*GOOD.finish_reasons[:3], reason],
+    }
+    where = r"in completion 1 of prompt 1 \(token ids \[4, 5\]\) from the mine engine, want 1 to 3 token ids below 20"
+    with pytest.raises(UnavailableError, match=rf"got {message} {where}.*fix:"):
+        ask(**changes)
+
+
+@pytest.mark.parametrize("version", [3, 5, -1])
+def test_completions_of_other_weights_than_the_last_are_refused(version) -> None:
+    with pytest.raises(
+        WeightSyncError, match=rf"of weight version {version} from the mine engine, want version 4.*fix:"
+    ):
+        ask(weight_version=version)
+
+
+def test_an_engine_that_does_not_say_that_it_has_the_new_weights_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match=r"weight version 4 from the mine engine after a sync, want 5; fix:"):
+        sync(Engine(), [], version=5)
+    sync(Engine(), [], version=4)
+
+
+def test_a_function_may_lack_log_probs_and_bring_prompts_but_no_token_that_there_is_not() -> None:
+    trainer = SimpleNamespace(model=None, processing_class=SimpleNamespace(eos_token_id=1))
+    output = {"prompt_ids": [[2]] * 4, "completion_ids": [[9]] * 4, "logprobs": [[None]] * 4}
+    seen: list[Any] = []
+
+    def ask_function(**changes: Any) -> Rollouts:
+        engine = FunctionEngine(lambda prompts, _: seen.append(prompts) or output | changes, trainer)
+        return complete(engine, PROMPTS, SAMPLING, vocab_size=20, prompts=["a", "b"])
+
+    assert ask_function().prompt_ids == [[2], [2]]
+    assert seen == [["a", "a", "b", "b"]]
+    with pytest.raises(UnavailableError, match=r"log-prob inf in completion 0 of prompt 0 .* rollout_func"):
+        ask_function(logprobs=[[math.inf]] * 4)
+    with pytest.raises(UnavailableError, match="token id 20 in a prompt from the rollout_func engine"):
+        ask_function(prompt_ids=[[20]] * 4)
+
+
+def test_no_prompts_are_whole_without_completions() -> None:
+    none = replace(GOOD, prompt_ids=[], completion_ids=[], sampling_logprobs=[], finish_reasons=[])
+    check_rollouts(none, [], SAMPLING, engine="mine", vocab_size=20)

@@ -1,0 +1,101 @@
+"""rollout_func: TRL's shapes in, our rollouts out, and a clear word about everything else."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.types import SamplingParams
+
+SAMPLING = SamplingParams(n=2, max_tokens=8)
+PROMPT_IDS = [[6, 39, 7], [4, 5]]
+GOOD = {
+    "prompt_ids": [[6, 39, 7], [6, 39, 7], [4, 5], [4, 5]],
+    "completion_ids": [[9, 1], [9], [8, 8, 7], [8]],
+    "logprobs": [[-0.1, -0.2], [-0.3], [-0.4, None, -0.6], [-0.7]],
+}
+
+
+@pytest.fixture
+def trainer(build_model, tokenizer) -> SimpleNamespace:
+    return SimpleNamespace(model=build_model(), processing_class=tokenizer)
+
+
+@pytest.fixture
+def engine(trainer):
+    return lambda **changes: FunctionEngine(lambda prompts, trainer: GOOD | changes, trainer)
+
+
+def test_what_the_function_returns_becomes_rollouts(engine) -> None:
+    engine = engine(env_reward=[1.0, 2.0, 3.0, 4.0], source="web", env_mask=[[1, 1], [1], [1, 1, 1], [1]])
+    engine.load_weights([], version=7)
+    rollouts = engine.generate(PROMPT_IDS, SAMPLING)
+    assert rollouts.prompt_ids == PROMPT_IDS
+    assert rollouts.completion_ids == GOOD["completion_ids"]
+    assert rollouts.sampling_logprobs[0] == [-0.1, -0.2]
+    assert math.isnan(rollouts.sampling_logprobs[2][1])
+    assert rollouts.finish_reasons == ["stop", "length", "stop", "length"]
+    assert rollouts.extra == {"env_reward": [1.0, 2.0, 3.0, 4.0], "source": ["web"] * 4}
+    assert rollouts.weight_version == 7
+
+
+def test_the_function_sees_each_prompt_once_per_completion_and_the_trainer(trainer) -> None:
+    seen: list[Any] = []
+    engine = FunctionEngine(lambda prompts, trainer: seen.append((prompts, trainer)) or GOOD, trainer)
+    messages = [[{"role": "user", "content": "3+4="}], [{"role": "user", "content": "a"}]]
+    engine.generate(PROMPT_IDS, SAMPLING, prompts=messages)
+    engine.generate(PROMPT_IDS, SAMPLING)
+    assert seen[0] == ([messages[0], messages[0], messages[1], messages[1]], trainer)
+    decoded = trainer.processing_class.batch_decode(PROMPT_IDS)
+    assert seen[1][0] == [decoded[0], decoded[0], decoded[1], decoded[1]]
+
+
+def test_a_function_that_does_not_know_its_logprobs_says_none(engine) -> None:
+    assert engine(logprobs=None).generate(PROMPT_IDS, SAMPLING).sampling_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"completion_ids": [[9]] * 2}, DataError, r"2 completion_ids .* for 4 prompts"),
+        ({"completion_ids": [[9, 1], [9], [], [8]]}, DataError, "completion 2 with no tokens"),
+        ({"logprobs": [[-0.1]] * 4}, DataError, r"lengths \[1, 1, 1, 1\] .* of \[2, 1, 3, 1\] tokens"),
+        ({"score": [1.0]}, DataError, "1 score .* for 4 prompts"),
+        ({"completions": ["a"] * 4}, DataError, r"columns \['completions'\]"),
+        ({"prompt_ids": [[6], [7], [4, 5], [4, 5]]}, UnsupportedError, "other prompt_ids for completion 1"),
+        ({"env_mask": [[1, 0], [1], [1, 1, 1], [1]]}, UnsupportedError, "env_mask with zeros"),
+    ],
+)
+def test_a_return_value_of_another_shape_is_refused(engine, changes, error, message) -> None:
+    with pytest.raises(error, match=rf"got .*{message}.* want .*fix:"):
+        engine(**changes).generate(PROMPT_IDS, SAMPLING)
+
+
+@pytest.mark.parametrize("output", [None, [], {"prompt_ids": [], "completion_ids": []}])
+def test_a_return_value_without_the_three_lists_is_refused(trainer, output) -> None:
+    with pytest.raises(DataError, match="want a dict with prompt_ids, completion_ids, logprobs"):
+        FunctionEngine(lambda prompts, trainer: output, trainer).generate(PROMPT_IDS, SAMPLING)
+
+
+def test_an_inner_engine_is_kept_in_step_and_closed(trainer) -> None:
+    inner = TransformersEngine(trainer.model, trainer.processing_class)
+    closed: list[bool] = []
+    inner.close = lambda: closed.append(True)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        made = inner.generate(PROMPT_IDS, SAMPLING)
+        prompt_ids = [ids for ids in made.prompt_ids for _ in range(2)]
+        return {"prompt_ids": prompt_ids, "completion_ids": made.completion_ids, "logprobs": made.sampling_logprobs}
+
+    engine = FunctionEngine(rollout, trainer, inner=inner)
+    engine.load_weights([], version=4)
+    rollouts = engine.generate(PROMPT_IDS, SAMPLING)
+    engine.close()
+    assert inner.weight_version == rollouts.weight_version == 4
+    assert closed

@@ -1,0 +1,328 @@
+"""The server engine against servers that fail: nothing is counted twice, nothing hangs, nothing stale is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
+from fused_grpo.trainer.engines import checkpoint_weights
+from fused_grpo.trainer.engines.server import replicas
+from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.types import SamplingParams
+
+PROMPTS = [[prompt, 3] for prompt in range(4, 24)]
+SAMPLING = SamplingParams(n=3, max_tokens=8, seed=0)
+KEY = "sk-secret"
+EXPECTED = [[prompt, index] for prompt, _ in PROMPTS for index in range(SAMPLING.n)]
+
+
+@pytest.fixture(scope="module")
+def model(build_model):
+    return build_model("llama", tied=True)
+
+
+@pytest.fixture
+def connect(servers, model, tokenizer) -> Callable[..., VLLMServerEngine]:
+    def make(count: int = 2, *, synced: bool = True, **options: Any) -> VLLMServerEngine:
+        urls = [server.url for server in servers[:count]]
+        engine = VLLMServerEngine(model, tokenizer, base_urls=urls, **{"timeout": 20, **options})
+        if synced:
+            engine.load_weights(checkpoint_weights(model), version=0)
+        return engine
+
+    return make
+
+
+def test_prompts_are_spread_over_replicas_each_with_its_own_seed(connect, servers) -> None:
+    rollouts = connect().generate(PROMPTS, SAMPLING)
+    assert rollouts.completion_ids == EXPECTED
+    assert rollouts.sampling_logprobs[:2] == [[-0.5, -1.0], [-0.5, -2.0]]
+    assert sum(server.served for server in servers) == len(PROMPTS)
+    assert min(server.served for server in servers) >= 5
+    assert len({body["seed"] for server in servers for body in server.seen}) == len(PROMPTS)
+
+
+def test_a_request_says_all_that_a_server_would_otherwise_take_from_the_model(connect, servers) -> None:
+    sampling = SamplingParams(
+        n=2, max_tokens=8, temperature=0.7, top_p=0.9, structured_outputs_regex="a+", extra={"stop": ["."]}
+    )
+    connect(1).generate(PROMPTS[:1], sampling)
+    sent = servers[0].seen[0]
+    assert sent["stop_token_ids"] == [1, 7]
+    assert sent["structured_outputs"] == {"regex": "a+"}
+    given = {
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": ["."],
+    }
+    assert given.items() <= sent.items()
+
+
+@pytest.mark.parametrize("fault", ["no answer", "cut off", 500, 503, 429, {"finish_reason": "abort"}])
+def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, fault) -> None:
+    engine = connect()
+    servers[0].faults = iter([fault] * 3)
+    rollouts = engine.generate(PROMPTS, SAMPLING)
+    assert rollouts.completion_ids == EXPECTED
+    assert sum(server.served for server in servers) == len(PROMPTS) + 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("one too few", r"completions \[0, 1\] where 3 were asked for"),
+        ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
+        ({"token_ids": []}, "0 token ids with 2 log-probs"),
+        ({"token_ids": None}, "0 token ids with 2 log-probs"),
+        ({"logprobs": {"token_logprobs": [-1.0]}}, "2 token ids with 1 log-probs"),
+        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "token ids or log-probs that are no numbers"),
+        ({"token_ids": [4, "5"]}, "token ids or log-probs that are no numbers"),
+        (400, "status 400 from /v1/completions"),
+        ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
+        ("nested", "an answer from /v1/completions that is not JSON"),
+        ("json of another kind", r"completions \[\] where 3 were asked for"),
+        ({"index": None}, "an answer from /v1/completions that vLLM does not give"),
+        ({"token_ids": 7}, "an answer from /v1/completions that vLLM does not give"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_is_refused_at_once(connect, servers, fault, message) -> None:
+    engine = connect(1)
+    servers[0].faults = iter([fault] * 99)
+    with pytest.raises(UnavailableError, match=rf"got .*{message}.* at {servers[0].url}, want .*fix:"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[0].served == 1
+
+
+def test_another_replica_serves_when_one_goes_down(connect, servers, caplog) -> None:
+    engine = connect()
+    servers[0].stop()
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    assert servers[1].served == len(PROMPTS)
+    assert f"{servers[0].url} is down" in caplog.text
+    with pytest.raises(WeightSyncError, match=f"ConnectError.* at {servers[0].url}"):
+        engine.load_weights([("model.norm.weight", torch.zeros(64))], version=1)
+
+
+def test_no_replica_left_is_an_error_that_comes_soon(connect, servers) -> None:
+    engine = connect()
+    for server in servers:
+        server.stop()
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match=rf"want completions from {servers[0].url}, {servers[1].url}; fix:"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert time.monotonic() - start < 5
+
+
+def test_a_server_that_says_nothing_is_an_error_at_the_deadline(connect, servers) -> None:
+    engine = connect(1, timeout=1.0)
+    servers[0].faults = iter(["silence"] * 99)
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match=rf"no end of completing 20 prompts within 1 s \({servers[0].url}.*fix:"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert time.monotonic() - start < 3
+
+
+def test_a_server_that_never_comes_up_is_an_error_at_the_deadline(model, tokenizer) -> None:
+    with pytest.raises(
+        UnavailableError, match=r"no end of getting ready within 1 s .*ConnectError.*fix: start the server"
+    ):
+        VLLMServerEngine(model, tokenizer, base_urls=["http://127.0.0.1:9"], timeout=1.0)
+
+
+def test_a_server_restarted_since_the_sync_is_not_sampled_from(connect, servers) -> None:
+    engine = connect()
+    servers[0].tag = "default"
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    assert servers[0].served == 0
+    servers[1].tag = "default"
+    with pytest.raises(UnavailableError, match="none of them up with the weights of the last sync"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_weights_that_change_while_sampling_are_noticed(connect, servers) -> None:
+    engine = connect(1)
+    servers[0].faults = iter(["new weights"])
+    with pytest.raises(UnavailableError, match=r"none of them up with the weights of the last sync.*one trainer per"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("then", [500, None], ids=["then it fails", "then it goes on"])
+def test_what_a_server_sampled_while_its_weights_changed_is_asked_again_elsewhere(connect, servers, then) -> None:
+    engine = connect(max_concurrency=4)
+    servers[0].faults = iter([None, "new weights", None, *[then] * 99])
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    assert servers[0].served >= 3
+    assert sorted(body["prompt"] for body in servers[1].seen) == PROMPTS
+
+
+def test_a_server_that_fails_at_once_does_not_take_every_attempt(connect, servers) -> None:
+    engine = connect(max_concurrency=1)
+    servers[0].faults = iter([500] * 99)
+    assert engine.generate(PROMPTS[:4], SAMPLING).completion_ids == EXPECTED[: 4 * SAMPLING.n]
+    assert [server.served for server in servers] == [4, 4]
+
+
+def test_a_prompt_is_asked_five_times_with_a_growing_pause_before_each_but_the_first(
+    connect, servers, monkeypatch
+) -> None:
+    engine, sleep, pauses = connect(1), asyncio.sleep, []
+    servers[0].faults = iter([500] * 99)
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
+    with pytest.raises(UnavailableError, match="status 500"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[0].served == 5
+    assert pauses == [0, 0.1, 0.2, 0.4, 0.8]
+
+
+def test_a_server_without_checksums_is_warned_of_once_and_synced(connect, servers, model, caplog) -> None:
+    servers[0].old = True
+    engine = connect(1)
+    engine.load_weights(checkpoint_weights(model), version=1)
+    assert engine.weight_version == 1
+    assert caplog.text.count(f"{servers[0].url} has no /weight_checker") == 1
+
+
+def test_every_server_reads_every_weight_and_the_files_are_gone_afterwards(connect, servers, model) -> None:
+    connect().load_weights(model.named_parameters(), version=3)
+    expected = model.state_dict()
+    for server in servers:
+        assert server.weights.keys() == expected.keys()
+        assert all(torch.equal(server.weights[name], expected[name]) for name in expected)
+        assert server.tag.endswith(":3")
+        assert server.folder.name.startswith("fused-grpo-weights-")
+        assert not server.folder.exists()
+
+
+def test_a_sync_that_one_server_refuses_is_an_error_and_no_rollouts_follow(connect, servers, model) -> None:
+    engine = connect()
+    servers[1].refuses_weights = True
+    with pytest.raises(WeightSyncError, match=f"version 4 not on every server: .*500 .* at {servers[1].url}"):
+        engine.load_weights(checkpoint_weights(model), version=4)
+    assert not servers[1].folder.exists()
+    with pytest.raises(WeightSyncError, match="generate before weights were loaded"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_a_new_engine_asks_for_weights_first(connect) -> None:
+    engine = connect(synced=False)
+    assert engine.weight_version == -1
+    with pytest.raises(WeightSyncError, match=r"fix: load_weights"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs, want processed_logprobs"),
+        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"tied": True}, r"ties lm_head.weight to the embedding.*server_folder"),
+    ],
+)
+def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, servers, options, message) -> None:
+    vars(servers[0]).update(options)
+    with pytest.raises(InputError, match=rf"got a server at {servers[0].url} .*{message}"):
+        connect()
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        ({"max_model_len": math.inf}, "OverflowError"),
+        ({"max_model_len": "many"}, "ValueError"),
+        ({"dtype": "float17"}, "AttributeError"),
+        ({"dtype": "nn"}, "TypeError"),
+    ],
+)
+def test_a_server_that_says_of_itself_what_vllm_does_not_is_refused(connect, servers, says, error) -> None:
+    vars(servers[0]).update(says)
+    with pytest.raises(UnavailableError, match=rf"that vLLM does not give \({error}: .*\) at {servers[0].url}"):
+        connect()
+
+
+def test_a_server_for_shorter_sequences_is_refused(connect) -> None:
+    with pytest.raises(InputError, match=r"for 64 tokens, want 65 .*--max-model-len 65"):
+        connect(max_model_len=65)
+    with pytest.raises(InputError, match="prompt 0 of 2 tokens and max_tokens=63"):
+        connect(max_model_len=64).generate(PROMPTS, SamplingParams(n=1, max_tokens=63))
+
+
+@pytest.mark.parametrize("urls", [[], ["http://localhost:8000", "http://localhost:8000/v1"]])
+def test_no_server_and_one_server_twice_are_refused(urls) -> None:
+    with pytest.raises(InputError, match="want one URL or several different ones; fix:"):
+        Replicas(urls)
+
+
+def test_a_redirect_is_an_error_and_is_not_followed(connect, servers) -> None:
+    engine = connect(1)
+    servers[0].faults, servers[0].elsewhere = iter([307] * 9), servers[1].url + "/v1/completions"
+    with pytest.raises(UnavailableError, match=rf"got status 307 .* at {servers[0].url}"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[1].calls == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (500, r"on order: Bearer \.\.\."),
+        ("not json", r"It works! Bearer \.\.\."),
+        ("long page", r"--Bearer \.\.\.'"),
+        ({"finish_reason": KEY}, r"ended with '\.\.\.'"),
+        ({"token_ids": [KEY, 4]}, "no numbers"),
+    ],
+    ids=["error", "page", "long page", "reason", "token"],
+)
+def test_the_key_is_sent_to_the_server_and_said_nowhere_else(
+    connect, servers, caplog, monkeypatch, fault, said
+) -> None:
+    monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
+    engine = connect(1, api_key=KEY)
+    servers[0].faults = iter([fault] * 9)
+    with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=said) as raised:
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert "sk-" not in "".join(traceback.format_exception(raised.value)) + f"{caplog.text}{vars(engine)}"
+
+
+@pytest.mark.parametrize("where", ["logprobs_mode", "max_model_len"])
+def test_the_key_in_what_a_server_says_of_itself_is_not_repeated(connect, servers, where) -> None:
+    setattr(servers[0], where, KEY)
+    with pytest.raises((InputError, UnavailableError), match=r"\.\.\.") as raised:
+        connect(1, api_key=KEY)
+    assert "sk-" not in "".join(traceback.format_exception(raised.value))
+
+
+def test_an_answer_without_an_end_is_read_no_further_than_it_can_be_meant(connect, servers) -> None:
+    engine = connect(1)
+    servers[0].faults = iter(["endless"] * 9)
+    limit = (16 << 20) + 1024 * SAMPLING.n * SAMPLING.max_tokens
+    with pytest.raises(UnavailableError, match=f"an answer from /v1/completions of more than {limit} bytes"):
+        engine.generate(PROMPTS[:1], SAMPLING)
+    assert servers[0].sent < 2 * limit
+
+
+def test_it_works_where_an_event_loop_runs_already(connect) -> None:
+    async def cell() -> list[list[int]]:
+        return connect().generate(PROMPTS, SAMPLING).completion_ids
+
+    assert asyncio.run(cell()) == EXPECTED
+
+
+def test_a_closed_engine_refuses_and_leaves_the_server_running(connect, servers) -> None:
+    engine = connect()
+    engine.close()
+    engine.close()
+    with pytest.raises(UnavailableError, match="closed vllm-server engine"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert connect().generate(PROMPTS, SAMPLING).completion_ids == EXPECTED

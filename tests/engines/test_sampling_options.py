@@ -1,0 +1,81 @@
+"""Sampling options: what each engine makes of them, and which of them make a distribution that is not plain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.types import SamplingParams
+
+PLAIN = SamplingParams(n=4, max_tokens=8, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(build_model):
+    return build_model("qwen2", tied=True)
+
+
+@pytest.mark.parametrize("extra", [{}, {"stop": ["."]}, {"stop_token_ids": [3]}, {"cache_implementation": "static"}])
+def test_where_to_stop_and_how_to_compute_leave_sampling_plain(extra) -> None:
+    assert replace(PLAIN, temperature=0.7, extra=extra).is_plain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": {"min_tokens": 2}},
+        {"structured_outputs_regex": "a"},
+        {"extra": {"logit_bias": {3: 1.0}}},
+        {"min_p": 0.1},
+    ],
+)
+def test_what_moves_probability_does_not(change) -> None:
+    assert not replace(PLAIN, **change).is_plain
+
+
+def test_a_bound_on_sequences_bounds_the_batch_and_keeps_the_order(model, tokenizer, prompts, monkeypatch) -> None:
+    sizes: list[int] = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: sizes.append(len(k["input_ids"])) or forward(*a, **k))
+    greedy = replace(PLAIN, temperature=0.0)
+    few = TransformersEngine(model, tokenizer, max_sequences=5).generate(prompts, greedy)
+    assert max(sizes) == 5
+    assert few.completion_ids == TransformersEngine(model, tokenizer).generate(prompts, greedy).completion_ids
+    with pytest.raises(InputError, match="max_sequences=0"):
+        TransformersEngine(model, tokenizer, max_sequences=0)
+
+
+def test_parts_of_a_bounded_batch_do_not_share_random_numbers(model, tokenizer, prompts) -> None:
+    engine = TransformersEngine(model, tokenizer, max_sequences=4)
+    completions = engine.generate([prompts[0]] * 8, PLAIN).completion_ids
+    assert len({tuple(completion) for completion in completions}) > 24
+
+
+@pytest.mark.parametrize("extra", [{"suppress_tokens": list(range(10, 44))}, {"cache_implementation": "static"}])
+def test_transformers_takes_its_own_options(model, tokenizer, prompts, extra, plain_logits, sampled_logprobs) -> None:
+    rollouts = TransformersEngine(model, tokenizer).generate(prompts, replace(PLAIN, extra=extra))
+    hidden = extra.get("suppress_tokens", [])
+    expected = []
+    for index, completion in enumerate(rollouts.completion_ids):
+        logits = plain_logits(model, rollouts, index)
+        logits[:, hidden] = -torch.inf
+        expected.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    torch.testing.assert_close(sampled_logprobs(rollouts), torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> None:
+    engine = TransformersEngine(model, tokenizer)
+    with pytest.raises(UnsupportedError, match=r"structured_outputs_regex='a\+'.*fix: use_vllm=True"):
+        engine.generate(prompts, replace(PLAIN, structured_outputs_regex="a+"))
+    with pytest.raises(InputError, match="got generation_kwargs with stop,"):
+        engine.generate(prompts, replace(PLAIN, extra={"stop": ["a"]}))
+
+
+def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:
+    with pytest.raises(UnsupportedError, match="sleep mode for a vllm engine on a CPU"):
+        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", enable_sleep_mode=True)

@@ -1,0 +1,68 @@
+"""Which URLs a trainer calls, and what of one may be said aloud."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.engines.server.urls import checked_url
+
+
+@pytest.mark.parametrize(
+    ("url", "called"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://localhost:8000/v1/", "http://localhost:8000"),
+        ("https://[::1]:8443/behind/a/proxy", "https://[::1]:8443/behind/a/proxy"),
+        ("HTTP://127.8.9.10", "http://127.8.9.10"),
+    ],
+)
+def test_loopback_is_called(url, called) -> None:
+    assert checked_url(url, allow_remote=False) == called
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://192.168.1.7:8000",
+        "http://gpu-node:8000",
+        "http://0.0.0.0:8000",
+        "http://127.0.0.1.example.com",
+        "http://localhost.example.com",
+        "http://[::ffff:192.168.1.7]:8000",
+    ],
+)
+def test_another_machine_needs_consent(url) -> None:
+    with pytest.raises(InputError, match=r"not on this machine.*fix:.*allow_remote=True"):
+        checked_url(url, allow_remote=False)
+    assert checked_url(url, allow_remote=True) == url
+
+
+@pytest.mark.parametrize("address", ["192.168.1.7", "fd00::7"])
+def test_localhost_has_to_mean_this_machine_with_all_its_addresses(monkeypatch, address) -> None:
+    found = [(2, 1, 6, "", ("127.0.0.1", 0)), (2, 1, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    with pytest.raises(InputError, match="not on this machine"):
+        checked_url("http://localhost:8000", allow_remote=False)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:hunter2@127.0.0.1:8000",
+        "http://127.0.0.1:8000@hunter2.example.com",
+        "http://127.0.0.1:8000/?key=hunter2",
+        "http://127.0.0.1:8000/#hunter2",
+        r"http://127.0.0.1\hunter2@example.com",
+        "user:hunter2@127.0.0.1:8000",
+        "ftp://127.0.0.1/hunter2",
+        "http://",
+    ],
+)
+@pytest.mark.parametrize("allow_remote", [False, True])
+def test_more_or_less_than_an_address_is_refused_and_not_repeated(url, allow_remote) -> None:
+    with pytest.raises(InputError, match="fix:") as refused:
+        checked_url(url, allow_remote=allow_remote)
+    assert "hunter2" not in str(refused.value).replace("hunter2.example.com", "")  # a host, and no secret

@@ -1,0 +1,161 @@
+"""vLLM as a guest in the trainer's process: what it may not change, use up or leave behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.types import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+SAMPLING = SamplingParams(n=2, max_tokens=4, seed=0)
+
+
+@pytest.fixture
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def model(build_model):
+    return build_model("qwen2", tied=True)
+
+
+def process_state() -> dict[str, object]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "torch": torch.get_rng_state().tolist(),
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads,
+        "cpus": os.sched_getaffinity(0),
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture
+def engine(model, tokenizer) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype=torch.float32)
+    yield engine
+    engine.close()
+
+
+def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tokenizer, prompts) -> None:
+    torch.manual_seed(5)
+    before = process_state()
+    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+    assert process_state() == before
+    engine.generate(prompts[:2], SAMPLING)
+    engine.load_weights(model.named_parameters(), version=1)
+    assert process_state() == before
+    engine.close()
+    assert process_state() == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_closing_twice_is_fine_and_removes_the_folder(temporary_folder, model, tokenizer, prompts) -> None:
+    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+    assert len(list(temporary_folder.glob("fused-grpo-engine-*"))) == 1
+    engine.close()
+    engine.close()
+    assert list(temporary_folder.iterdir()) == []
+    with pytest.raises(UnavailableError, match="closed"):
+        engine.generate(prompts[:1], SAMPLING)
+
+
+def test_a_start_that_fails_half_way_leaves_nothing(temporary_folder, model, tokenizer) -> None:
+    with pytest.raises(UnavailableError, match=r"at its start.*fix:"):
+        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"kv_cache_memory_bytes": 1})
+    assert list(temporary_folder.iterdir()) == []
+    assert not torch.distributed.is_initialized()
+    VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32").close()
+
+
+def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:
+    with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\)"):
+        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+
+
+def test_a_prompt_without_room_is_refused_instead_of_cut_short(engine) -> None:
+    with pytest.raises(InputError, match=r"prompt 0 of 61 tokens and max_tokens=4.*max_model_len=64"):
+        engine.generate([[3] * 61], SAMPLING)
+    assert len(engine.generate([[3] * 60], SAMPLING).completion_ids) == 2
+
+
+def test_a_call_that_vllm_fails_closes_the_engine_instead_of_leaving_requests(engine, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._llm.llm_engine.engine_core.engine_core.model_executor, "execute_model", fail)
+    with pytest.raises(UnavailableError, match=r"RuntimeError from vLLM while sampling.*out of memory.*fix:"):
+        engine.generate([[3, 4]], SAMPLING)
+    with pytest.raises(UnavailableError, match="on a closed vllm engine"):
+        engine.generate([[3, 4]], SAMPLING)
+
+
+def test_a_slept_engine_has_no_weights_until_the_next_sync(engine, model, monkeypatch) -> None:
+    # vLLM's CPU build cannot sleep: this is our side of it, the order of calls.
+    calls: list[object] = []
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    monkeypatch.setattr(engine._llm, "sleep", lambda level: calls.append(level))
+    monkeypatch.setattr(engine._llm, "wake_up", lambda: calls.append("wake"))
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(WeightSyncError, match=r"fix: wake\(\) before"):
+        engine.load_weights(model.named_parameters(), version=1)
+    engine.wake()
+    with pytest.raises(WeightSyncError, match=r"fix: wake\(\), then load_weights"):
+        engine.generate([[3, 4]], SAMPLING)
+    engine.load_weights(model.named_parameters(), version=1)
+    assert engine.generate([[3, 4]], SAMPLING).weight_version == 1
+    assert calls == [2, "wake"]
+
+
+def test_completions_stop_at_a_string(engine, tokenizer) -> None:
+    rollouts = engine.generate([[3, 4], [5]], replace(SAMPLING, n=16, max_tokens=40, extra={"stop": ["5"]}))
+    five = tokenizer.convert_tokens_to_ids("5")
+    assert five in {completion[-1] for completion in rollouts.completion_ids}
+    assert not any(five in completion[:-1] for completion in rollouts.completion_ids)
+
+
+def test_an_option_with_a_value_that_vllm_refuses_is_an_error_of_the_option(engine) -> None:
+    with pytest.raises(InputError, match=r"that vLLM refuses: .*min_p.*fix:"):
+        engine.generate([[3, 4]], replace(SAMPLING, min_p=2.0))
+    assert len(engine.generate([[3, 4]], SAMPLING).completion_ids) == 2
+
+
+def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
+    with pytest.raises(InputError, match="load_format"):
+        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"load_format": "auto"})
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size=2"):
+        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"tensor_parallel_size": 2})
+
+
+def test_a_run_says_nothing_on_the_console_and_leaves_no_process(farm) -> None:
+    assert farm.run(HERE / "scripted_run.py", stage="trainer", teardown=True).splitlines() == [
+        "vllm imported before the engine: False",
+        "listens on: 127.0.0.1",
+        "children: 0",
+    ]
+
+
+def test_the_trainers_process_group_survives_the_engine(farm) -> None:
+    ranks = farm.start_ranks(HERE / "scripted_run.py", "--distributed", stage="vllm", teardown=True)
+    for rank in ranks:
+        assert rank.wait() == 0, rank.output
+        assert "ranks that answer: 2" in rank.output

@@ -1,0 +1,196 @@
+"""A real vLLM server in processes of its own: sampled from, kept in step, trained with, killed and started again.
+
+One file has all of it, in an order that needs two: a start takes seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.engines import checkpoint_weights, make_engine
+from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.types import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+SAMPLING = SamplingParams(n=4, max_tokens=8, seed=0)
+LONG = SamplingParams(n=128, max_tokens=150, seed=0, extra={"ignore_eos": True})
+
+
+@pytest.fixture(scope="module")
+def model(build_model):
+    return build_model("qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def connect(server, model, tokenizer) -> Callable[[], VLLMServerEngine]:
+    def connect() -> VLLMServerEngine:
+        if server.process is None:  # the test before has killed it
+            server.start()
+        return VLLMServerEngine(model, tokenizer, base_urls=[server.url], timeout=500.0)
+
+    return connect
+
+
+@pytest.fixture(scope="module")
+def synced(connect, model) -> VLLMServerEngine:
+    engine = connect()
+    engine.load_weights(checkpoint_weights(model), version=0)
+    return engine
+
+
+@torch.no_grad()
+def train_a_little(model, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, sampled_logprobs) -> None:
+    engine = connect()
+    for version in range(3):
+        engine.load_weights(checkpoint_weights(model), version)
+        rollouts = engine.generate(prompts, SAMPLING)
+        assert rollouts.weight_version == version
+        assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
+        train_a_little(model, seed=version)
+        assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
+    assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
+
+
+def test_the_same_seeds_draw_what_the_engine_in_process_draws(synced, model, tokenizer, prompts) -> None:
+    inside = make_engine("vllm", model, tokenizer, max_model_len=192, dtype="float32")
+    for sampling in (SAMPLING, replace(SAMPLING, temperature=0.0), replace(SAMPLING, top_k=5, seed=3)):
+        there, here = synced.generate(prompts, sampling), inside.generate(prompts, sampling)
+        assert there.completion_ids == here.completion_ids
+        assert there.finish_reasons == here.finish_reasons
+    inside.close()
+
+
+@pytest.mark.parametrize("kind", ["server", "inside"])
+def test_completions_match_the_expression_and_say_how_likely_they_were(
+    kind, synced, model, tokenizer, prompts, plain_logits
+) -> None:
+    engine = synced if kind == "server" else VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
+    rollouts = engine.generate(prompts, replace(SAMPLING, structured_outputs_regex="[a-f]{3}"))
+    if engine is not synced:
+        engine.close()
+    letters = tokenizer.convert_tokens_to_ids(list("abcdef"))
+    for index, completion in enumerate(rollouts.completion_ids):
+        assert set(completion[:3]) <= set(letters)
+        assert completion[3:] in ([1], [7])
+        allowed = plain_logits(model, rollouts, index)[0][letters].log_softmax(-1)
+        expected = allowed[letters.index(completion[0])].item()
+        assert rollouts.sampling_logprobs[index][0] == pytest.approx(expected, abs=1e-3)
+
+
+def letters(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(letter.isalpha() for letter in text) / (len(text) + 1) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def make_trainer(build_model, tokenizer, server, runs) -> Callable[..., GRPOTrainer]:
+    def make(name: str, **options: Any) -> GRPOTrainer:
+        args = GRPOConfig(
+            str(runs / name),
+            vllm_mode="server",
+            vllm_server_base_url=server.url,
+            vllm_server_timeout=500.0,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=5,
+            save_steps=2,
+            learning_rate=1e-3,
+            **options,
+        )
+        rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+        return GRPOTrainer(build_model("qwen2", tied=True), letters, args, rows, processing_class=tokenizer)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(make_trainer) -> GRPOTrainer:
+    """A run that nothing has disturbed."""
+    trainer = make_trainer("whole")
+    metrics = trainer.train().metrics
+    assert metrics["rollout_engine"] == "vllm-server"
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
+    return trainer
+
+
+def test_a_server_that_dies_ends_the_run_in_time(make_trainer, whole, server, runs) -> None:
+    trainer = make_trainer("cut")
+    record = trainer._record
+
+    def recording(*arguments: Any) -> None:
+        record(*arguments)
+        if trainer.step == 3:
+            server.kill()
+
+    trainer._record = recording
+    start = time.monotonic()
+    # Found out while sampling, or while weights are handed over.
+    with pytest.raises((UnavailableError, WeightSyncError), match=server.url):
+        trainer.train()
+    assert time.monotonic() - start < 60
+    verify_checkpoint(newest_checkpoint(runs / "cut"))
+
+
+def test_a_server_started_again_needs_a_sync_before_it_is_sampled_from(
+    connect, synced, model, prompts, plain_logprobs, sampled_logprobs
+) -> None:
+    new = connect()
+    assert new.weight_version == -1
+    with pytest.raises(UnavailableError, match="none of them up with the weights of the last sync"):
+        synced.generate(prompts, SAMPLING)
+    new.load_weights(checkpoint_weights(model), version=5)
+    rollouts = new.generate(prompts, SAMPLING)
+    assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
+
+
+def test_the_run_goes_on_with_the_new_server_and_ends_as_if_nothing_had_happened(make_trainer, whole) -> None:
+    resumed = make_trainer("cut", resume_from_checkpoint=True)
+    assert resumed.train().steps == 5
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_server_killed_while_sampling_is_an_error_in_time(connect, server, model, prompts) -> None:
+    engine = connect()
+    engine.load_weights(checkpoint_weights(model), version=6)
+    killer = threading.Timer(0.5, server.kill)
+    killer.start()
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match=rf"at {server.url}, want completions from {server.url}; fix:"):
+        engine.generate(prompts[:4], LONG)
+    killer.join()
+    assert 0.4 < time.monotonic() - start < 20
+
+
+@pytest.mark.full
+def test_the_command_that_is_documented_starts_a_server_that_follows(
+    spawned_server, model, tokenizer, prompts, plain_logprobs, sampled_logprobs
+) -> None:
+    engine = VLLMServerEngine(model, tokenizer, base_urls=[spawned_server.url], timeout=500.0)
+    engine.load_weights(checkpoint_weights(model), version=0)
+    rollouts = engine.generate(prompts, SAMPLING)
+    assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3

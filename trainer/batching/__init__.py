@@ -1,0 +1,1 @@
+"""The rollout buffer, its micro-batches, and their balance across ranks."""

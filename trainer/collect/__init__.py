@@ -1,0 +1,1 @@
+"""From prompts to a rollout buffer that is ready to train on: rewards, advantages, groups, prefetching."""

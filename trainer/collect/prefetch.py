@@ -1,0 +1,73 @@
+"""One generation ahead of training: while the optimizer learns from a batch, a server samples the next one.
+
+The order of a step is: wait for the rollouts that were asked for a step ago, hand the weights of now to the engine,
+ask it for the next ones, then score and learn. So every batch but the first was sampled from weights that are one
+generation old, never older, and the loss corrects for it (`vllm_importance_sampling_correction`): the policy of now is
+the old policy, and rho is its ratio to the one that sampled. `off_policy_steps` in the metrics says how far behind.
+
+A checkpoint waits for what is being sampled and takes it along; where the engine has failed, or SIGTERM leaves no time,
+it holds the place before that instead, and the resumed run samples the same rows with the same seed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.types import Rollouts
+
+_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Rollouts that are being made."""
+
+    rows: list[Row]
+    rollouts: Future[Rollouts]
+    before: dict[str, Any]  # the collector's state before the rows were drawn
+
+
+def finished(rollouts: Rollouts) -> Future[Rollouts]:
+    """As if they had just been made."""
+    future: Future[Rollouts] = Future()
+    future.set_result(rollouts)
+    return future
+
+
+def rollouts_as_tensors(rollouts: Rollouts) -> dict[str, Tensor]:
+    """What `rollouts_from_tensors` makes the same rollouts of; columns of a user's function are not kept."""
+    tensors = {
+        "numbers": torch.tensor([rollouts.num_generations, rollouts.weight_version]),
+        "finish_reasons": torch.tensor([_REASONS.index(reason) for reason in rollouts.finish_reasons]),
+    }
+    kinds = {"prompt_ids": torch.int64, "completion_ids": torch.int64, "sampling_logprobs": torch.float64}
+    for name, dtype in kinds.items():
+        lists = getattr(rollouts, name)
+        if lists is not None:
+            tensors[f"{name}.values"] = torch.tensor([value for values in lists for value in values], dtype=dtype)
+            tensors[f"{name}.lengths"] = torch.tensor([len(values) for values in lists])
+    return tensors
+
+
+def rollouts_from_tensors(tensors: dict[str, Tensor]) -> Rollouts:
+    """The inverse of `rollouts_as_tensors`."""
+
+    def lists(name: str) -> Any:
+        pieces = tensors[f"{name}.values"].split(tensors[f"{name}.lengths"].tolist())
+        return [piece.tolist() for piece in pieces]
+
+    num_generations, weight_version = tensors["numbers"].tolist()
+    return Rollouts(
+        prompt_ids=lists("prompt_ids"),
+        completion_ids=lists("completion_ids"),
+        sampling_logprobs=lists("sampling_logprobs") if "sampling_logprobs.values" in tensors else None,
+        finish_reasons=[_REASONS[index] for index in tensors["finish_reasons"].tolist()],  # type: ignore[misc]
+        num_generations=num_generations,
+        weight_version=weight_version,
+    )

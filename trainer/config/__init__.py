@@ -1,0 +1,1 @@
+"""GRPOConfig, its checks, and the fields of TRL's."""

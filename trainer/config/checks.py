@@ -1,0 +1,159 @@
+"""What the options of a run have to satisfy, beyond what the loss and the sampler check of theirs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fused_grpo.errors import InputError
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+AT_LEAST_1 = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_iterations",
+    "logging_steps",
+    "save_steps",
+    "log_completions_steps",
+    "max_completion_length",
+    "ref_model_sync_steps",
+    "ddp_timeout",
+)
+AT_LEAST_1_OR_NONE = (
+    "steps_per_generation",
+    "generation_batch_size",
+    "max_tokens_per_micro_batch",
+    "chunk_bytes",
+    "eval_steps",
+    "num_generations_eval",
+    "save_total_limit",
+    "num_completions_to_print",
+    "vllm_max_model_length",
+)
+FINITE = (
+    "num_train_epochs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_epsilon",
+    "repetition_penalty",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+)
+# Clocks overflow a little above; and NumPy's seeds, with a process' rank added.
+SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
+LARGEST_SEED = 2**31 - 1
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "optim": OPTIMIZERS,
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "reward_failure": ("fail", "retry", "drop"),
+    "vllm_mode": ("colocate", "server"),
+    "eval_strategy": ("no", "steps"),
+    "save_strategy": ("no", "steps"),
+}
+
+
+def check_config(args: Any) -> None:
+    """Raise InputError for the first value out of its range, and for options that do not go together."""
+    for name in AT_LEAST_1:
+        want(args, name, getattr(args, name) >= 1, "at least 1")
+    for name in AT_LEAST_1_OR_NONE:
+        value = getattr(args, name)
+        want(args, name, value is None or value >= 1, "at least 1, or None")
+    for name, choices in CHOICES.items():
+        want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
+    _check_numbers(args)
+    _check_bounds(args)
+    _check_together(args)
+
+
+def want(args: Any, name: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"got {name}={getattr(args, name)!r}, want {wanted}")
+
+
+def _check_numbers(args: Any) -> None:
+    want(args, "num_generations", args.num_generations >= 2, "at least 2: an advantage compares a group's members")
+    want(args, "max_steps", args.max_steps == -1 or args.max_steps > 0, "a number of steps > 0, or -1 for epochs")
+    want(args, "num_train_epochs", args.num_train_epochs > 0, "> 0")
+    want(args, "learning_rate", 0 <= args.learning_rate < math.inf, "finite and >= 0")
+    plateau = args.lr_scheduler_type == "reduce_lr_on_plateau"
+    want(args, "lr_scheduler_type", not plateau, "a schedule that depends on the number of the step alone")
+    want(args, "max_grad_norm", args.max_grad_norm > 0, "> 0")
+    want(args, "temperature", 0 < args.temperature < math.inf, "> 0: greedy samples give a group no differences")
+    want(args, "top_p", 0 < args.top_p <= 1, "in (0, 1]")
+    want(args, "top_k", args.top_k >= 0, "at least 0; 0 means all tokens")
+    want(args, "min_p", args.min_p is None or 0 <= args.min_p <= 1, "in [0, 1]")
+    want(args, "repetition_penalty", args.repetition_penalty > 0, "> 0")
+    want(args, "adam_beta1", 0 <= args.adam_beta1 < 1, "in [0, 1)")
+    want(args, "adam_beta2", 0 <= args.adam_beta2 < 1, "in [0, 1)")
+    want(args, "adam_epsilon", args.adam_epsilon > 0, "> 0")
+    want(args, "vllm_gpu_memory_utilization", 0 < args.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
+    want(args, "ref_model_mixup_alpha", 0 <= args.ref_model_mixup_alpha <= 1, "in [0, 1]")
+    want(args, "vllm_server_timeout", args.vllm_server_timeout > 0, "seconds > 0")
+    want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")
+    for name in ("warmup_steps", "weight_decay", "dynamic_sampling", "reward_retries", "max_skipped_steps"):
+        want(args, name, getattr(args, name) >= 0, "at least 0")
+
+
+def _check_bounds(args: Any) -> None:
+    """What is in range by its sign, and too large or no number all the same."""
+    for name in FINITE:
+        want(args, name, math.isfinite(getattr(args, name)), "a finite number")
+    for name in SECONDS:
+        seconds = getattr(args, name)
+        want(args, name, seconds is None or seconds <= LONGEST, f"seconds, {LONGEST} at most")
+    for name in ("seed", "data_seed"):
+        seed = getattr(args, name)
+        want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
+
+
+def _check_together(args: Any) -> None:
+    for name in ("model_init_kwargs", "vllm_engine_kwargs"):
+        if "trust_remote_code" in (getattr(args, name) or {}):
+            raise InputError(
+                f"got trust_remote_code in {name}, want it said once, for transformers and vLLM alike; "
+                "fix: trust_remote_code=True beside it"
+            )
+    if args.steps_per_generation is not None and args.generation_batch_size is not None:
+        raise InputError(
+            f"got steps_per_generation={args.steps_per_generation} and "
+            f"generation_batch_size={args.generation_batch_size}, want one of the two; fix: leave one out"
+        )
+    if (args.steps_per_generation or 0) % args.gradient_accumulation_steps:
+        raise InputError(
+            f"got steps_per_generation={args.steps_per_generation} with "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, want a multiple of it: "
+            "no optimizer step learns from two generated batches"
+        )
+    in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
+    for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
+        if getattr(args, name) and not in_process:
+            raise InputError(
+                f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
+                "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
+            )
+    if args.sync_ref_model and args.beta == 0.0:
+        raise InputError(
+            "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"
+        )
+    if args.vllm_mode == "server" and args.use_vllm is False:
+        raise InputError("got vllm_mode='server' with use_vllm=False, want one or the other; fix: leave use_vllm out")
+    if args.generate_ahead and (args.vllm_mode != "server" or args.dynamic_sampling):
+        raise InputError(
+            f"got generate_ahead=True with vllm_mode={args.vllm_mode!r} and dynamic_sampling={args.dynamic_sampling}, "
+            "want an engine that runs beside the trainer and is asked once per batch; fix: vllm_mode='server' and "
+            "dynamic_sampling=0"
+        )
+    if args.resume_from_checkpoint and args.overwrite_output_dir:
+        raise InputError(
+            "got resume_from_checkpoint and overwrite_output_dir, want one of the two: overwriting would remove "
+            "the checkpoint"
+        )
+    if args.use_adaptive_entropy and not args.entropy_coef_min <= args.entropy_coef <= args.entropy_coef_max:
+        raise InputError(
+            f"got entropy_coef={args.entropy_coef} outside of [{args.entropy_coef_min}, {args.entropy_coef_max}], its "
+            "bounds under use_adaptive_entropy; fix: move it or entropy_coef_min / entropy_coef_max"
+        )

@@ -1,0 +1,1 @@
+"""Datasets, prompts and the order of prompts."""

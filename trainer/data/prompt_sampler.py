@@ -1,0 +1,256 @@
+"""Which prompts a batch gets: `PromptSampler`, in an order that only the seed decides.
+
+There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
+`prompts_per_batch * world_size` of it, and each rank takes its share. The order of a pass depends on the seed and the
+number of the pass alone. So a number, how much of the sequence has been used, is the whole state of a run; it means the
+same on any number of processes and with any size of batch, and whatever is drawn after it was not drawn before it.
+
+A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
+passes over what was used. `datasets` can jump to a place in a stream instead, but loses the rows in a shuffle buffer
+when it does so, and is asked to only where there is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import reprlib
+from array import array
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from fused_grpo.errors import CheckpointError, DataError
+from fused_grpo.trainer.data.datasets import Row, RowCheck, is_stream, read_rows, unreadable
+from fused_grpo.trainer.data.stored_json import check
+
+END = object()
+_COMPARED_ROWS = 256
+
+
+class PromptSampler:
+    """Draws this rank's rows of batch after batch, for ever.
+
+    Args:
+        dataset: what `check_dataset` has accepted.
+        prompts_per_batch: rows per batch for each rank.
+        seed: of the order.
+        shuffle: a random order, a new one in each pass. Of a `datasets.IterableDataset`: its own, of shards and in a
+            buffer.
+        rank, world_size: of the processes, which must all draw equally often.
+
+    Raises:
+        DataError: a stream that cannot be shuffled.
+    """
+
+    def __init__(
+        self, dataset: Any, *, prompts_per_batch: int, seed: int, shuffle: bool, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self._size = prompts_per_batch * world_size
+        self._share = slice(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
+        self._rows: _IndexedRows | _StreamedRows
+        self._rows = (_StreamedRows if is_stream(dataset) else _IndexedRows)(dataset, seed=seed, shuffle=shuffle)
+
+    def next_batch(self) -> list[Row]:
+        """The rows of this rank, `prompts_per_batch` of them.
+
+        Raises:
+            DataError: a row of a stream that cannot be used.
+        """
+        return self._rows.take(self._size, self._share)
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
+        return self._rows.row_numbers
+
+    @property
+    def used(self) -> int:
+        """Prompts drawn so far, by all ranks."""
+        return self._rows.used
+
+    def place(self) -> dict[str, Any]:
+        """Where the sequence stands, as JSON. The same on every rank."""
+        return self._rows.state_dict()
+
+    def state_dict(self, place: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A place (None: that of now) with what says whose it is, for which rows of the dataset are read."""
+        return {**self._identity, **(self.place() if place is None else place)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with whatever number of processes and size of batch.
+
+        Raises:
+            CheckpointError: the state is that of another dataset, seed or order, or of no sampler at all.
+        """
+        for name, here in self._identity.items():
+            if state.get(name) != here:
+                raise CheckpointError(
+                    f"got a train_dataset with {name}={here}, want {name}={reprlib.repr(state.get(name))} as in the "
+                    "checkpoint; "
+                    "fix: the dataset, seed and shuffle_dataset of that run, or a new run"
+                )
+        try:
+            self._rows.load_state_dict(state)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a place in a stream is for `datasets` to understand
+            raise CheckpointError(
+                f"got a place in the data that cannot be gone to ({type(error).__name__}: {error}); want one that a "
+                "run has saved; fix: resume from another checkpoint"
+            ) from error
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "contents": None if is_stream(self._dataset) else fingerprint(self._dataset),
+        }
+
+
+def fingerprint(dataset: Any) -> str:
+    """Tells datasets of one length apart: a sum over rows spread evenly over it, all of them where there are few.
+
+    Of a `datasets.Dataset`, what is stored counts: transforms may be random, and images are not decoded.
+
+    Raises:
+        DataError: a row that cannot be read.
+    """
+    total, count = hashlib.sha256(), min(_COMPARED_ROWS, len(dataset))
+    for row in _stored_rows(dataset, [place * len(dataset) // count for place in range(count)]):
+        total.update(_spelled(row).encode(errors="backslashreplace"))
+    return total.hexdigest()[:16]
+
+
+def _stored_rows(dataset: Any, numbers: list[int]) -> Iterator[Any]:
+    from datasets import Dataset
+    from datasets.features.features import require_decoding
+
+    if isinstance(dataset, Dataset):
+        # Images and the like may be stored as paths, which differ from machine to machine.
+        plain = [name for name, feature in dataset.features.items() if not require_decoding(feature)]
+        dataset = dataset.with_format("arrow", columns=plain)
+    for number in numbers:
+        try:
+            row = dataset[number]
+            yield row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+        except Exception as error:  # of the disk
+            raise unreadable(number, "train_dataset", error) from error
+
+
+def _spelled(value: Any) -> str:
+    """The same in every process for equal values. What may not be (a set, an object) counts by its type alone."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(entry)}' for key, entry in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelled, value))}]"
+    return repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
+
+
+class _IndexedRows:
+    """The sequence over a dataset with random access. Only rows that are kept are read."""
+
+    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self.used, self.row_numbers = 0, list[int]()
+        self._order: tuple[int, array[int]] | None = None
+
+    def take(self, size: int, share: slice) -> list[Row]:
+        places = range(self.used, self.used + size)[share]
+        self.used += size
+        self.row_numbers = [self._index(place) for place in places]
+        return [self._row(number) for number in self.row_numbers]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check(state["prompts"], int)
+        self.used = state["prompts"]
+
+    def _row(self, index: int) -> Row:
+        try:
+            return dict(self._dataset[index])
+        except Exception as error:  # of the disk, or of a transform
+            raise unreadable(index, "train_dataset", error) from error
+
+    def _index(self, place: int) -> int:
+        number, offset = divmod(place, len(self._dataset))
+        if not self._shuffle:
+            return offset
+        if self._order is None or self._order[0] != number:
+            order = array("q", range(len(self._dataset)))
+            random.Random(f"{self._seed}/{number}").shuffle(order)
+            self._order = number, order
+        return self._order[1][offset]
+
+
+class _StreamedRows:
+    """The sequence over a dataset that can only be read from its start (or from a state that it gave)."""
+
+    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
+        from datasets import IterableDataset
+
+        is_own = isinstance(dataset, IterableDataset)
+        if shuffle and not is_own:
+            raise DataError(
+                f"got a {type(dataset).__name__} as train_dataset, which has no order to shuffle, want a "
+                "datasets.IterableDataset; fix: shuffle_dataset=False, or datasets.IterableDataset.from_generator(...)"
+            )
+        self._dataset = dataset.shuffle(seed=seed) if shuffle else dataset
+        self._shuffles, self._seeks = shuffle, is_own and not shuffle
+        self._check = RowCheck("train_dataset")
+        self.used = self._pass = self._used_of_pass = 0
+        self.row_numbers: list[int] = []
+        self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
+        self._place: dict[str, Any] | None = None
+
+    def take(self, size: int, share: slice) -> list[Row]:
+        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)][share]
+        self.row_numbers = [number for _, number in drawn]
+        return [row for row, _ in drawn]
+
+    def state_dict(self) -> dict[str, Any]:
+        place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
+        return {"prompts": self.used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        places = (state["prompts"], state["pass"], state["prompts_of_pass"])
+        check(list(places), [int])
+        self.used, self._pass, self._used_of_pass = places
+        self._rows, self._place = None, state["stream"]
+        if self._seeks:
+            return
+        self._open()
+        passed_over = sum(1 for _ in islice(self._rows, self._used_of_pass))
+        if passed_over < self._used_of_pass:
+            raise CheckpointError(
+                f"got a train_dataset of {passed_over} rows, want the checkpoint's, which has at least "
+                f"{self._used_of_pass}; fix: the dataset of that run, or a new run"
+            )
+
+    def _next(self) -> Row:
+        if self._rows is None:
+            self._open()
+        while (entry := next(self._rows, END)) is END:
+            if not self._used_of_pass:
+                raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
+            self._pass, self._used_of_pass, self._place = self._pass + 1, 0, None
+            self._open()
+        row = self._check(self._used_of_pass, entry)
+        self.used += 1
+        self._used_of_pass += 1
+        return row
+
+    def _open(self) -> None:
+        if self._shuffles:
+            self._dataset.set_epoch(self._pass)
+        if self._seeks:
+            # A stream starts every pass from the state it was given last: an empty one is its own start.
+            self._dataset.load_state_dict(self._place or {})
+        self._rows = read_rows(self._dataset, name="train_dataset")

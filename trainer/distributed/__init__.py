@@ -1,0 +1,1 @@
+"""Several processes: sharding, errors on one of them, SIGTERM, steps that are not finite."""

@@ -1,0 +1,47 @@
+"""How to start the vLLM server that VLLMServerEngine talks to: nothing but vLLM's own, with the options that matter.
+
+The trainer never starts it: a server outlives runs, and may have a GPU, a container or a machine of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fused_grpo.trainer.engines.vllm.start import describe
+from fused_grpo.trainer.engines.weight_files import write_weights
+from fused_grpo.trainer.engines.weights import Tie, checkpoint_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def server_command(
+    model: str | Path, *, port: int = 8000, host: str = "127.0.0.1", options: tuple[str, ...] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment variables of a server that a trainer can use.
+
+    Args:
+        model: a folder or hub id.
+        options: further options of vLLM, such as ("--dtype", "float32", "--max-model-len", "4096").
+    """
+    # The module rather than the `vllm` script, which vLLM's CPU package does not install in a working order.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    # Log-probs of the distribution that tokens are drawn from, rather than of the model's untempered one.
+    command += ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", *options]
+    return command, {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write `model` so that a CPU server of it can follow training: the head has weights of its own, tied or not.
+
+    vLLM's CPU build never repacks a tied head after a reload; see weights.py.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tie = Tie.of(model)
+    weights = checkpoint_weights(model)
+    describe(model, tokenizer, folder=str(folder), untie=tie is not None)
+    write_weights(weights if tie is None else tie.undo(weights), folder)
+    return folder

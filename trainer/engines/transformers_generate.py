@@ -1,0 +1,242 @@
+"""The engine that needs nothing beyond transformers: `model.generate` on the trainer's own model.
+
+It samples from the very tensors that the optimizer updates, so there is nothing to copy and nothing that can go stale:
+`load_weights` only takes note of the version. It is meant for small models and for machines without vLLM. All
+sequences of a call are in one batch, with one KV cache, unless `max_sequences` bounds it.
+
+Sampling is done in a logits processor rather than by `generate`: it draws the token, keeps its log-prob, and leaves
+`generate` no other choice. So the draw has its own generator (the global one is never touched), and the log-probs take
+B numbers a step instead of the [B, V] scores that `output_scores` would keep for each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.distributed.sharding import is_divided
+from fused_grpo.trainer.engines.engine import RolloutEngine
+from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Fields of GenerationConfig that a user may set: processors that come before the draw, and the cache.
+_EXTRAS = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_implementation",
+        "disable_compile",
+        "min_new_tokens",
+        "sequence_bias",
+        "stop_token_ids",
+        "suppress_tokens",
+    }
+)
+
+
+class TransformersEngine(RolloutEngine):
+    """A RolloutEngine on the trainer's own model.
+
+    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
+    untempered one.
+
+    Args:
+        model: the trainer's causal LM, not a copy.
+        tokenizer: its tokenizer.
+        seed: of the calls whose sampling brings no seed.
+        max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.
+
+    Errors:
+        InputError: `max_sequences` below 1.
+        UnsupportedError: a model that FSDP2 has divided.
+    """
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int = 0,
+        max_sequences: int | None = None,
+    ) -> None:
+        if max_sequences is not None and max_sequences < 1:
+            raise InputError(f"got max_sequences={max_sequences}, want at least 1, or None for all of a call")
+        if any(map(is_divided, model.parameters())):
+            raise UnsupportedError(
+                "got a model that is divided among processes, want a whole one: every token would gather all of it; "
+                "fix: install vLLM, or launch with DDP"
+            )
+        self.weight_version = 0
+        self._max_sequences = max_sequences
+        self._model: Any = model
+        self._stop_ids = stop_token_ids(model, tokenizer)
+        self._seeds = random.Random(seed)
+
+    @torch.no_grad()
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+        """`sampling.n` completions for each prompt; see RolloutEngine.
+
+        Errors:
+            InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
+            UnsupportedError: structured outputs.
+        """
+        _check_supported(sampling)
+        check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
+        prompts = [list(prompt) for prompt in prompt_ids]
+        rows = [prompt for prompt in prompts for _ in range(sampling.n)]
+        draw = _Draw(sampling, seed=self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed)
+        stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
+        at_once = self._max_sequences or max(1, len(rows))
+        drawn = []
+        for start in range(0, len(rows), at_once):
+            self._run(rows[start : start + at_once], draw, sampling=sampling, stop_ids=stop_ids)
+            drawn += draw.take()
+        lengths = [_completion_length(tokens, stop_ids) for tokens, _ in drawn]
+        completions = [tokens[:length] for (tokens, _), length in zip(drawn, lengths, strict=True)]
+        return Rollouts(
+            prompt_ids=prompts,
+            completion_ids=completions,
+            sampling_logprobs=[values[:length] for (_, values), length in zip(drawn, lengths, strict=True)],
+            finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+        )
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take note of the version: the engine's weights are the trainer's. `named_weights` is not read."""
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Nothing to give back: the model is the trainer's."""
+
+    def _run(self, prompts: list[list[int]], draw: _Draw, *, sampling: SamplingParams, stop_ids: list[int]) -> None:
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
+        asked = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=stop_ids or None,
+            pad_token_id=0,
+            **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
+        )
+        with _in_eval_mode(self._model), _without_generation_defaults(self._model):
+            self._model.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                generation_config=asked,
+                logits_processor=LogitsProcessorList([draw]),
+            )
+
+
+class _Draw:
+    """A logits processor that samples: it records token and log-prob, and returns scores that allow that token only."""
+
+    def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
+        self._sampling = sampling
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        self._shaping = _shaping(sampling)
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for shape in self._shaping:
+            scores = shape(input_ids, scores)
+        logprobs = scores.float().log_softmax(dim=-1)
+        tokens = self._sample(logprobs)
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs.gather(1, tokens))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def take(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of each row since the last call, with what was drawn after the end of sequence."""
+        tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
+        self._tokens, self._logprobs = [], []
+        return list(zip(tokens, logprobs, strict=True))
+
+    def _sample(self, logprobs: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return logprobs.argmax(dim=-1, keepdim=True)
+        if self._generator is None:
+            self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
+        return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+
+
+def _check_supported(sampling: SamplingParams) -> None:
+    if sampling.structured_outputs_regex is not None:
+        raise UnsupportedError(
+            f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
+            "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
+    check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
+
+
+def _shaping(sampling: SamplingParams) -> list[Any]:
+    """The library's own processors, in vLLM's order: penalty, temperature, min_p, top_k, top_p."""
+    from transformers.generation import logits_process as library
+
+    shaping: list[Any] = []
+    if sampling.repetition_penalty != 1.0:
+        shaping.append(library.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature not in (0, 1.0):
+        shaping.append(library.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.min_p > 0:
+        shaping.append(library.MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k > 0:
+        shaping.append(library.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        shaping.append(library.TopPLogitsWarper(sampling.top_p))
+    return shaping
+
+
+def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    # Padded with the row's own first token: masked in attention, and no new token for a repetition penalty to see.
+    rows = [[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
+
+
+def _completion_length(tokens: list[int], stop_ids: list[int]) -> int:
+    return next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
+
+
+def _finish_reason(completion: list[int], stop_ids: list[int]) -> FinishReason:
+    return "stop" if completion[-1] in stop_ids else "length"
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    # Module by module: a trainer may keep parts of its model in eval mode.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _without_generation_defaults(model: Any) -> Iterator[None]:
+    """The model's own top_k, penalties and the like stay out: SamplingParams says it all, as it does with vLLM."""
+    from transformers import GenerationConfig
+
+    defaults = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = defaults

@@ -1,0 +1,1 @@
+"""What a run shows and leaves: metrics, console, trackers, report, model card."""

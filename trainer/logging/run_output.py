@@ -1,0 +1,125 @@
+"""Everything a run shows and leaves behind: console, metrics, rollouts, report. Only the main process has any of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.logging.metrics import RunLog
+from fused_grpo.trainer.logging.report import write_report
+from fused_grpo.trainer.logging.trackers import Trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run went."""
+
+    steps: int
+    metrics: dict[str, Any]  # of the last step; empty where a resumed run had none left to make
+    eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
+    eval_after: dict[str, float] | None
+    checkpoint: Path
+    report: Path
+
+    @property
+    def global_step(self) -> int:
+        """`steps`, as transformers calls it."""
+        return self.steps
+
+
+class RunOutput:
+    """The output of one run, in `args.output_dir` and on the console.
+
+    Args:
+        args: the options of the run.
+        max_steps: optimizer steps it will take.
+        is_main: False on every process but the first: then nothing is shown or written.
+        facts: what to say about the run beforehand: task, model, engine, ...
+        accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        max_steps: int,
+        *,
+        is_main: bool,
+        facts: dict[str, str],
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.args, self.max_steps = args, max_steps
+        self.console = Console(max_steps, quiet=not is_main)
+        self.console.banner(facts)
+        self.log = RunLog(Path(args.output_dir)) if is_main else None
+        if self.log is not None:
+            self.log.log_config(dataclasses.asdict(args), **facts)
+        self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
+
+    @classmethod
+    def silent(cls, args: GRPOConfig) -> RunOutput:
+        """What is there before a run begins: nothing is shown or written."""
+        return cls(args, 0, is_main=False, facts={})
+
+    def rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
+        """What optimizer step `step` is about to learn from, completion by completion: written before it can fail."""
+        if self.log is None:
+            return
+        self.log.log_rollouts(step, records)
+        if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
+            self.console.completions(step, records, self.args.num_completions_to_print)
+
+    def step(self, record: dict[str, Any], phases: Phases) -> None:
+        """One optimizer step."""
+        step = record["step"]
+        self._log(record)
+        if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
+            self.console.step(step, record, phases.seconds)
+
+    def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
+        """Mean rewards on held-out prompts."""
+        self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
+        self.console.note(f"step {step}: held-out reward {result['reward']:.3f} on {num_prompts} prompts")
+
+    def note(self, text: str) -> None:
+        """A line on the console."""
+        self.console.note(text)
+
+    def report(self) -> Path:
+        """Write report.html, on the main process; its path everywhere."""
+        return Path(self.args.output_dir) / "report.html" if self.log is None else write_report(self.log.output_dir)
+
+    def close(self) -> None:
+        """End the trackers, however the run ended. Harmless a second time."""
+        if self.trackers is not None:
+            self.trackers.finish()
+            self.trackers = None
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.log_metrics(record)
+        if self.trackers is not None:
+            self.trackers.log(record)
+
+
+class Phases:
+    """Where the seconds of a step go: `with phases("generate"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

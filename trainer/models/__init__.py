@@ -1,0 +1,1 @@
+"""Loading models and tokenizers; LoRA adapters."""

@@ -1,0 +1,132 @@
+"""Getting a model, a tokenizer and a precision from what the user gave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+
+_log = logging.getLogger(__name__)
+
+
+def wants_bf16(args: GRPOConfig) -> bool:
+    """Mixed precision as asked for; by itself, where there is a GPU."""
+    return torch.cuda.is_available() if args.bf16 is None else args.bf16
+
+
+def takes_any_lengths(model: PreTrainedModel) -> bool:
+    """Whether the model's attention is a variable-length kernel, which takes packed sequences without a mask."""
+    return "flash" in str(model.config._attn_implementation)
+
+
+def row_layout(model: PreTrainedModel) -> dict[str, bool]:
+    """What `micro_batches` may do with rows for this model. Logs where sequences cannot share one."""
+    if packs_exactly(model):
+        return {"one_row": takes_any_lengths(model), "share_rows": True}
+    _log.warning(
+        "%s does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded to the "
+        "longest of its micro-batch",
+        type(model).__name__,
+    )
+    return {"one_row": False, "share_rows": False}
+
+
+def attention_cost(model: PreTrainedModel) -> float:
+    """What attending to one token costs, in units of a token's way through the rest of a layer (24 D^2 FLOP to 4 D)."""
+    head: Any = model.get_output_embeddings()
+    return 1.0 / (6.0 * int(head.weight.shape[1]))
+
+
+@torch.no_grad()
+def packs_exactly(model: PreTrainedModel) -> bool:
+    """Whether two sequences in a row give the hidden states that each gives alone.
+
+    Tried, not looked up: whether position ids reach the mask depends on the architecture, and a recurrent layer has no
+    mask. Three short forward passes, where the model is; before it is wrapped. A model that only a GPU's attention
+    kernel would refuse to run there borrows eager attention, which shares everything else.
+    """
+    embedding: Any = model.get_input_embeddings().weight
+    device, vocabulary = embedding.device, embedding.shape[0]
+    first, second = (torch.arange(*ends, device=device)[None] % vocabulary for ends in ((2, 11), (5, 12)))
+    positions = [torch.arange(ids.shape[1], device=device)[None] for ids in (first, second)]
+    config, was_training = model.get_decoder().config, model.training
+    attention = config._attn_implementation
+    model.eval()
+    if takes_any_lengths(model) and device.type == "cpu":
+        config._attn_implementation = "eager"
+    try:
+        together, *alone = (
+            model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state.float()
+            for ids, places in (
+                (torch.cat([first, second], dim=1), torch.cat(positions, dim=1)),
+                (first, positions[0]),
+                (second, positions[1]),
+            )
+        )
+    finally:
+        model.train(was_training)
+        config._attn_implementation = attention
+    expected = torch.cat(alone, dim=1)
+    # Far above what rounding does, far below what a neighbour does that is looked at.
+    allowed = max(1e-2, torch.finfo(model.dtype).eps ** 0.5)
+    return bool((together - expected).norm() <= allowed * expected.norm())
+
+
+def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """The module itself, or fp32 weights from a path or hub id; `options` of `from_pretrained` win over that.
+
+    Raises:
+        InputError: options for a model that is loaded already.
+    """
+    if not isinstance(model, str):
+        if options:
+            raise InputError(
+                f"got model_init_kwargs {sorted(options)} with a {type(model).__name__}, want a path or id"
+            )
+        return model
+    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
+    return loaded
+
+
+def load_tokenizer(model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool) -> Any:
+    """The tokenizer given, or the one beside the model, able to pad."""
+    if processing_class is None:
+        source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        if not source:
+            raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
+        processing_class = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if processing_class.eos_token_id is None:
+        raise InputError("got a tokenizer without an eos_token, want one: completions could not end")
+    if processing_class.pad_token_id is None:
+        processing_class.pad_token = processing_class.eos_token
+    return processing_class
+
+
+def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The causal LM's own state dict from that of the `PolicyLoss` around it."""
+    return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a forward pass in training mode is random, so that its log-probs are not those that were sampled."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0) or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
+        for module in model.modules()
+    )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Make forward passes in training mode what they are in eval mode."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module declares what it holds
