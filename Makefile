@@ -27,7 +27,7 @@ test-full: ## the same with the exhaustive grids, which CI need not run
 
 test-gpu: ## tests/kernels and tests/ops on this machine's GPU, and what only a GPU has; says so where there is none. JOBS=n
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@FUSED_GRPO_TEST_DEVICE=cuda $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal tests/kernels tests/ops tests/gpu $(ARGS)
+	@FUSED_GRPO_TEST_DEVICE=cuda $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -W default::UserWarning tests/kernels tests/ops tests/gpu $(ARGS)
 
 test-cpus: ## what compares numbers, as other CPUs would compute it, and with one thread and two; prints a table
 	@$(PYTHON) scripts/setup_env.py dev bench

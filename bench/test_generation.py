@@ -46,7 +46,7 @@ def seconds(engine: Any, pytestconfig: pytest.Config) -> dict[str, list[float]]:
     prompts = [[2 + number, 3 + number] for number in range(PROMPTS)]
     turns = {name: generate(engine, prompts, parts) for name, parts in WAYS.items()}
     take_turns(turns, rounds=1)
-    return take_turns(turns, rounds=1 if tiny else 3)
+    return take_turns(turns, rounds=1 if tiny else 2)
 
 
 def generate(engine: Any, prompts: list[list[int]], parts: int) -> Callable[[], None]:

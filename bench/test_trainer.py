@@ -23,7 +23,7 @@ from fused_grpo.bench.memory import allocations_of
 from fused_grpo.bench.trainer_peers import Contender, Problem
 from fused_grpo.bench.turns import quotient, take_turns
 
-FULL = Problem(vocab=32000, hidden=256, layers=4, completions=16, longest=256)
+FULL = Problem(vocab=32000, hidden=256, layers=4, completions=8, longest=256)
 ON_GPU = Problem(vocab=151936, hidden=1024, layers=12, completions=32, longest=1024)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
 ROUNDS = 3
@@ -109,7 +109,7 @@ def steps(problem: Problem) -> dict[str, list[float]]:
     trainers = {name: whole_steps.SteppedTrainer(problem, make) for name, make in makers.items()}
     turns = {name: trainer.step for name, trainer in trainers.items()}
     take_turns(turns, rounds=1)
-    seconds = take_turns(turns, rounds=2 if problem is SMALL else ROUNDS)
+    seconds = take_turns(turns, rounds=2)
     for trainer in trainers.values():
         trainer.stop()
     return seconds

@@ -131,8 +131,10 @@ def _linear_logprobs_backward(
     """The gradients of those of hidden, weight and bias that are wanted, in that order."""
     kept = targets != ignore_index
     g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
-    # Compiled graphs send zeros where eager ones send nothing.
-    grad_entropy = grad_entropy if grad_entropy is not None and entropy and bool((grad_entropy != 0).any()) else None
+    if not entropy or (grad_entropy is not None and not logprob_plans.may_wait(grad_entropy)):
+        grad_entropy = grad_entropy if entropy else None
+    elif grad_entropy is not None and not (grad_entropy != 0).any():
+        grad_entropy = None  # compiled graphs send zeros where eager ones send nothing
     if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
         # Not a bare product: rows that are ignored may hold anything, and 0 * NaN is not 0.
         return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]

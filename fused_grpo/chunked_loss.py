@@ -39,7 +39,7 @@ from fused_grpo._layout import LossInputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
-from fused_grpo.logprob_plans import power_of_two_scale
+from fused_grpo.logprob_plans import may_wait, power_of_two_scale
 from fused_grpo.loss import LossGradients, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards
 from fused_grpo.statistics import RowState, Statistics, no_columns
@@ -112,7 +112,7 @@ def _rows_in_order(
     graph is captured nothing can wait, so all rows are taken.
     """
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not may_wait(mask):
         return None, len(mask)
     needed = score == "needed" and not _needs_all_entropies(inputs, config)
     moves = mask

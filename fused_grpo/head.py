@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -39,17 +40,40 @@ def full_precision(tensor: Tensor) -> Iterator[None]:
         if not tensor.is_cuda:
             yield
             return
-        matmul = torch.backends.cuda.matmul
-        exact = {"fp32_precision": "ieee", "allow_bf16_reduced_precision_reduction": False}
-        exact["allow_fp16_reduced_precision_reduction"] = False
-        before = {name: getattr(matmul, name) for name in exact}
+        _exact_matmul.enter()
         try:
-            for name, value in exact.items():
-                setattr(matmul, name, value)
             yield
         finally:
-            for name, value in before.items():
-                setattr(matmul, name, value)
+            _exact_matmul.leave()
+
+
+class _ExactMatmul:
+    """The settings of CUDA's GEMMs, those of the process: the first thread in changes them, the last puts them back."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            matmul = torch.backends.cuda.matmul
+            self._before = {"fp32_precision": matmul.fp32_precision}
+            matmul.fp32_precision = "ieee"
+            for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+                # Of the pair the second is whether K may be split, which a bool would set to True.
+                self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+                setattr(matmul, name, (False, self._before[name][1]))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            for name, value in () if self._inside else self._before.items():
+                setattr(torch.backends.cuda.matmul, name, value)
+
+
+_exact_matmul = _ExactMatmul()
 
 
 @dataclass(frozen=True)

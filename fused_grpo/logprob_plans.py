@@ -174,12 +174,17 @@ def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor
     return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
 
 
+def may_wait(tensor: Tensor) -> bool:
+    """Whether its values may be asked for: not while a CUDA graph is captured."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def rows_of(mask: Tensor) -> Tensor | None:
     """The indices of the rows in `mask` [N], or None where all are in it.
 
     On a GPU this waits for the mask, once; while a CUDA graph is captured nothing can wait, so all rows are taken.
     """
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not may_wait(mask):
         return None
     index = mask.nonzero()[:, 0]
     return None if len(index) == len(mask) else index

@@ -111,7 +111,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
         right("gpu", 180, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
         right("device", 180, *pytest, *spread, *both),
-        Stage(name="sanitizer", group="correctness", seconds=120, command=sanitizer),
+        Stage(name="sanitizer", group="correctness", seconds=240, command=sanitizer),
         *(
             Stage(name=name, group="timing", seconds=seconds, command=(*measure, name, *options))
             for name, seconds in timings.items()

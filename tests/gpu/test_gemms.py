@@ -31,7 +31,9 @@ def normal(*size: int, dtype: torch.dtype) -> Tensor:
 
 
 def tile(V: int) -> Tensor:
-    return kernels.empty_tile(R, V, dtype=torch.float32, device=DEVICE).fill_(torch.nan)
+    out = kernels.empty_tile(R, V, dtype=torch.float32, device=DEVICE)
+    out.as_strided((R, out.stride(0)), out.stride()).fill_(torch.nan)  # beside its columns, too
+    return out
 
 
 def weights_in(memory: Tensor, dtype: torch.dtype) -> Tensor:

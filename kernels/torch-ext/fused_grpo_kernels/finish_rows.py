@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import finish_row, merge_statistics
-from .tuning import FUSED_MULTIPLY_ADD
 
 ROWS_PER_PROGRAM = 16
 
@@ -98,8 +97,9 @@ def finish_splits(
     options = {"ENTROPY": entropies is not None, "SPLITS": triton.next_power_of_2(parts), "ROWS": ROWS_PER_PROGRAM}
     inputs = target_logit, maximum, total, weighted
     outputs = logprobs, entropies, shift, merged_total, merged_weighted
+    # A product that is fused into the sum of a thread's and its neighbour's would round otherwise in each of them.
     with launching_on(maximum.device):
         _finish_rows_kernel[(triton.cdiv(N, ROWS_PER_PROGRAM),)](
-            *inputs, *outputs, N, parts, **options, **FUSED_MULTIPLY_ADD
+            *inputs, *outputs, N, parts, **options, enable_fp_fusion=False
         )
     return results

@@ -59,6 +59,17 @@ INPUTS = (
 )
 
 
+TOKEN_VECTORS = ["logprobs", "log_ratio", "advantages", "weights", "mask", "old_logprobs", "ref_logprobs"]
+TOKEN_VECTORS += [
+    "sampling_logprobs",
+    "entropy",
+    "entropy_weights",
+    "policy_weights",
+    "grad_logprobs",
+    "grad_log_ratio",
+]
+
+
 @triton.jit
 def _load_masked(values, tokens, mask):
     """Zero where masked: what lies there, NaN or inf, is not even read. None is all zeros."""
@@ -106,7 +117,7 @@ def _kl(q, KL: tl.constexpr):
         return expm1_minus_x(q), -expm1(q)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=TOKEN_VECTORS)
 def _grpo_loss_kernel(
     logprobs,
     log_ratio,

@@ -181,6 +181,8 @@ def logprob_forward(
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
+    if N == 1 and hidden.stride(1) == 1:  # how far it is to the next row says nothing, and must not choose the tile
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
     tile = gemm_tile(device, hidden.dtype, aligned=_is_aligned(hidden) and _is_aligned(weight))
     splits, tiles_per_split = _splits(V, tile)
     target_logit = torch.empty(N, dtype=torch.float32, device=device)
