@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
-_HOME = {"GRPOConfig": "config", "GRPOTrainer": "loop"}
+_HOME = {"GRPOConfig": "config.grpo_config", "GRPOTrainer": "loop"}
 
 # The modules of the extra: pyproject.toml has the packages.
 EXTRA = frozenset(

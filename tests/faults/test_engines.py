@@ -26,7 +26,7 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
-FAKE = Path(__file__).parent.parent / "rollout" / "fake_vllm.py"
+FAKE = Path(__file__).parent.parent / "engines" / "fake_vllm.py"
 ENDS = "the run ends with an error that names the server; nothing was updated"
 AGAIN = "asked 5 times in all, elsewhere where there is a replica; then the run ends, nothing was updated"
 CHANGED = "what it sampled is asked of a replica; without one the run ends, nothing was updated"

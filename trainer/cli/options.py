@@ -27,7 +27,7 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_default
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 # Where each section of the help begins: its first field, and its title.
 SECTIONS = {
