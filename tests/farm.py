@@ -135,7 +135,8 @@ def import_libraries() -> None:
 
 
 def import_trainer() -> None:
-    pass
+    import fused_grpo.trainer.cli.options
+    import fused_grpo.trainer.loop  # noqa: F401
 
 
 def import_vllm() -> None:
