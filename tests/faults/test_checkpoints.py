@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, manifest, remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.checkpoint import manifest
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
 from fused_grpo.trainer.checkpoint.resume import find_checkpoint, restore
 from fused_grpo.trainer.logging.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer

@@ -11,13 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import (
-    checkpoints,
-    newest_checkpoint,
-    resume,
-    training_state,
-    verify_checkpoint,
-)
+from fused_grpo.trainer.checkpoint import resume, training_state
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.resume import restore
 from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
 
