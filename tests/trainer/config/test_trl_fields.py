@@ -12,7 +12,7 @@ import pytest
 from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 pytest.importorskip("trl", reason="TRL is not installed")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

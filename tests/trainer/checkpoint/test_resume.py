@@ -16,7 +16,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpo
 from fused_grpo.trainer.checkpoint.resume import restore
 from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
 
-RUN = Path(__file__).with_name("resume_run.py")
+RUN = Path(__file__).parents[1] / "resume_run.py"
 OPTIONS = {
     "plain": {},
     "iterations": {"num_iterations": 2},

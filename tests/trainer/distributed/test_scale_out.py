@@ -15,8 +15,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen2ForCausalLM
 
-SCRIPT = Path(__file__).with_name("scale_out_run.py")
-RECIPES = Path(__file__).parents[2] / "trainer/recipes/accelerate"
+SCRIPT = Path(__file__).parents[1] / "scale_out_run.py"
+RECIPES = Path(__file__).parents[3] / "trainer/recipes/accelerate"
 TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
 
