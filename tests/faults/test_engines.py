@@ -1,7 +1,7 @@
 """Engines that fail under a run: it ends with the cause, in time, and the step that failed has trained nothing.
 
-Servers are processes of their own that say over HTTP what vLLM would (tests/trainer/engines/fake_vllm.py), with one fault each.
-What a real server does when it dies is in tests/engines/test_vllm_server*.py.
+Servers are processes of their own that say over HTTP what vLLM would (trainer/engines/fake_vllm.py), with one fault
+each. What a real server does when it dies is in trainer/engines/test_vllm_server.py.
 """
 
 from __future__ import annotations
