@@ -37,7 +37,7 @@ FAULTS = {
         PEER,
         1,
         "the engine is gone",
-        "failed while handing weights to the engine",
+        "failed while sending weights to the engine",
     ),
     "backward": (
         "a rank runs out of memory in the backward pass",

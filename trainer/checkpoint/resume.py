@@ -127,7 +127,7 @@ def training_state(trainer: Run) -> files.TrainingFiles:
     place, ahead = trainer.collector.state(wait=not anywhere(trainer.accelerator, trainer.stop.asked))
     mine = files.random_state() | {_AHEAD + name: value for name, value in ahead.items()}
     buffer: dict[str, Any] | None = None
-    if trainer.buffer is not None and not trainer.buffer.is_used_up:
+    if trainer.buffer is not None and not trainer.buffer.is_exhausted:
         buffer, rollouts = trainer.buffer.state()
         mine |= {_BUFFER + name: value for name, value in rollouts.items()}
     everyone = gather_object([{"rank": rank, "tensors": mine, "buffer": buffer}])

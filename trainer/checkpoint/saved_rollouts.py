@@ -57,14 +57,14 @@ def check_ahead(tensors: Mapping[str, Tensor], *, prompts: int, num_generations:
 
 
 def _check_batch(tensors: Mapping[str, Tensor], *, num_generations: int, vocab_size: int) -> None:
-    _refuse_others(tensors, {"advantages", "rewards", "learns", *RAGGED})
+    _refuse_others(tensors, {"advantages", "rewards", "in_loss", *RAGGED})
     rows = len(_flat(tensors, "advantages", torch.float32))
     if rows % num_generations:
         raise ValueError(f"it has {rows} completions, want whole groups of {num_generations}")
     if "rewards" in tensors:
         _flat(tensors, "rewards", torch.float32, rows)
-    if "learns" in tensors:
-        _flat(tensors, "learns", torch.bool, rows)
+    if "in_loss" in tensors:
+        _flat(tensors, "in_loss", torch.bool, rows)
     _check_ids(tensors, "prompt_ids", rows, vocab_size)
     lengths = _check_ids(tensors, "completion_ids", rows, vocab_size)
     for name in RAGGED:
