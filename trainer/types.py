@@ -58,7 +58,7 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """Everything one optimizer step learns from, on this process: B sequences in order, whole groups."""
+    """What one optimizer step learns from, on this rank: B sequences in order, whole groups."""
 
     prompt_ids: list[list[int]]  # B
     completion_ids: list[list[int]]  # B

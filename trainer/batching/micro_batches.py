@@ -50,10 +50,10 @@ def micro_batches(
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
         agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
-    learned = (
-        list(range(len(batch.completion_ids))) if batch.in_loss is None else batch.in_loss.nonzero()[:, 0].tolist()
-    )
-    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in learned]
+    chosen: Sequence[int] = range(len(batch.completion_ids))
+    if batch.in_loss is not None:
+        chosen = batch.in_loss.nonzero()[:, 0].tolist()
+    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in chosen]
     if max_tokens is None:
         cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
@@ -61,8 +61,8 @@ def micro_batches(
         cuts = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
     else:
         cuts = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
-    chosen = ([learned[place] for place in cut] for cut in cuts)
-    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in chosen]
+    members = ([chosen[place] for place in cut] for cut in cuts)
+    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in members]
 
 
 def cut_by_tokens(

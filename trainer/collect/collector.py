@@ -196,7 +196,7 @@ class Collector:
             self.prefetched = Prefetched(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
 
     def _position(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.place(), "generate_calls": self.generate_calls}
+        return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
     def _saved(self, position: dict[str, Any]) -> dict[str, Any]:
         return {**position, "sampler": self.sampler.state_dict(position["sampler"])}
