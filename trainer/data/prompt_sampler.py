@@ -2,8 +2,8 @@
 
 There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
 `prompts_per_batch * world_size` of it, and each rank takes its share. The order of a pass depends on the seed and the
-number of the pass alone. So one number, how many prompts of the sequence have been used, is the whole state of a run. It
-means the same with any number of ranks and any batch size.
+number of the pass alone. So the number of prompts that have been used is the whole state of a run. It means the same
+with any number of ranks and any batch size.
 
 A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
 skips the rows that were used. `datasets` can jump to a position in a stream instead, but loses the rows in a shuffle
