@@ -78,9 +78,9 @@ CPU: list[Case] = [
     LOSS,
     TRAINABLE,
     FROZEN,
-    Case(Work(kind="logprobs", head="GPT-2", tokens=384), rounds=2),
-    Case(Work(kind="loss", head="GPT-2", tokens=1024, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
-    Case(Work(kind="loss", head="Qwen3-0.6B", tokens=192, uneven=True), (*PROMISED, "torch core"), rounds=2),
+    Case(Work(kind="logprobs", head="GPT-2", tokens=256), rounds=2),
+    Case(Work(kind="loss", head="GPT-2", tokens=512, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
+    Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
     Case(Work(kind="logprobs", head="Qwen3-0.6B", tokens=192, direction="no_grad"), UNCOMPILED, rounds=3),
     *(Case(Work(kind="loss", head="GPT-2", tokens=n), PROMISED, rounds=2) for n in (256, 512)),
 ]

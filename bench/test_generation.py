@@ -16,7 +16,7 @@ from fused_grpo.bench.turns import take_turns
 from fused_grpo.trainer.types import SamplingParams
 
 WAYS = {"once per effective batch": 1, "once per micro-batch, 4 of them": 4, "once per micro-batch, 16 of them": 16}
-PROMPTS, GROUP, LONGEST = 32, 8, 64
+PROMPTS, GROUP, LONGEST = 16, 8, 64
 
 pytestmark = pytest.mark.trainer
 

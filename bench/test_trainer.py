@@ -26,7 +26,7 @@ from fused_grpo.bench.turns import quotient, take_turns
 FULL = Problem(vocab=32000, hidden=256, layers=4, completions=8, longest=256)
 ON_GPU = Problem(vocab=151936, hidden=1024, layers=12, completions=32, longest=1024)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
-ROUNDS = 3
+ROUNDS = 2
 OURS, COMPACT = "fused-grpo trainer", "TRL, completions scored"
 TRAINERS = (OURS, "TRL, fused-grpo ops", COMPACT, "TRL")
 # The lowest quotients of medians, and the highest of bytes, against `OURS`.

@@ -35,7 +35,7 @@ BLOCK_BYTES = 2 * 2**20
 _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
 
 # A CPU multiplies tiles of this size at all but full speed.
-CPU_TILE_BYTES = 32 * 2**20
+CPU_TILE_BYTES = 64 * 2**20
 
 # Whole rows on a CPU: few enough to be small beside full logits, many enough for a good GEMM.
 CPU_CHUNK_BYTES = 96 * 2**20
