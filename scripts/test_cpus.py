@@ -28,7 +28,15 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 TESTS = ["tests/ops", "tests/integrations"] + [
     f"tests/trainer/{name}"
     for name in (
-        *("batching", "collect", "distributed", "models", "checkpoint/test_resume.py", "test_loop.py", "test_parts.py"),
+        *(
+            "batching",
+            "collect",
+            "distributed",
+            "models",
+            "checkpoint/test_resume.py",
+            "test_loop.py",
+            "test_construction.py",
+        ),
         *("test_packed_equals_padded.py", "test_textbook.py"),
     )
 ]
