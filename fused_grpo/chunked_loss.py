@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from fused_grpo import reference
-from fused_grpo._layout import LossInputs
+from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import may_wait, power_of_two_scale
-from fused_grpo.loss import LossGradients, statistics_of, value_and_gradient
+from fused_grpo.loss_gradients import LossGradients, statistics_of, value_and_gradient
 from fused_grpo.shards import Shards
 from fused_grpo.statistics import RowState, Statistics, no_columns
 

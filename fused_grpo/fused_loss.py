@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo import _impl, reference
+from fused_grpo import _dispatch, reference
 from fused_grpo._checks import (
     check_dense,
     check_differentiated_once,
@@ -24,13 +24,14 @@ from fused_grpo._checks import (
     check_temperature_values,
 )
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs, loss_inputs
+from fused_grpo._loss_inputs import LossInputs, loss_inputs
 from fused_grpo.chunked_loss import Score, chunked_loss
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, asks_gradient, full_precision
-from fused_grpo.logprobs import flatten_head
-from fused_grpo.loss import GRPOLossOutput, statistics_of, value_and_gradient
+from fused_grpo.head import Head, asks_gradient, flatten_head
+from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.precision import full_precision
 from fused_grpo.shards import Shards, shards_of
 
 
@@ -61,7 +62,7 @@ def fused_linear_grpo_loss(
     weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of `targets` from hidden states and the head, with gradients for hidden, weight and bias.
 
@@ -110,7 +111,7 @@ def fused_linear_grpo_loss(
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
     # What one rank alone may have wrong comes before the first exchange with others.
-    chosen = _impl.choose(impl, hidden)
+    chosen = _dispatch.choose(impl, hidden)
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, weight, chosen)
     shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
@@ -139,7 +140,7 @@ def fused_linear_grpo_loss(
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config)
         else:
-            passes = _impl.passes(chosen)
+            passes = _dispatch.passes(chosen)
             wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
                 done = chunked_loss(
@@ -179,7 +180,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         chunk_bytes: int | None = None,
         process_group: Any = None,
-        impl: _impl.Impl = "auto",
+        impl: _dispatch.Impl = "auto",
     ) -> None:
         super().__init__()
         check_plan(impl, chunk_bytes, process_group=process_group)
@@ -213,7 +214,7 @@ def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> t
         head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    passes = _impl.passes("torch")
+    passes = _dispatch.passes("torch")
     done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}

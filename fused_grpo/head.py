@@ -10,9 +10,7 @@ Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows an
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -21,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
-from fused_grpo.reference import compute_dtype
+from fused_grpo import chunking
+from fused_grpo._checks import check_head
+from fused_grpo.precision import compute_dtype
 
 logger = logging.getLogger("fused_grpo")
 
@@ -31,49 +30,6 @@ _SLICE_BYTES = 4 * 2**20
 
 # The rows of every GEMM where a row's bits must not depend on how many others there are.
 INVARIANT_ROWS = 64
-
-
-@contextlib.contextmanager
-def full_precision(tensor: Tensor) -> Iterator[None]:
-    """No autocast, TF32 or partial sums in 16 bits in here: they would round logits and gradients behind our back."""
-    with torch.autocast(tensor.device.type, enabled=False):
-        if not tensor.is_cuda:
-            yield
-            return
-        _exact_matmul.enter()
-        try:
-            yield
-        finally:
-            _exact_matmul.leave()
-
-
-class _ExactMatmul:
-    """The settings of CUDA's GEMMs, those of the process: the first thread in changes them, the last puts them back."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
-
-    def enter(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside > 1:
-                return
-            matmul = torch.backends.cuda.matmul
-            self._before = {"fp32_precision": matmul.fp32_precision}
-            matmul.fp32_precision = "ieee"
-            for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-                # Of the pair the second is whether K may be split, which a bool would set to True.
-                self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-                setattr(matmul, name, (False, self._before[name][1]))
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            for name, value in () if self._inside else self._before.items():
-                setattr(torch.backends.cuda.matmul, name, value)
-
-
-_exact_matmul = _ExactMatmul()
 
 
 @dataclass(frozen=True)
@@ -149,7 +105,7 @@ class Head:
 
         Where a device has not as much left as the default budget takes, half as many rows, once, with a warning.
         """
-        rows = planner.chunk_rows(
+        rows = chunking.chunk_rows(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
@@ -182,7 +138,7 @@ class Head:
         # GEMMs write dW itself in the dtype of accumulators, or in that of softmax weights.
         direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
-        shape = planner.tile_shape(
+        shape = chunking.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
             device=self.hidden.device,
@@ -214,7 +170,7 @@ class Head:
         height, width = memory.shape
         # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
         head_weight = self.weight.to(self.hidden.dtype) if width == len(self.weight) else self.weight
-        for rows in planner.chunks(len(self.targets), height):
+        for rows in chunking.chunks(len(self.targets), height):
             count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
             hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
@@ -222,13 +178,50 @@ class Head:
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
             group = slice(rows.start, rows.start + count)
-            for columns in planner.chunks(len(head_weight), width):
+            for columns in chunking.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
                 logits_into(logits, hidden, weight)
                 arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
                 here = targets - columns.start if columns.start else targets
                 yield Tile(group, columns, logits, hidden, weight, here, arguments, index)
+
+
+def flatten_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    sharded: bool = False,
+) -> Head:
+    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked.
+
+    Raises:
+        InputError: shapes, dtypes, devices or numbers that cannot be right.
+    """
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    check_head(hidden, weight, targets, **options, sharded=sharded)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    dtype = compute_dtype(hidden)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(dtype).reshape(-1)
+    else:
+        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
+    return Head(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        weight=weight,
+        bias=bias,
+        targets=targets.reshape(-1),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
 
 
 def asks_gradient(tensor: Tensor | None) -> bool:
@@ -278,5 +271,5 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(rows of W, those rows in `dtype`), a slice at a time."""
     count, hidden_size = weight.shape
-    for columns in planner.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
+    for columns in chunking.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
         yield columns, weight[columns].to(dtype)

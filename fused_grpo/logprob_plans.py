@@ -1,4 +1,4 @@
-"""Log-probs of a head and their gradients, by what is asked for; `_ops.py` chooses. U = 2*N*D*V FLOP, one GEMM.
+"""Log-probs of a head and their gradients, by what is asked for; `_custom_ops.py` chooses. U = 2*N*D*V FLOP, one GEMM.
 
 - `forward`, 1U: log-probs and entropy. By a Triton kernel from which no logit reaches memory, or tile by tile.
 - `backward`, 1U for the logits again and 1U for each of dH and dW: every tile turns into softmax weights where it
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
-from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets
+from fused_grpo import chunking
+from fused_grpo.head import INVARIANT_ROWS, Head, local_targets
 from fused_grpo.head_gradients import HeadGradients
+from fused_grpo.precision import full_precision
 from fused_grpo.statistics import RowState, Statistics, join_rows, merge_rows, with_part
 
 # fp16 ends at 2^16: the largest gradient goes near 2^10, so that 2^-34 of it is still a number.
@@ -92,14 +93,14 @@ def _parts_by_launches(
 ) -> Iterator[list[RowState]]:
     """By the kernel that needs no tiles. A weight of another dtype is cast by vocabulary slices, each once."""
     vocab_size, hidden_size = head.weight.shape
-    room = (planner.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes) // 2
+    room = (chunking.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes) // 2
     cast = head.weight.dtype != head.hidden.dtype
     most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
     parts = list[RowState]()
-    for columns in planner.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
+    for columns in chunking.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
         weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
         groups = []
-        for rows in planner.chunks(len(targets), max(1, most_rows)):
+        for rows in chunking.chunks(len(targets), max(1, most_rows)):
             options = {**head.row_arguments(rows, columns), "entropy": entropy}
             groups.append(RowState(*passes.logprob_forward(head.hidden[rows], weight, targets[rows], **options)[2]))
         parts = with_part(parts, join_rows(groups))

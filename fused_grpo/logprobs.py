@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, _ops, reference  # noqa: F401 - _ops registers what is called here
-from fused_grpo._checks import check_head, check_plan, check_targets, check_temperature_values
-from fused_grpo.head import Head, asks_gradient, full_precision
+from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
+from fused_grpo._checks import check_plan, check_targets, check_temperature_values
+from fused_grpo.head import Head, asks_gradient, flatten_head
+from fused_grpo.precision import full_precision
 
 
 class LogProbs(NamedTuple):
@@ -44,7 +45,7 @@ def linear_logprobs(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> Tensor:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
@@ -102,7 +103,7 @@ def linear_logprobs_and_entropy(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> LogProbs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
@@ -164,36 +165,3 @@ def _reference(head: Head, ignore_index: int) -> tuple[Tensor, Tensor]:
             head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None))
         )
     return torch.where(kept, logprobs, 0.0), torch.where(kept, entropy, 0.0)
-
-
-def flatten_head(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    sharded: bool = False,
-) -> Head:
-    """Check shapes, dtypes and devices; give the flat rows, their targets as they came."""
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    check_head(hidden, weight, targets, **options, sharded=sharded)
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    dtype = reference.compute_dtype(hidden)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(dtype).reshape(-1)
-    else:
-        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
-    return Head(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        weight=weight,
-        bias=bias,
-        targets=targets.reshape(-1),
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from fused_grpo import _impl, reference
+from fused_grpo import _dispatch, reference
 from fused_grpo._checks import check_dense, check_differentiated_once, check_plan, check_same_device
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs, loss_inputs
-from fused_grpo.config import GRPOLossConfig, TokenTerms, loss_config
+from fused_grpo._loss_inputs import loss_inputs
+from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError
-from fused_grpo.reference import compute_dtype
+from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.precision import compute_dtype
 
 
 class GRPOLossOutput(NamedTuple):
@@ -50,7 +48,7 @@ def grpo_loss(
     num_sequences: float | Tensor | None = None,
     num_entropy_tokens: float | Tensor | None = None,
     config: GRPOLossConfig | None = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of given log-probs, differentiable with respect to `logprobs` and `entropy`.
 
@@ -106,8 +104,8 @@ def grpo_loss(
     )
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None
-    chosen = _impl.choose(impl, logprobs)
-    passes = _impl.passes("torch" if chosen == "reference" else chosen)
+    chosen = _dispatch.choose(impl, logprobs)
+    passes = _dispatch.passes("torch" if chosen == "reference" else chosen)
     done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if chosen == "reference":
@@ -139,60 +137,6 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
             f"got entropy_coef={config.entropy_coef} and top_entropy_quantile={config.top_entropy_quantile} without "
             "entropy; fix: pass entropy, which linear_logprobs_and_entropy gives"
         )
-
-
-class LossGradients(NamedTuple):
-    """The gradients of a loss for an upstream gradient of 1."""
-
-    logprobs: Tensor  # [N]
-    entropy: Tensor | None  # [N], None for 0
-
-    def of(self, rows: slice | Tensor) -> LossGradients:
-        """Those of some rows."""
-        return self._replace(logprobs=self.logprobs[rows], entropy=None if self.entropy is None else self.entropy[rows])
-
-    def have_gradient(self) -> Tensor:
-        """Which tokens have one, [N]."""
-        return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
-
-
-def value_and_gradient(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
-) -> tuple[LossGradients, Any]:
-    """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
-    # What the torch path saves for its own small backward pass is no matter of hooks around us: those of activation
-    # checkpointing would run the whole region again to get it back.
-    with torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
-        of_sequence = config.importance_sampling_level == "sequence"
-        gradient, of_ratio, sums = passes.grpo_token_loss(
-            logprobs.detach(),
-            log_ratio=reference.sequence_log_ratio(logprobs.detach(), inputs) if of_sequence else None,
-            inputs={
-                **inputs.tokens.rows(slice(None)),
-                "entropy": None if entropy is None else entropy.detach(),
-                "entropy_weights": entropy_weights,
-                "policy_weights": weights,
-            },
-            terms=TokenTerms.of(config),
-        )
-        if of_ratio is not None:
-            # The mean over a sequence gives each of its tokens an equal share of what its log-ratio would get.
-            mask, sequences = inputs.tokens.mask, inputs.sequences
-            shares = sequences.sum(of_ratio) / sequences.sum(mask).clamp_min(1.0)
-            gradient = gradient + torch.where(mask, sequences.spread(shares, len(mask)), 0.0).to(gradient.dtype)
-        upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
-        return LossGradients(gradient, upstream), sums
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes: ModuleType) -> dict[str, Tensor]:
-    """The statistics of all tokens, and how many unmasked ones have no gradient at all."""
-    zero = (mask & ~done.have_gradient()).sum()
-    return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
 
 
 class _AttachGradients(torch.autograd.Function):

@@ -35,7 +35,7 @@ itself, and that of log r (at token level the same number, at sequence level the
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
 The loss is sum(weights * l) - sum(entropy_weights * H). The weights hold the mask and the normaliser of the loss type
-(`_layout.py`), which is what makes the sum over micro-batches equal the loss of the whole step. On policy,
+(`_loss_inputs.py`), which is what makes the sum over micro-batches equal the loss of the whole step. On policy,
 `old_logprobs=None` stands for `logprobs.detach()`: r is 1 and still carries the gradient.
 """
 
@@ -47,13 +47,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_grpo._layout import LossInputs
+from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """fp32 for anything narrower: logits are never rounded below it."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+from fused_grpo.precision import compute_dtype
 
 
 def transform_logits(

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl
+from fused_grpo import _dispatch
 from fused_grpo._checks import check_differentiated_once
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs
+from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.chunked_loss import Done, chunked_loss
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.fused_loss import scaled
-from fused_grpo.head import Head, full_precision
+from fused_grpo.head import Head
 from fused_grpo.logprob_plans import rows_of
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
+from fused_grpo.precision import full_precision
 
 TOLERANCE = 1e-4
 """How far the upstream gradient of a token may be from the speculative one, relative to both its own size and that of a
@@ -44,7 +45,7 @@ def speculative_logprobs(
     config: GRPOLossConfig,
     *,
     chunk_bytes: int | None = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> LogProbs:
     """Log-probs and entropies [N] of the head's rows, for a caller who computes the loss of `config` from them.
 
@@ -63,7 +64,7 @@ def speculative_logprobs(
         UnavailableError: impl="triton" where Triton cannot run.
         UnsupportedError: in the backward pass, create_graph=True.
     """
-    options = {"impl": _impl.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
+    options = {"impl": _dispatch.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
     return LogProbs(*_Speculative.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
 
 
@@ -84,7 +85,7 @@ class _Speculative(torch.autograd.Function):
         wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         with full_precision(hidden):
             asked: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
-            done = chunked_loss(head, inputs, config, _impl.passes(options["impl"]), **asked)
+            done = chunked_loss(head, inputs, config, _dispatch.passes(options["impl"]), **asked)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.speculative, ctx.gradients = done.upstream, done.gradients
@@ -104,7 +105,7 @@ class _Speculative(torch.autograd.Function):
             del gradients
             logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
             return *_from_scratch(ctx, leaves, upstream), None, None, None, None
-        passes = _impl.passes(ctx.options["impl"])
+        passes = _dispatch.passes(ctx.options["impl"])
         return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers, planner, reference
+from fused_grpo import _cpu_buffers, chunking, reference
+from fused_grpo.chunking import BLOCK_BYTES
 from fused_grpo.config import TokenTerms
-from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.statistics import (
     HEADROOM,
     RowState,
@@ -37,7 +37,7 @@ _PARTS = 4
 
 def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
-    stride = planner.column_stride(rows)
+    stride = chunking.column_stride(rows)
     return _cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
 
 
@@ -278,7 +278,7 @@ class _Tile:
     def blocks(self, out: Tensor | None) -> Iterator[_Block]:
         """A cache-sized block at a time; the tile stays as it is but for what is written to `out`, in its memory."""
         shown = self._hide_(self.raw, self.targets) if self.as_it_is else ()
-        for columns in planner.chunks(self.raw.shape[1], self.width):
+        for columns in chunking.chunks(self.raw.shape[1], self.width):
             raw, slope = self.raw[:, columns], None
             z = raw
             if not self.as_it_is:

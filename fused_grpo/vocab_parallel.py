@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo import _impl, logprob_plans
+from fused_grpo import _dispatch, logprob_plans
 from fused_grpo.head import Head
 from fused_grpo.shards import Shards, shards_of
 from fused_grpo.statistics import Statistics, no_columns
@@ -31,7 +31,15 @@ def vocab_parallel_logprobs(
     kept = head.targets != ignore_index
     head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
-    inputs = (head.hidden, head.weight, head.bias, head, shards, _impl.passes(_impl.choose(impl, head.hidden)), options)
+    inputs = (
+        head.hidden,
+        head.weight,
+        head.bias,
+        head,
+        shards,
+        _dispatch.passes(_dispatch.choose(impl, head.hidden)),
+        options,
+    )
     logprobs, entropies = _VocabParallel.apply(*inputs)  # type: ignore[no-untyped-call]
     return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
 

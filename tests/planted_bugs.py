@@ -168,9 +168,9 @@ BUGS = {
     ),
     "a log-prob is rounded like its logits": Bug("fused_grpo/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
     "columns that share a cache set": Bug(
-        "fused_grpo/planner.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
+        "fused_grpo/chunking.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
-    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/planner.py", "rows, most))", "rows))", LAYOUT),
+    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/chunking.py", "rows, most))", "rows))", LAYOUT),
     "memory that somebody holds": Bug("fused_grpo/_cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES),
     "memory that nobody may have": Bug(
         "fused_grpo/_cpu_buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
@@ -191,7 +191,7 @@ BUGS = {
         "fused_grpo/shards.py", "dist.all_reduce(d_hidden, group=self.group)", "pass", SHARDS
     ),
     "ignored rows keep their log-prob": Bug(
-        "fused_grpo/_ops.py",
+        "fused_grpo/_custom_ops.py",
         "value.masked_fill_(~kept, 0.0)",
         "value",
         ["tests/ops/test_error_grid.py", "-k", "nan_in_ignored and triton"],
@@ -251,25 +251,25 @@ BUGS = {
         TRL,
     ),
     "a sequence's ratio is the sum of its tokens'": Bug(
-        "fused_grpo/_layout.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
+        "fused_grpo/_loss_inputs.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
     ),
     "a sequence's gradient is not shared out": Bug(
-        "fused_grpo/loss.py",
+        "fused_grpo/loss_gradients.py",
         "shares = sequences.sum(of_ratio) / sequences.sum(mask)",
         "shares = sequences.sum(of_ratio) * sequences.sum(mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(
-        "fused_grpo/_layout.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
+        "fused_grpo/_loss_inputs.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
     ),
     "dr_grpo divides by its own length": Bug(
-        "fused_grpo/_layout.py",
+        "fused_grpo/_loss_inputs.py",
         "num_sequences * config.max_completion_length)",
         "num_sequences * on.sum() / len(sequences))",
         OF_TYPES,
     ),
     "dW of a row with nothing but an entropy gradient": Bug(
-        "fused_grpo/loss.py", "(self.logprobs != 0) | (self.entropy != 0)", "self.logprobs != 0", VARIANTS
+        "fused_grpo/loss_gradients.py", "(self.logprobs != 0) | (self.entropy != 0)", "self.logprobs != 0", VARIANTS
     ),
     "a main gradient without the upstream one": Bug(
         "fused_grpo/fused_loss.py", "addcmul_(d_weight, upstream.to(d_weight.dtype))", "add_(d_weight)", PROMISES

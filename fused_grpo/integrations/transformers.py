@@ -37,13 +37,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fused_grpo._dispatch import Impl
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._impl import Impl
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.integrations.logit_transform import head_transform, transformed
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.reference import compute_dtype
+from fused_grpo.precision import compute_dtype
 
 check_version("transformers", ">=5.3")
 

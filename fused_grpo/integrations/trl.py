@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import loss_inputs
+from fused_grpo._loss_inputs import loss_inputs
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
+from fused_grpo.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
-from fused_grpo.logprobs import flatten_head, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.speculative import speculative_logprobs
 
 check_version("trl", "~=1.16.0")

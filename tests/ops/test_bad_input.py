@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import FusedGRPOError, GRPOLossConfig, _impl, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import FusedGRPOError, GRPOLossConfig, _dispatch, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 
 pytestmark = pytest.mark.cpu_only(
@@ -153,7 +153,7 @@ def test_errors_are_also_the_standard_ones():
 
 def test_auto_says_once_which_path_it_took(caplog, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    _impl.announce.cache_clear()
+    _dispatch.announce.cache_clear()
     with caplog.at_level("INFO", logger="fused_grpo"):
         for _ in range(2):
             fused_linear_grpo_loss(**good())

@@ -11,12 +11,12 @@ from torch.nn.functional import linear
 
 from fused_grpo import (
     GRPOLossConfig,
+    chunking,
     fused_linear_grpo_loss,
     grpo_loss,
     head,
     head_gradients,
     linear_logprobs,
-    planner,
 )
 from fused_grpo.errors import InputError
 from fused_grpo.head_gradients import HeadGradients
@@ -248,8 +248,8 @@ def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
 @pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
 def test_a_tile_of_logits_is_256_mib_unless_told_otherwise():
     options = {"device": torch.device("cuda"), "itemsize": 4}
-    assert planner.tile_shape(8192, 8192, **options) == (8192, 8192)
-    assert planner.tile_shape(8192, 16384, **options) == (8192, 8192)
+    assert chunking.tile_shape(8192, 8192, **options) == (8192, 8192)
+    assert chunking.tile_shape(8192, 16384, **options) == (8192, 8192)
 
 
 SHAPE = {

@@ -9,8 +9,8 @@ import torch
 
 from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
 from fused_grpo import speculative as module
-from fused_grpo._layout import loss_inputs
-from fused_grpo.logprobs import flatten_head
+from fused_grpo._loss_inputs import loss_inputs
+from fused_grpo.head import flatten_head
 from fused_grpo.speculative import speculative_logprobs
 
 B, T, D, V = 3, 5, 6, 13

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, logprob_plans
+from fused_grpo import _dispatch, logprob_plans
 from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
 from fused_grpo.head import Head
-from fused_grpo.reference import compute_dtype
+from fused_grpo.precision import compute_dtype
 from fused_grpo.statistics import Statistics
 
 _OPTIONS = (
@@ -65,16 +65,18 @@ def _linear_logprobs(
     check_temperature_values(temperature)
     kept = targets != ignore_index
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
-    chosen, d_hidden = _impl.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
+    chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
     # One launch need not wait for a count, and rows must not move where their bits should not depend on others.
     one_launch = chosen == "triton" and not any(wanted)
     index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
     if _takes_gradient(wanted, batch_invariant):
-        statistics, d_hidden = logprob_plans.forward_with_gradient(head.select(index), _impl.passes(chosen), **options)
+        statistics, d_hidden = logprob_plans.forward_with_gradient(
+            head.select(index), _dispatch.passes(chosen), **options
+        )
     else:
         options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
-        statistics = logprob_plans.forward(head.select(index), _impl.passes(chosen), **options)
+        statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
     logprobs, entropies, *others = statistics
     values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
     if index is not None:
@@ -141,7 +143,7 @@ def _linear_logprobs_backward(
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     gradients = logprob_plans.backward(
         head,
-        _impl.passes(_impl.choose(impl, hidden)),
+        _dispatch.passes(_dispatch.choose(impl, hidden)),
         Statistics(logprobs, entropies if entropy else None, *others),
         grad_logprobs=g,
         grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
