@@ -1,9 +1,9 @@
-"""The log-prob op as PyTorch knows it: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
+"""The log-prob op, registered with PyTorch: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
 
-Registered with fake kernels and an autograd formula, so `torch.compile(fullgraph=True)` takes them whole. Everything
-that depends on values (targets out of range, which rows have a gradient, which implementation runs) happens in here,
-where the compiler does not look. (`torch.library.custom_op` would do the same, and import the compiler at the first
-call: four seconds that eager users need not wait.)
+Both have fake kernels, and the forward op has an autograd formula, so `torch.compile(fullgraph=True)` does not break the
+graph. Everything that depends on values happens inside the ops, where the compiler does not trace: checks of targets,
+the selection of rows with a gradient, the choice of the implementation. (`torch.library.custom_op` would do the same,
+but it imports the compiler at the first call, which costs eager users four seconds.)
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
 
-    The entropy is [0] where it is not asked for. So is the last, but where gradients are `wanted` (of hidden, weight,
-    bias) of the hidden states alone.
+    The entropy is [0] unless `entropy`. d log p / d hidden is [0], except where, of (hidden, weight, bias), the gradient
+    of hidden alone is `wanted`.
 
     Rows whose target is `ignore_index` have log p = H = 0.
     """
@@ -66,7 +66,7 @@ def _linear_logprobs(
     kept = targets != ignore_index
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
-    # One launch need not wait for a count, and rows must not move where their bits should not depend on others.
+    # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
     index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
@@ -96,7 +96,7 @@ def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    # len() would tie the compiled graph to this number of rows.
+    # len() would specialise the compiled graph to this number of rows.
     entropy, frozen, count, dtype = (
         options[4],
         _takes_gradient(options[8], options[7]),
@@ -130,15 +130,15 @@ def _linear_logprobs_backward(
     batch_invariant: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The gradients of those of hidden, weight and bias that are wanted, in that order."""
+    """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""
     kept = targets != ignore_index
     g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
-    if not entropy or (grad_entropy is not None and not logprob_plans.may_wait(grad_entropy)):
+    if not entropy or (grad_entropy is not None and not logprob_plans.may_synchronize(grad_entropy)):
         grad_entropy = grad_entropy if entropy else None
     elif grad_entropy is not None and not (grad_entropy != 0).any():
-        grad_entropy = None  # compiled graphs send zeros where eager ones send nothing
+        grad_entropy = None  # a compiled graph passes zeros where eager mode passes None
     if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
-        # Not a bare product: rows that are ignored may hold anything, and 0 * NaN is not 0.
+        # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
         return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     gradients = logprob_plans.backward(

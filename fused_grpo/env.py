@@ -1,4 +1,4 @@
-"""What this machine offers: for bug reports, run records and benchmark files."""
+"""Versions, hardware and usable implementations of this machine: for bug reports, run records and benchmark files."""
 
 from __future__ import annotations
 

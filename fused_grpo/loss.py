@@ -1,4 +1,4 @@
-"""`grpo_loss`: the GRPO loss of log-probs that you already have, its gradient taken with it."""
+"""`grpo_loss`: the GRPO loss of given log-probs. Its gradient is computed in the forward pass."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fused_grpo.precision import compute_dtype
 
 
 class GRPOLossOutput(NamedTuple):
-    """A loss and what was learnt on the way."""
+    """A loss, its metrics, and the log-probs that it was computed from."""
 
     loss: Tensor
     """0-d, fp32 (fp64 for fp64 inputs)."""
     metrics: dict[str, Tensor]
-    """Detached 0-d tensors of this call, means over its unmasked tokens unless the name says otherwise: `policy_loss`
+    """Detached 0-d tensors of this call, means over its unmasked tokens except for counts and extremes: `policy_loss`
     (the loss without KL and entropy terms), `num_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
-    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (what corrections and masks leave of
-    the policy term), `zero_gradient_fraction`, and where their inputs are known `entropy` (nats), `kl`,
-    `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronisation."""
+    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor of the policy term after
+    corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
+    `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronization."""
     logprobs: Tensor
-    """Detached log-probs in the shape of the tokens: the `old_logprobs` of a second iteration, at no cost."""
+    """Detached log-probs in the shape of the tokens. They can be the `old_logprobs` of a second iteration."""
 
 
 @outside_graphs
@@ -59,22 +59,22 @@ def grpo_loss(
     Args:
         logprobs: padded [B, T], or packed [N] with `cu_seqlens`. Floating; computed in fp32 (fp64 for fp64).
         advantages: [B], one per sequence, or the shape of `logprobs`.
-        mask: shape of `logprobs`, non-zero for tokens that count: not for padding, tool outputs, or completions that
-            were cut off and shall not count. None: all of them.
-        cu_seqlens: [B+1] int32, where each packed sequence starts, and N.
+        mask: shape of `logprobs`, non-zero for tokens in the loss. It is 0 for padding, for tool outputs, and for
+            truncated completions that should not count. None: all tokens are in the loss.
+        cu_seqlens: [B+1] int32, the start of each packed sequence, and N.
         old_logprobs: log-probs under the policy that sampled. None: on policy, `logprobs.detach()`.
         ref_logprobs: log-probs under the reference model; needed where `config.beta > 0`.
-        sampling_logprobs: the sampler's own log-probs, corrected for as `config.sampling_correction` says. NaN where it
-            has none: nothing is corrected there.
-        entropy: per-token entropy (nats): for the metric, for `config.entropy_coef` and `config.top_entropy_quantile`.
-        entropy_threshold: the entropy that a token must reach, for `config.top_entropy_quantile` over the whole
+        sampling_logprobs: the log-probs of the sampler, for `config.sampling_correction`. A token with NaN is not
+            corrected.
+        entropy: per-token entropy (nats), for the metric, `config.entropy_coef` and `config.top_entropy_quantile`.
+        entropy_threshold: the least entropy of a token in the loss, for a `config.top_entropy_quantile` over the whole
             optimizer step. None: the quantile of this call's tokens.
         num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo"). None: of this call.
         num_sequences: sequences of the whole step (the other loss types). None: of this call.
-        num_entropy_tokens: tokens of the whole step that the entropy bonus acts on, which `config.top_entropy_quantile`
-            leaves. None: `num_tokens`, or where there is a quantile those of this call.
+        num_entropy_tokens: tokens of the whole step with an entropy bonus: those above `config.top_entropy_quantile`.
+            None: `num_tokens`, or with a quantile the tokens of this call.
         config: the variant and its constants. None: `GRPOLossConfig()`.
-        impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas, the oracle).
+        impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas).
 
     Raises:
         InputError: shapes, dtypes or devices that disagree, or a value out of range.
@@ -123,7 +123,11 @@ def grpo_loss(
 
 
 def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLossConfig) -> None:
-    """What can be wrong with the log-probs and entropies themselves."""
+    """Check the log-probs and entropies.
+
+    Raises:
+        InputError: dtypes, shapes or devices that cannot be right, or no entropy where the config needs it.
+    """
     given = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
     check_dense(**given)
     for name, tensor in given.items():
@@ -140,7 +144,7 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
 
 
 class _AttachGradients(torch.autograd.Function):
-    """A loss whose gradients are already there: the backward pass scales them by what comes from upstream."""
+    """A loss whose gradients are known: the backward pass multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(

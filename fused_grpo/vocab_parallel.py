@@ -26,7 +26,11 @@ def vocab_parallel_logprobs(
     batch_invariant: bool,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard; errors as of `shards_of`."""
+    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard.
+
+    Raises:
+        InputError, UnsupportedError: as `shards_of`.
+    """
     shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
     kept = head.targets != ignore_index
     head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
@@ -87,5 +91,5 @@ class _VocabParallel(torch.autograd.Function):
             hidden_dtype=head.dtype,
         )
         if d_hidden is not None:
-            d_hidden = shards.add_up(d_hidden).to(hidden.dtype)
+            d_hidden = shards.sum_over_ranks(d_hidden).to(hidden.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None
