@@ -255,7 +255,7 @@ def test_a_quantile_of_several_processes_is_left_to_trl(ours, caplog, monkeypatc
     ours._announce.cache_clear()
     with caplog.at_level("INFO", "fused_grpo"):
         for _ in range(3):
-            assert ours.loss_to_come(trainer, {"advantages": batch.advantages}) is None
+            assert ours.speculated_loss(trainer, {"advantages": batch.advantages}) is None
     assert len(caplog.records) == 1
     assert "top_entropy_quantile" in caplog.text
 
