@@ -1,9 +1,9 @@
 """The log-prob op, registered with PyTorch: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
 
-Both have fake kernels, and the forward op has an autograd formula, so `torch.compile(fullgraph=True)` does not break the
-graph. Everything that depends on values happens inside the ops, where the compiler does not trace: checks of targets,
-the selection of rows with a gradient, the choice of the implementation. (`torch.library.custom_op` would do the same,
-but it imports the compiler at the first call, which costs eager users four seconds.)
+Both have fake kernels, and the forward op has an autograd formula, so `torch.compile(fullgraph=True)` does not break
+the graph. Everything that depends on values happens inside the ops, where the compiler does not trace: checks of
+targets, the selection of rows with a gradient, the choice of the implementation. (`torch.library.custom_op` would do
+the same, but it imports the compiler at the first call, which costs eager users four seconds.)
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
 
-    The entropy is [0] unless `entropy`. d log p / d hidden is [0], except where, of (hidden, weight, bias), the gradient
-    of hidden alone is `wanted`.
+    The entropy is [0] unless `entropy`. d log p / d hidden is [0] unless, of (hidden, weight, bias), only the gradient
+    of hidden is `wanted`.
 
     Rows whose target is `ignore_index` have log p = H = 0.
     """

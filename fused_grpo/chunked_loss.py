@@ -87,14 +87,14 @@ def chunked_loss(
     go = chunks.in_two_phases if reference.needs_other_tokens(inputs, config) else chunks.one_by_one
     statistics, seen, upstream = go()
     del chunks, go, memory  # before dW is rounded beside its accumulator
-    per_token = [
+    logprobs, entropies, *upstream_gradients = (
         None if values is None else _scattered(values, order, len(head.targets))
         for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)
-    ]
+    )
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    return ChunkedLoss(statistics, per_token[0], per_token[1], (per_token[2], per_token[3]), (d_hidden, d_weight, d_bias))  # type: ignore[arg-type]
+    return ChunkedLoss(statistics, logprobs, entropies, tuple(upstream_gradients), (d_hidden, d_weight, d_bias))  # type: ignore[arg-type]
 
 
 def _needs_all_entropies(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -138,7 +138,7 @@ def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks of a call. `one_by_one` and `in_two_phases` return (statistics, rows, d loss / d log-probs of each)."""
+    """The chunks of a call. `one_by_one` and `in_two_phases` return (statistics, rows, gradients)."""
 
     head: Head
     memory: Tensor  # for the logits of one

@@ -29,9 +29,9 @@ class GRPOLossConfig:
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347) or
     "vespo" (arXiv:2602.10693). The table is in docs/loss.md."""
     epsilon: float = 0.2
-    """Lower clip: below a ratio of 1 - epsilon the loss is constant where the advantage is negative. In [0, 1]."""
+    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. In [0, 1]."""
     epsilon_high: float | None = None
-    """Upper clip: above a ratio of 1 + epsilon_high the loss is constant where the advantage is positive. None: epsilon.
+    """Upper clip: above a ratio of 1 + epsilon_high the loss is constant if the advantage is positive. None: epsilon.
     For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0)."""
     delta: float | None = None
     """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291); clipped losses only."""

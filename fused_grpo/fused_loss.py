@@ -28,7 +28,7 @@ from fused_grpo._loss_inputs import LossInputs, loss_inputs
 from fused_grpo.chunked_loss import Score, chunked_loss
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, needs_gradient, flatten_head
+from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.loss_gradients import statistics_of, value_and_gradient
 from fused_grpo.precision import full_precision

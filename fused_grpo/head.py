@@ -81,7 +81,7 @@ class Head:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether GEMMs take softmax weights: the weight at the target is a sum over the vocabulary, too large for fp16."""
+        """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
 
     def select(self, index: Tensor | None) -> Head:

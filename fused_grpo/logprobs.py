@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
 from fused_grpo._checks import check_plan, check_targets, check_temperature_values
-from fused_grpo.head import Head, needs_gradient, flatten_head
+from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.precision import full_precision
 
 

@@ -1,9 +1,9 @@
 """A head that is sharded along the vocabulary, as in tensor parallelism.
 
-Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight; shards may have any sizes. Each rank reduces
-its shard to four numbers per row. After an all-gather of these, all ranks merge the same parts in the same order, and
-the gradients of a shard need only the merged statistics. Hidden states are the same on every rank, so dH is a sum over
-ranks: one all-reduce at the end, in fp32.
+Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight; shards may have any sizes. Each rank
+reduces its shard to four numbers per row. After an all-gather of these, all ranks merge the same parts in the same
+order, and the gradients of a shard need only the merged statistics. Hidden states are the same on every rank, so dH is
+a sum over ranks: one all-reduce at the end, in fp32.
 
 Collectives: the sizes of the shards, the statistics (of log-probs once, of a loss once per chunk), dH. They are called
 for all shapes (also for empty shards and no rows), and their number depends only on what every rank knows, so no rank
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_grpo._checks import check_targets, check_temperature_values
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, needs_gradient, local_targets
+from fused_grpo.head import Head, local_targets, needs_gradient
 from fused_grpo.statistics import RowState
 
 

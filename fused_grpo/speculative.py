@@ -32,8 +32,8 @@ from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
 from fused_grpo.precision import full_precision
 
 TOLERANCE = 1e-4
-"""How much the upstream gradient of a token may differ from the speculative one, relative to the sum of its own size and
-the median size: log-ratios are summed over a long sequence in fp32."""
+"""The largest difference between the upstream gradient of a token and the speculative one, relative to the sum of its
+own size and the median size. Log-ratios of a long sequence are summed in fp32."""
 
 logger = logging.getLogger("fused_grpo")
 
@@ -109,7 +109,9 @@ class _Speculative(torch.autograd.Function):
         return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
 
-def _with_masked_rows(done: ChunkedLoss, head: Head, inputs: LossInputs, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _with_masked_rows(
+    done: ChunkedLoss, head: Head, inputs: LossInputs, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all rows: the caller may also read those of masked rows."""
     assert done.entropy is not None
     left_out = rows_of(~inputs.tokens.mask)

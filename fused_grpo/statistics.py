@@ -125,5 +125,5 @@ def finite(shift: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), to a few ulp in both tails. The rounding of torch.logaddexp depends on the place in the tensor."""
+    """log(1 + exp(x)), to a few ulp in both tails. The rounding of torch.logaddexp depends on the element's place."""
     return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))

@@ -1,10 +1,10 @@
 """The row passes in plain torch: the path for CPUs, and for any device without Triton.
 
 They are the same passes as those of `fused_grpo.kernels`, so the algorithms are written once, over either module.
-`logits` [R, C] is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes visit it in
-blocks of columns that fit the caches. A block is exponentiated, summed and differentiated while it is in cache, in place
-or in scratch memory of its size. That keeps the peak at one tile, and it is fast on a CPU. The numerics are those of
-`statistics.py`.
+`logits` [R, C] is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes visit it
+in blocks of columns that fit the caches. A block is exponentiated, summed and differentiated while it is in cache, in
+place or in scratch memory of its size. That keeps the peak at one tile, and it is fast on a CPU. The numerics are those
+of `statistics.py`.
 
 A tile is column-major: a GEMM then packs the hidden states, which fit a cache, for each block of W, and not W.
 """
@@ -103,7 +103,7 @@ def _fold(tile: _Tile, *, entropy: bool, out: Tensor | None = None) -> tuple[Row
 
 
 def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None) -> Tensor:
-    """The shift of rows after the next logits z, whose maximum is `top`. The exponentials `before` them are rescaled."""
+    """The shift of rows after the next logits z with maximum `top`. The exponentials `before` them are rescaled."""
     if top is None:
         # One maximum over all rows is twice as fast as one per row, and usually sufficient.
         if not len(shift) or z.amax() <= shift.amin() + HEADROOM:

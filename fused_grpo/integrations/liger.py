@@ -127,7 +127,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             _input: hidden states [B, T, D].
             lin_weight, bias: the head, [V, D] and [V]. No gradient is computed for tensors that require none.
             selected_token_ids: [B, T].
-            attention_mask: [B, T], zeros and ones. Padding may have any values, except where it counts ("luspo", above).
+            attention_mask: [B, T], zeros and ones. Padding may have any values, except where it counts ("luspo").
             advantages: [B].
             ref_per_token_logps: [B, T], or the reference itself: ref_input [B, T, D'], ref_weight [V, D'], ref_bias.
             old_per_token_logps: [B, T]. None: on policy.

@@ -4,9 +4,9 @@
         out = model(input_ids, attention_mask=attention_mask, labels=labels)
     out.log_probs, out.entropy, out.loss
 
-The model's own forward runs to its end. Only its head is replaced: during a call with labels, `lm_head.forward` computes
-log-probs from its input, and the model continues with a *probe* instead of the logits: one artificial row, [1, 1, V].
-This has four consequences:
+The model's own forward runs to its end. Only its head is replaced: during a call with labels, `lm_head.forward`
+computes log-probs from its input, and the model continues with a *probe* instead of the logits: one artificial row,
+[1, 1, V]. This has four consequences:
 
 - All other parts of the model stay as they are: transforms before the head (a scale, a dense layer, a cast), the
   auxiliary loss of experts, hidden states, adapters. This file does not depend on the structure of a model.
@@ -366,7 +366,7 @@ class _Unrounded:
 
 @functools.cache
 def _output_class(base: Any) -> Any:
-    """The output class of a model with our fields: still a mapping and a dataclass, in which DDP and FSDP find tensors."""
+    """The output class of a model with our fields: a mapping and a dataclass, in which DDP and FSDP find tensors."""
 
     def restore(self: Any) -> None:
         base.__post_init__(self)

@@ -1,14 +1,15 @@
 """TRL's trainers with our ops under them.
 
-TRL 1.16 computes log-probs by `model(..., labels=..., fused_lm_head=True)`: it runs the backbone and passes hidden states
-and head to one autograd function, which it looks up at call time. This file replaces that function. Everything else
-stays TRL's own code: the call of `model(...)`, so that DDP and FSDP see every gradient, the loss, and all logged numbers.
+TRL 1.16 computes log-probs by `model(..., labels=..., fused_lm_head=True)`: it runs the backbone and passes hidden
+states and head to one autograd function, which it looks up at call time. This file replaces that function. Everything
+else stays TRL's own code: the call of `model(...)`, so that DDP and FSDP see every gradient, the loss, and all logged
+numbers.
 
 `GRPOTrainer` also gets speculative gradients. The loss that it will compute from the log-probs is known before: the
 options are on the trainer, the inputs in the batch. So the gradients are computed in the forward pass, while the logits
 are in memory: three GEMMs for a trainable head instead of four, and fewer where rows have no gradient
-(`speculative.py`). The backward pass compares TRL's gradient with the speculative one. A subclass with another loss gets
-the right gradients with five GEMMs.
+(`speculative.py`). The backward pass compares TRL's gradient with the speculative one. A subclass with another loss
+gets the right gradients with five GEMMs.
 
 There are two entry points:
 

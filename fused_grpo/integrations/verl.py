@@ -1,4 +1,4 @@
-"""verl's fused head: `linear_cross_entropy` with the same call, over our op, and a context manager that replaces verl's.
+"""verl's fused head: `linear_cross_entropy` with the same call, over our op, and a context manager to replace verl's.
 
 verl calls `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` by position, from its FSDP engine (the "triton"
 backend of `use_fused_kernels`) and from its Megatron engine (with the tensor-parallel group). This function keeps the
@@ -107,9 +107,9 @@ def patched() -> contextlib.AbstractContextManager[None]:
     Equals: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy = linear_cross_entropy`
             and the same in each module that has imported it from there
 
-    Leaving restores the original objects, also in modules that were first imported inside. It changes this process only:
-    verl trains in worker processes of Ray, which must enter it themselves. Deleting the object without leaving restores
-    nothing.
+    Leaving restores the original objects, also in modules that were first imported inside. It changes this process
+    only: verl trains in worker processes of Ray, which must enter it themselves. Deleting the object without leaving
+    restores nothing.
 
     Raises:
         UnavailableError: on entering, if verl is not installed, cannot be imported, or has a version that was not
@@ -119,7 +119,7 @@ def patched() -> contextlib.AbstractContextManager[None]:
 
 
 class _Patch(contextlib.AbstractContextManager[None]):
-    """Not a generator: it would restore when it is garbage-collected, and a worker that never leaves keeps no reference."""
+    """Not a generator, which would restore when it is garbage-collected: a worker may drop it without leaving."""
 
     def __init__(self) -> None:
         self.swaps: list[tuple[object, object]] = []
