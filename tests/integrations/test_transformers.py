@@ -17,16 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2ForCausalLM
 
 from fused_grpo import linear_logprobs_and_entropy
 from fused_grpo.integrations import transformers as ours
 from fused_grpo.integrations.transformers import return_logprobs
-
-
-@pytest.fixture
-def model(make_model) -> Qwen2ForCausalLM:
-    return make_model("Qwen2")
 
 
 def called(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:

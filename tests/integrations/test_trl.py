@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import trl_loss
+import trl_runs
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,17 +20,6 @@ from fused_grpo.errors import UnavailableError
 pytestmark = pytest.mark.grid
 
 pytest.importorskip("trl", reason="TRL is not installed")
-HERE = Path(__file__).parent
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-trl_loss, trl_runs = load(HERE.parent / "ops" / "trl_loss.py"), load(HERE / "trl_runs.py")
 GRID = [(x, level, option) for x in LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
 GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
 
@@ -335,7 +324,7 @@ def test_two_processes_equal_one(farm, tmp_path):
         share = {"per_device_train_batch_size": 8 // processes, "model": trl_runs.saved_model()}
         each = {loss_type: {**options, **share} for loss_type, options in runs.items()}
         (tmp_path / name).mkdir()
-        for rank in farm.start_ranks(HERE / "trl_runs.py", tmp_path / name, json.dumps(each), processes=processes):
+        for rank in farm.start_ranks(trl_runs.__file__, tmp_path / name, json.dumps(each), processes=processes):
             assert rank.wait(timeout=400) == 0, rank.output
     for loss_type in runs:
         alone, shared = (load_file(tmp_path / name / f"{loss_type}.safetensors") for name in ("one", "two"))

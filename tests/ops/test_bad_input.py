@@ -69,6 +69,10 @@ LOSS = [
     ({"entropy_threshold": float("nan")}, "entropy_threshold=nan"),
     ({"num_tokens": torch.ones((), device="meta")}, "num_tokens on meta and tokens on cpu"),
     ({"score": None}, "score=None"),
+    ({"score": "some"}, "score='some', want 'all' or 'needed'"),
+    ({"weight_main_grad": torch.zeros(9, 5)}, r"want \(9, 4\) torch.float32 on cpu"),
+    ({"weight_main_grad": torch.zeros(9, 4).half()}, "torch.float16"),
+    ({"weight_main_grad": torch.zeros(9, 4).requires_grad_()}, "a plain tensor"),
     ({"entropy": "no"}, "entropy='no', want True or False"),
 ]
 
@@ -135,6 +139,11 @@ def test_bf16_in_the_interpreter_is_refused_not_garbled():
     arguments |= {name: arguments[name].bfloat16() for name in ("hidden", "weight")}
     with pytest.raises(UnavailableError, match="no bf16 arithmetic"):
         fused_linear_grpo_loss(**arguments)
+
+
+def test_the_reference_adds_to_no_main_gradient():
+    with pytest.raises(UnsupportedError, match="autograd's"):
+        fused_linear_grpo_loss(**good(impl="reference", weight_main_grad=torch.zeros(9, 4)))
 
 
 def test_grpo_loss_checks_its_own_input():
