@@ -21,7 +21,7 @@ WHOLE = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
 SOME = tuple(
     f"tests/{file}.py::test_{name}"
     for file, name in (
-        ("ops/test_speculative", "the_loss_that_was_foreseen"),
+        ("ops/test_speculative", "the_speculated_loss"),
         ("ops/test_outside_oracle", "ignored_rows_give_zero_and_no_gradient"),
         ("ops/test_extremes", "a_banned_target_has_no_probability_and_a_gradient"),
         ("kernels/test_logprob_forward", "single_token_vocabulary_is_certain"),
