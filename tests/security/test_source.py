@@ -61,11 +61,9 @@ def test_a_planted_offender_is_found(source):
 
 
 def test_what_is_harmless_is_not():
-    source = (
-        "f(trust_remote_code=args.trust_remote_code); server.bind(('127.0.0.1', 0)); trust_remote_code: bool = False"
-    )
-    assert not list(security.offences(source))
+    assert not list(security.offences("f(trust_remote_code=args.trust_remote_code); server.bind(('127.0.0.1', 0))"))
     assert not list(security.offences("def load(name, path='', *, trust_remote_code=False): ..."))
+    assert not list(security.offences("trust_remote_code: bool = False"))
 
 
 def test_the_package_is_free_of_it(capsys):
