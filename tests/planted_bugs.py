@@ -1,10 +1,10 @@
-"""Bugs planted on purpose: `python tests/planted_bugs.py [name ...]` says of each whether the tests catch it.
+"""Bugs planted on purpose (mutation tests): `python tests/planted_bugs.py [name ...]` runs them.
 
-Each is one replacement in one file of a copy of this repository, where a few of its tests then run: those that ought to
-go red. A bug that survives is a hole in the tests; so is a test that is red without one, which `--none` shows.
+Each bug is one replacement in one file of a copy of this repository. A few tests then run in the copy, and at least one
+of them must fail. A bug that survives is a gap in the tests. So is a test that fails without a bug: see `--none`.
 
-The tests run in forks of a process that has imported everything but the package: each takes its own copy of that.
-Within the suite that is a stage of the farm, which starts `planted_bugs.py --here NAME`.
+The farm runs each bug as `planted_bugs.py --here NAME`, in a fork of a process that has imported everything except the
+package.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -411,35 +412,15 @@ def selections() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """How many are not as they should be: bugs that survive or, with --none, tests that are red without one."""
+    """pytest's status for the bugs of these names, or for all; with --none, for their tests without a bug."""
     if arguments[:1] == ["--here"]:
         return try_here(arguments[1])
-    import farm
-
-    farm.import_torch()
-    farm.import_libraries()
-    without, wrong = arguments == ["--none"], 0
-    for name in selections() if without else arguments or BUGS:
-        with tempfile.TemporaryFile("w+") as output:
-            sys.stdout.flush()
-            if (pid := os.fork()) == 0:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                os._exit(try_here(name))
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            output.seek(0)
-            said = output.read()
-        right = status == 0 if without else is_caught(status, said)
-        wrong += not right
-        print(
-            "ok      " if right else "NOT OK  ",
-            name.replace("\t", " "),
-            "" if right else f"\n{said[-4000:]}",
-            flush=True,
-        )
-    return wrong
+    tests = "tests/test_planted_bugs.py::test_"
+    chosen = [f"{tests}the_bug_is_caught[{name}]" for name in arguments] or [f"{tests}the_bug_is_caught"]
+    if arguments == ["--none"]:
+        chosen = [f"{tests}without_a_bug_the_same_tests_are_green"]
+    return subprocess.call([sys.executable, "-m", "pytest", "-v", "--full", *chosen], cwd=ROOT)
 
 
 if __name__ == "__main__":
-    os.environ |= ENVIRONMENT
     sys.exit(main(sys.argv[1:]))
