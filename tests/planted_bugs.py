@@ -172,8 +172,8 @@ BUGS = {
         "fused_grpo/chunking.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
     "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/chunking.py", "rows, most))", "rows))", LAYOUT),
-    "memory that somebody holds": Bug("fused_grpo/_cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES),
-    "memory that nobody may have": Bug(
+    "memory that is in use is given out again": Bug("fused_grpo/_cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES),
+    "memory is kept that the kernel cannot take": Bug(
         "fused_grpo/_cpu_buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
     ),
     "entropy without the target's own term": Bug(

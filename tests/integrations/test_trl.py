@@ -26,7 +26,7 @@ GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
 
 @pytest.fixture(scope="module")
 def ours() -> ModuleType:
-    """The integration. TRL is told that there is no vLLM: importing that takes longer than all these tests."""
+    """The integration. vLLM is hidden from TRL: importing it takes longer than all these tests."""
     from trl import import_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def on_tensors(monkeypatch, ours) -> None:
 
 @pytest.mark.usefixtures("on_tensors")
 @pytest.mark.parametrize(("loss_type", "level", "option"), GRID)
-def test_every_option_is_foreseen(ours, calls, loss_type, level, option):
+def test_every_option_is_speculated(ours, calls, loss_type, level, option):
     """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be recomputed."""
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
     theirs = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
@@ -105,8 +105,8 @@ class Multiplied(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("on_tensors")
-def test_fp16_is_not_foreseen(ours, calls, caplog):
-    """A gradient that is rounded before it is scaled is lost, and only TRL knows of the scale."""
+def test_fp16_is_not_speculated(ours, calls, caplog):
+    """A gradient that is rounded before it is scaled may be lost, and our op does not know the scale."""
     config, batch = trl_loss.config_of("dapo", "token", "nothing"), trl_loss.make_batch("nothing", torch.float16)
     ours._announce.cache_clear()
     with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
@@ -266,7 +266,7 @@ def test_a_head_that_is_asked_for_more_stays_trls(ours, caplog):
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
 def test_the_op_is_trls(ours, outputs):
-    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL hands them over."""
+    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL passes them."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (11, 8), (11,))]
     hidden, weight, bias = leaves

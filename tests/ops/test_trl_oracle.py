@@ -22,7 +22,7 @@ EVERYTHING = [
 
 @pytest.fixture(scope="module")
 def trainer_class() -> type:
-    """TRL's trainer. It is told that there is no vLLM: importing that takes longer than all these tests."""
+    """TRL's trainer. vLLM is hidden from TRL: importing it takes longer than all these tests."""
     import_utils = pytest.importorskip("trl.import_utils", reason="TRL is not installed")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +64,7 @@ def test_in_fp64_they_are_trls_to_ten_digits(trainer_class, loss_type, level, op
         assert_same(of_ours(batch, config, how), theirs, 1e-10)
 
 
-# Each costs what three of the others do, so here are those that differ in what the kernel is told.
+# Each costs as much as three of the others: these options differ in the arguments of the kernel.
 IN_TRITON = ("nothing", "delta", "kl without bias correction", "token_mask", "on policy", "all for tokens")
 
 
