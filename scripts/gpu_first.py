@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,21 +49,6 @@ class Stage:
     command: tuple[str | Path, ...] | None
     """None if the machine does not have what the stage needs."""
     environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Result:
-    """The outcome of a stage."""
-
-    stage: Stage
-    status: str
-    """"green", or what went wrong."""
-    seconds: float = 0.0
-    figures: int = 0
-
-    @property
-    def green(self) -> bool:
-        return self.status in ("green", "absent")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,15 +121,14 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
     output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     records = Records(output / "results.jsonl", {"tiny": tiny, "commit": commit()})
-    first = run(machine(tiny=tiny), output, records, end)
-    if not first.green:
+    if run(machine(tiny=tiny), output, records, end) != "green":
         print((output / "machine.log").read_text()[-2000:], file=sys.stderr)
         return 1
-    results = [run(stage, output, records, end) for stage in chosen]
+    results = [(stage, run(stage, output, records, end)) for stage in chosen]
     print()
-    for result in results:
-        print(f"{result.stage.name:12} {result.stage.group:12} {result.seconds:6.1f} s  {result.status}")
-    red = [result for result in results if not result.green]
+    for stage, status in results:
+        print(f"{stage.name:12} {stage.group:12} {status}")
+    red = [stage for stage, status in results if status not in ("green", "absent")]
     print(f"{len(results) - len(red)} of {len(results)} stages green; results in {output}")
     return bool(red)
 
@@ -179,71 +162,43 @@ class Records:
         self.add("machine", {"figure": "machine", "facts": facts})
 
 
-def run(stage: Stage, output: Path, records: Records, end: float) -> Result:
-    """Run a stage, at most until `end`, and record its results."""
-    start = time.monotonic()
+def run(stage: Stage, output: Path, records: Records, end: float) -> str:
+    """Run a stage, at most until `end`, and record its results: "green", "absent", or what went wrong."""
+    start, log = time.monotonic(), output / f"{stage.name}.log"
     limit = min(stage.seconds, end - start)
     if stage.command is None:
-        result = Result(stage, "absent")
+        status = "absent"
     elif limit <= 1:
-        result = Result(stage, "left out: the time of all stages is over")
+        status = "left out: the time of all stages is over"
     else:
-        result = watched(stage, limit, output / f"{stage.name}.log", records)
-    result.seconds = time.monotonic() - start
-    records.add(stage.name, {"figure": "seconds", "value": round(result.seconds, 1), "status": result.status})
-    print(f"--- {stage.name}: {result.status}, {result.seconds:.1f} s", flush=True)
-    return result
+        status = watched(stage, limit, log)
+        for figure in (figure for line in log.read_text(errors="replace").splitlines() for figure in figures_in(line)):
+            note(figure, stage, records)
+    seconds = time.monotonic() - start
+    records.add(stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
+    print(f"--- {stage.name}: {status}, {seconds:.1f} s", flush=True)
+    return status
 
 
-def watched(stage: Stage, limit: float, log: Path, records: Records) -> Result:
-    late = threading.Event()
-    process = start(stage)
-
-    def stop() -> None:
-        late.set()
-        end_group(process)
-
-    timer = threading.Timer(limit, stop)
-    timer.start()
-    result = Result(stage, "green")
-    with log.open("w") as file:
-        for line in lines_of(process):
-            file.write(line)
-            file.flush()
-            for figure in figures_in(line):
-                result.figures += 1
-                note(figure, stage, records)
-    status = process.wait()
-    timer.cancel()
-    end_group(process)  # also its children that still run
-    if late.is_set():
-        result.status = f"past its limit of {limit:.0f} s"
-    elif status:
-        result.status = f"failed with status {status}"
-    return result
-
-
-def start(stage: Stage) -> subprocess.Popen[str]:
+def watched(stage: Stage, limit: float, log: Path) -> str:
+    """How the stage ended. Its children end with it."""
     assert stage.command is not None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     if stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
         env.pop("TRITON_INTERPRET", None)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    command = [str(part) for part in stage.command]
-    return subprocess.Popen(command, cwd=ROOT, env=env | stage.environment, start_new_session=True, **pipes)
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """Kill the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    with process.stdout:
-        yield from process.stdout
+    how: dict[str, Any] = {"cwd": ROOT, "env": env | stage.environment, "stderr": subprocess.STDOUT}
+    with log.open("w") as file:
+        process = subprocess.Popen(stage.command, stdout=file, start_new_session=True, **how)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"past its limit of {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"failed with status {status}" if status else "green"
 
 
 def figures_in(line: str) -> Iterator[dict[str, Any]]:
