@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fused_grpo import linear_logprobs, planner
+from fused_grpo import chunking, linear_logprobs
 from fused_grpo.bench.contenders import Contender, ours_loss
 from fused_grpo.bench.memory import allocations_of
 from fused_grpo.bench.peers import named
@@ -95,7 +95,7 @@ def sweeps(work: Work, device: str, size: int) -> int:
     """How often the loss goes through the vocabulary; the log-prob op in its tall tiles, once for all of them."""
     options: dict[str, Any] = {"device": torch.device(device), "itemsize": 4, "chunk_bytes": size}
     sizes = (work.tokens, work.shape.vocab)
-    rows = planner.chunk_rows(*sizes, **options) if work.kind == "loss" else planner.tile_shape(*sizes, **options)[0]
+    rows = chunking.chunk_rows(*sizes, **options) if work.kind == "loss" else chunking.tile_shape(*sizes, **options)[0]
     return -(-work.tokens // rows)
 
 

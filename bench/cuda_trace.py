@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_grpo import _ops, planner
+from fused_grpo import _custom_ops, chunking
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 """A kernel and what it was launched with; of tensors their dtypes alone."""
@@ -115,7 +115,7 @@ class Trace(TorchDispatchMode):
         name, kwargs = name_of(func), kwargs or {}
         if func.namespace == "fused_grpo":
             with self:  # a custom op shows what it does
-                return getattr(_ops, "_" + func._opname)(*args, **kwargs)
+                return getattr(_custom_ops, "_" + func._opname)(*args, **kwargs)
         if name in ANSWERS:
             self.waits.append(name)
             return ANSWERS[name]
@@ -301,7 +301,7 @@ def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (planner, "total_memory", lambda device: memory),
+            (chunking, "total_memory", lambda device: memory),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode())

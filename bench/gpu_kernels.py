@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, head
+from fused_grpo import _dispatch, head
 from fused_grpo.bench.gpu_clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu_scale import Scale
+from fused_grpo.precision import full_precision
 
 
 class Action(NamedTuple):
@@ -42,7 +43,7 @@ def products(scale: Scale, R: int, D: int, V: int) -> dict[str, Action]:
     d_weight, size = torch.zeros(V, D, device=hidden.device), hidden.element_size()
 
     def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-        with head.full_precision(out):
+        with full_precision(out):
             head.multiply_into(out, a, b, accumulate=accumulate)
 
     of_weight = size * (V + D) * R + 4 * V * D
@@ -120,7 +121,7 @@ def fold(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor
     """Log-probs by the vendor's GEMM and one read of each chunk of logits."""
     kernels, rows, found = triton(), min(4096, len(hidden)), []
     memory = kernels.empty_tile(rows, len(weight), dtype=torch.float32, device=hidden.device)
-    with head.full_precision(hidden):
+    with full_precision(hidden):
         for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
             logits = memory[: len(hidden[some])]
             head.multiply_into(logits, hidden[some], weight.t())
@@ -131,4 +132,4 @@ def fold(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor
 
 def triton() -> ModuleType:
     """The kernels. Imported when they are asked for: that is when Triton decides whether it interprets them."""
-    return _impl.passes("triton")
+    return _dispatch.passes("triton")

@@ -1,7 +1,7 @@
 """Which implementation runs: `impl="auto" | "triton" | "torch" | "reference"`.
 
-"auto" takes Triton for tensors on a GPU that it compiles for, the chunked torch path otherwise, and says which, once,
-at INFO. An explicit choice that cannot run raises with the reason: nothing falls back silently.
+"auto" takes Triton for tensors on a GPU for which Triton compiles, and the chunked torch path otherwise. It logs the
+choice once, at INFO. An explicit choice that cannot run raises an error with the reason: nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def why_not_triton(hidden: Tensor) -> str | None:
 
 @functools.cache
 def why_not_interpreted() -> str | None:
-    """The reason that Triton's interpreter, which computes with NumPy, cannot run here, or None where it can."""
+    """The reason that Triton's interpreter cannot run here, or None where it can. It computes with NumPy."""
     if importlib.util.find_spec("numpy") is None:
         return "its interpreter needs NumPy, which is not installed (pip install numpy)"
     triton, numpy = (importlib.metadata.version(name) for name in ("triton", "numpy"))

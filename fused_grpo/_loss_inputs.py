@@ -1,15 +1,17 @@
-"""From the two layouts people use to the one that the passes see: flat tokens, each with a weight.
+"""The inputs of the loss in one layout: flat tokens, each with a weight.
 
-Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. Everything that a loss type
-says about averaging becomes one number per token, so that loss = sum(weights * l) for all of them:
+Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
+becomes one weight per token, so that loss = sum(weights * l) for all types:
 
     bnpo, dapo, cispo, vespo   w = mask / num_tokens
     grpo, sapo                 w = mask / (tokens of the sequence * num_sequences)
     luspo                      w = mask / num_sequences
     dr_grpo                    w = mask / (num_sequences * max_completion_length)
 
-The normalisers are those of the whole optimizer step. Because they come in as arguments, the sum of the losses of
-micro-batches is the loss of the step, however it is cut.
+The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
+add up to the loss of the step, for any split into micro-batches.
+
+Every function here that checks its arguments raises InputError, with what was got, what is wanted and a fix.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fused_grpo.option_types import LARGEST
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of the flat tokens belong together: all sums in fp64, so that counts are exact and long ones add up."""
+    """Which of the flat tokens belong to which sequence. All sums are in fp64, so that counts are exact."""
 
     lengths: Tensor | tuple[int, int]  # [B] of packed sequences, or (B, T) of padded ones
 
@@ -42,11 +44,11 @@ class Sequences:
             return wide.view(self.lengths).sum(1)
         if not len(self.lengths):
             return wide.sum(0, keepdim=True)[:0]
-        # The lengths were checked where that costs no wait for a GPU.
+        # The lengths were checked already, where that needs no synchronization.
         return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0, unsafe=True)
 
     def spread(self, values: Tensor, count: int) -> Tensor:
-        """[N] from [B]: a sequence's value at each of its tokens, N = `count`."""
+        """[N] from [B]: the value of a sequence at each of its tokens, N = `count`."""
         repeats = self.lengths[1] if isinstance(self.lengths, tuple) else self.lengths
         return values.repeat_interleave(repeats, output_size=count)
 
@@ -67,7 +69,7 @@ class TokenInputs:
     sampling_logprobs: Tensor | None
 
     def of(self, rows: slice | Tensor | None) -> TokenInputs:
-        """Those of some tokens; None for all of them."""
+        """The inputs of some tokens; `rows` is None for all of them."""
         return self if rows is None else TokenInputs(**self.rows(rows))
 
     def rows(self, rows: slice | Tensor) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All tokens of a call, the sequences they are in, and what entropies are compared with and divided by."""
+    """All tokens of a call, their sequences, and the threshold and the normaliser of entropies."""
 
     tokens: TokenInputs
     sequences: Sequences
@@ -220,7 +222,7 @@ def check_threshold(value: float | Tensor | None, device: torch.device) -> None:
 
 
 def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
-    """One real number, where a pass over tokens on `device` can read it."""
+    """Check that `value` is one real number on the CPU or on `device`."""
     check_dense(**{name: value})
     if value.ndim != 0 or value.is_complex():
         raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")

@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer._compute_loss` on tensors of our choice, the configs and batches to try, and a head for both.
 
-Nothing here imports TRL: its trainer's class is handed over. Its method runs as it is, on a stand-in for the trainer
-that holds what it reads, and with a head on hidden states as the model, so that both sides have the same leaves:
+This file does not import TRL: the caller passes the trainer's class. Its method runs unchanged, on a stand-in for the
+trainer with the attributes that it reads, and with a head on hidden states as the model, so both sides have the leaves
 `hidden` [B, T, D] and `weight` [V, D].
 """
 
@@ -117,7 +117,7 @@ def make_batch(option: str = "nothing", dtype: torch.dtype = torch.float64) -> B
     current = head(hidden, weight, targets)[0]
     old = near(current, [-0.2, 0.25, -0.3, 0.2])
     ref, sampling = near(old, [0.0] * B), near(old, [-0.15, -0.2, 0.7, 0.0])
-    sampling[0, 3] = torch.nan  # the sampler could not say
+    sampling[0, 3] = torch.nan  # no log-prob of the sampler
     mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]).long()
     if "truncated" in names:
         mask[3] = 0

@@ -1,17 +1,16 @@
-"""How large a piece of the logits may exist, from shapes and a byte budget.
+"""The size of a chunk or tile of the logits, from shapes and a byte budget.
 
-A piece of N x V is the only big temporary of this library, so its budget is the memory dial of all of it. There are
-two shapes of piece:
+A chunk or tile of the [N, V] logits is the only large temporary of this library, so its budget sets the memory:
 
-- A **chunk** is whole rows, [R, V]: what a gradient needs that is taken in the forward pass. Each chunk reads W and
-  updates dW once, so below about a thousand rows those passes, not the GEMMs, set the time.
-- A **tile** is rows x columns, [R, C]: what suffices where the statistics of the rows are known, or can be merged.
-  One tile high, each slice of W is read once and each slice of dW written once, with no accumulator beside it; the
-  price is that dH, [R, D], accumulates over the tiles. So tiles are tall: all rows up to twice the side of a square,
-  beyond which narrow tiles would spend more on dH than another sweep over the vocabulary costs.
+- A **chunk** is whole rows, [R, V]. A gradient that is taken in the forward pass needs it. Each chunk reads W and
+  updates dW once, so below about a thousand rows this traffic, not the GEMMs, sets the time.
+- A **tile** is rows x columns, [R, C]. It suffices where the statistics of the rows are known, or can be merged. If one
+  tile holds all rows, each slice of W is read once and each slice of dW is written once, without an accumulator; but
+  dH, [R, D], accumulates over the tiles. So tiles are tall: all rows, up to twice the side of a square. Beyond that,
+  narrow tiles would spend more time on dH than another sweep over the vocabulary costs.
 
-Without a budget of the caller's, a chunk on a GPU has up to 4096 rows, where the traffic of dW hides behind its GEMMs,
-within a 48th of the device's memory: all of it, not what is free, lest the bits of a sum change from run to run.
+Without a budget from the caller, a chunk on a GPU has up to 4096 rows, where the GEMMs hide the traffic of dW, within a
+48th of the device's total memory. Free memory is not used for this: the order of a sum would change from run to run.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ import torch
 DEFAULT_TILE_BYTES = 256 * 2**20
 """8192 rows by 8192 columns of logits."""
 
-# Of a chunk on a GPU: enough that its GEMMs, not the traffic of dW, set the time.
+# Of a chunk on a GPU: with so many rows its GEMMs, not the traffic of dW, set the time.
 MOST_ROWS = 4096
 MEMORY_SHARE = 48
 
-# What stays in the cache of a CPU core or two: the row passes of `torch_passes.py` walk a piece in two of these.
+# A block that stays in the cache of a CPU core. The row passes of `torch_passes.py` use two of them.
 BLOCK_BYTES = 2 * 2**20
 
-# What a CPU holds beside the piece: those two blocks, and small change.
+# The memory on a CPU beside the chunk or tile: those two blocks, and small tensors.
 _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
 
-# A CPU multiplies tiles of this size at all but full speed.
+# With tiles of this size, GEMMs on a CPU are almost at full speed.
 CPU_TILE_BYTES = 64 * 2**20
 
-# Whole rows on a CPU: few enough to be small beside full logits, many enough for a good GEMM.
+# Whole rows on a CPU: small beside full logits, and enough rows for a fast GEMM.
 CPU_CHUNK_BYTES = 96 * 2**20
 
-# The numbers of a cache line in fp32, by which columns are aligned.
+# fp32 numbers per cache line, to which columns are aligned.
 _LINE = 16
 
-# Below this many rows nothing is aligned: too much of a column would be padding.
+# With fewer rows nothing is aligned: too much of a column would be padding.
 _LEAST_ALIGNED = 96
 
-# Rows and columns in multiples of what GEMM kernels and vectorised loads like.
+# Rows and columns are multiples of this, for GEMM kernels and vectorised loads.
 ALIGNMENT = 128
 
 
 def chunk_budget(chunk_bytes: int | None, device: torch.device) -> int:
-    """The budget of a chunk."""
+    """The budget of a chunk, in bytes."""
     if chunk_bytes is not None:
         return chunk_bytes
     if device.type == "cpu":
@@ -60,14 +59,14 @@ def chunk_budget(chunk_bytes: int | None, device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Of the device, in bytes."""
+    """The memory of the device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return MEMORY_SHARE * DEFAULT_TILE_BYTES
 
 
 def _room(budget: int, device: torch.device, slice_bytes: int) -> int:
-    """What the budget leaves for the piece itself, beside the scratch of a CPU's row passes and GEMMs."""
+    """What remains of the budget for the chunk or tile itself, after the scratch memory of a CPU."""
     return max(budget - _SCRATCH_BYTES - slice_bytes, budget // 3) if device.type == "cpu" else budget
 
 
@@ -81,7 +80,7 @@ def chunk_rows(
     slice_bytes: int = 0,
     chunk_bytes: int | None = None,
 ) -> int:
-    """The rows of a chunk: as many as fit the budget (at least one), evened out lest the last chunk be a stub."""
+    """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks."""
     room = _room(chunk_budget(chunk_bytes, device), device, slice_bytes)
     most = room // max(1, vocab_size * itemsize + row_bytes)
     if chunk_bytes is None and device.type != "cpu":
@@ -122,8 +121,8 @@ def tile_shape(
 
 
 def column_stride(rows: int) -> int:
-    """How far apart columns lie on a CPU, each in one piece: an odd number of cache lines in fp32, lest they share a
-    set of the cache."""
+    """The stride between contiguous columns on a CPU: an odd number of cache lines in fp32, so that columns do not
+    compete for one set of the cache."""
     return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
 
 
@@ -132,19 +131,19 @@ def _aligned_up(rows: int, device: torch.device) -> int:
 
 
 def _aligned_down(rows: int, device: torch.device) -> int:
-    """The most aligned rows among so many, or all of too few to align."""
+    """The largest aligned number of rows up to `rows`, or `rows` itself if it is too small to align."""
     if device.type == "cpu":
         return rows if rows < _LEAST_ALIGNED else rows - (rows - _LINE) % (2 * _LINE)
     return rows if rows < ALIGNMENT else rows - rows % ALIGNMENT
 
 
 def _evened(total: int, most: int) -> int:
-    """The size of the parts, at most `most` (at least 1), when `total` is cut into as few and as equal as possible."""
+    """The size of the parts if `total` is split into as few and as equal parts of at most `most` as possible."""
     parts = -(-total // max(1, most))
     return -(-total // max(1, parts))
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
-    """The slices of `size` that cover `total`, in order; one empty slice where there is nothing."""
+    """Slices of `size` that cover `total`, in order; one empty slice where `total` is 0."""
     for start in range(0, max(1, total), max(1, size)):
         yield slice(start, min(start + size, total))

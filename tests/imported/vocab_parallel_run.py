@@ -1,4 +1,4 @@
-"""One rank of a group that shares a head: `vocab_parallel_run.py FOLDER`, as torchrun starts it. Saves what it got."""
+"""One rank of a group that shares a head: `vocab_parallel_run.py FOLDER`, as torchrun starts it. Saves its results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def solve(case: Case, group: Any = None, chunk_bytes: int | None = None) -> dict
 
 
 def quarrel(group: Any) -> str:
-    """What a rank is told where the last one asks for something else."""
+    """The errors of a rank if the last rank has other arguments."""
     last, said = dist.get_rank(group) == dist.get_world_size(group) - 1, []
     other = [(Case(EVEN, {}, tokens=N - last), 4000), (Case(EVEN, {}), 4000 + last)]
     for case, chunk_bytes in [*other, (Case(EVEN, without=("hidden",) * last), 4000)]:

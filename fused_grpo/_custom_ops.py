@@ -1,9 +1,9 @@
-"""The log-prob op as PyTorch knows it: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
+"""The log-prob op, registered with PyTorch: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
 
-Registered with fake kernels and an autograd formula, so `torch.compile(fullgraph=True)` takes them whole. Everything
-that depends on values (targets out of range, which rows have a gradient, which implementation runs) happens in here,
-where the compiler does not look. (`torch.library.custom_op` would do the same, and import the compiler at the first
-call: four seconds that eager users need not wait.)
+Both have fake kernels, and the forward op has an autograd formula, so `torch.compile(fullgraph=True)` does not break
+the graph. Everything that depends on values happens inside the ops, where the compiler does not trace: checks of
+targets, the selection of rows with a gradient, the choice of the implementation. (`torch.library.custom_op` would do
+the same, but it imports the compiler at the first call, which costs eager users four seconds.)
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, logprob_plans
+from fused_grpo import _dispatch, logprob_plans
 from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
 from fused_grpo.head import Head
-from fused_grpo.reference import compute_dtype
+from fused_grpo.precision import compute_dtype
 from fused_grpo.statistics import Statistics
 
 _OPTIONS = (
@@ -56,8 +56,8 @@ def _linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
 
-    The entropy is [0] where it is not asked for. So is the last, but where gradients are `wanted` (of hidden, weight,
-    bias) of the hidden states alone.
+    The entropy is [0] unless `entropy`. d log p / d hidden is [0] unless, of (hidden, weight, bias), only the gradient
+    of hidden is `wanted`.
 
     Rows whose target is `ignore_index` have log p = H = 0.
     """
@@ -65,16 +65,18 @@ def _linear_logprobs(
     check_temperature_values(temperature)
     kept = targets != ignore_index
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
-    chosen, d_hidden = _impl.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
-    # One launch need not wait for a count, and rows must not move where their bits should not depend on others.
+    chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
+    # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
     index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
     if _takes_gradient(wanted, batch_invariant):
-        statistics, d_hidden = logprob_plans.forward_with_gradient(head.select(index), _impl.passes(chosen), **options)
+        statistics, d_hidden = logprob_plans.forward_with_gradient(
+            head.select(index), _dispatch.passes(chosen), **options
+        )
     else:
         options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
-        statistics = logprob_plans.forward(head.select(index), _impl.passes(chosen), **options)
+        statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
     logprobs, entropies, *others = statistics
     values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
     if index is not None:
@@ -94,7 +96,7 @@ def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    # len() would tie the compiled graph to this number of rows.
+    # len() would specialise the compiled graph to this number of rows.
     entropy, frozen, count, dtype = (
         options[4],
         _takes_gradient(options[8], options[7]),
@@ -128,20 +130,20 @@ def _linear_logprobs_backward(
     batch_invariant: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The gradients of those of hidden, weight and bias that are wanted, in that order."""
+    """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""
     kept = targets != ignore_index
     g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
-    if not entropy or (grad_entropy is not None and not logprob_plans.may_wait(grad_entropy)):
+    if not entropy or (grad_entropy is not None and not logprob_plans.may_synchronize(grad_entropy)):
         grad_entropy = grad_entropy if entropy else None
     elif grad_entropy is not None and not (grad_entropy != 0).any():
-        grad_entropy = None  # compiled graphs send zeros where eager ones send nothing
+        grad_entropy = None  # a compiled graph passes zeros where eager mode passes None
     if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
-        # Not a bare product: rows that are ignored may hold anything, and 0 * NaN is not 0.
+        # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
         return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
     head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
     gradients = logprob_plans.backward(
         head,
-        _impl.passes(_impl.choose(impl, hidden)),
+        _dispatch.passes(_dispatch.choose(impl, hidden)),
         Statistics(logprobs, entropies if entropy else None, *others),
         grad_logprobs=g,
         grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
