@@ -1,4 +1,4 @@
-"""What scripts/security.py forbids is found, however it is written; and nothing of it is in the package."""
+"""scripts/security.py finds what it forbids, however it is written; the package has none of it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_planted_offender_is_found(security, source):
         "def load(name, path='', *, trust_remote_code=False): ...",
     ],
 )
-def test_what_is_harmless_is_not(security, source):
+def test_harmless_code_is_not_reported(security, source):
     assert not list(security.offences(source))
 
 
