@@ -1,7 +1,7 @@
 """Ways to spoil a checkpoint, each from a random generator: what `test_hostile_checkpoints.py` loads by the thousand.
 
 A way takes a directory, a copy of a checkpoint, and changes one thing in it. `seal` afterwards makes the manifest fit
-again, as somebody could who wants to be believed.
+again, as an attacker could.
 """
 
 from __future__ import annotations

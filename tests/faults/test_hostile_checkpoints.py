@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import runpy
@@ -88,9 +87,7 @@ def load(trainer, directory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_spoiled_checkpoint_is_loaded_or_refused_with_a_documented_error(
-    trainer, spoiled, record_property, monkeypatch, portion, way
-):
+def test_a_spoiled_checkpoint_is_loaded_or_refused_with_a_documented_error(trainer, spoiled, monkeypatch, portion, way):
     (count, spoil, at_least), refused = WAYS[way], 0
     count, at_least = portion(count), portion(at_least)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of times
@@ -106,7 +103,6 @@ def test_a_spoiled_checkpoint_is_loaded_or_refused_with_a_documented_error(
         shutil.rmtree(directory.parent)
     print(f"{way}: {refused} of {count} refused")
     assert refused >= at_least
-    record_property("hostile", json.dumps({"what": f"checkpoints whose {way}", "inputs": count}))
 
 
 def test_rollouts_sampled_ahead_are_whole_or_refused():
@@ -124,17 +120,16 @@ def test_rollouts_sampled_ahead_are_whole_or_refused():
     assert 10 < accepted < 200
 
 
-def test_a_payload_is_refused_by_its_name_and_never_runs(trainer, spoiled, tmp_path, fault, record_property):
-    canary, count = tmp_path / "it ran", 60
-    with fault("a checkpoint carries a pickle or code", policy="refused by the name of the file", within=20):
-        for number in range(count):
+def test_a_payload_is_refused_by_its_name_and_never_runs(trainer, spoiled, tmp_path, time_limit):
+    canary = tmp_path / "it ran"
+    with time_limit(20):
+        for number in range(60):
             spoil = partial(add_payload, canary=canary)
             directory, name = spoiled(number, spoil, sealed=number % 2 == 0 or number > 40)
             error = load(trainer, directory)
             assert error is not None
             assert name in str(error)
     assert not canary.exists()
-    record_property("hostile", json.dumps({"what": "checkpoints with a payload", "inputs": count}))
 
 
 def test_the_canary_of_a_payload_sings_where_somebody_loads_it(tmp_path):
