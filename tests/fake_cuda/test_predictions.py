@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_grpo.bench import predicted
+from fused_grpo.bench.predictions import predicted
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
 
