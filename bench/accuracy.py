@@ -164,7 +164,11 @@ def errors(result: Result, right: Result) -> dict[str, Any]:
     """Errors of log-probs in nats, of ratios whose other log-prob is exact, and of gradients relative to exact ones."""
     off = result.value.double() - right.value
     return {
-        "logprobs": {"max": off.abs().max().item(), "mean": off.abs().mean().item(), "rms": rms(off)},
+        "logprobs": {
+            "max": off.abs().max().item(),
+            "mean": off.abs().mean().item(),
+            "rms": off.square().mean().sqrt().item(),
+        },
         "ratio": torch.expm1(off).abs().max().item(),
         "hidden": gradient_errors(result.d_hidden, right.d_hidden),
         "weight": gradient_errors(result.d_weight, right.d_weight),
@@ -183,10 +187,6 @@ def gradient_errors(gradient: Tensor | None, right: Tensor | None) -> dict[str, 
         "worst_row": (off.norm(dim=-1) / right.norm(dim=-1)).max().item(),
         "norm_ratio": (gradient.norm() / right.norm()).item(),
     }
-
-
-def rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Errors are of a small problem and nearly equal in every run; differences below o
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -197,21 +196,13 @@ def check_same_machine(old: Result, new: Result) -> None:
         )
 
 
-def share(text: str) -> float:
-    """A share for argparse: 0.1 is 10 %."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"got {text}, want a share, as 0.1 for 10 %")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two files: 0 if nothing of ours got worse, 1 if something did, 2 if they cannot be compared."""
     parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.compare", description="Compare two result files.")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--time", type=share, default=0.10, help="allowed growth of time, as a share (%(default)s)")
-    parser.add_argument("--memory", type=share, default=0.01, help="allowed growth of memory, as a share (%(default)s)")
+    parser.add_argument("--time", type=float, default=0.10, help="allowed growth of time, as a share (%(default)s)")
+    parser.add_argument("--memory", type=float, default=0.01, help="allowed growth of memory, as a share (%(default)s)")
     parser.add_argument("--allow-other-machine", action="store_true", help="compare files of different machines, too")
     options = parser.parse_args(argv)
     try:

@@ -141,7 +141,7 @@ class Trace(TorchDispatchMode):
             self.waits.append("index by a mask")
             (mask,) = args[1]
             return args[0].new_empty(self._some(mask.numel()), *args[0].shape[mask.ndim :])
-        if name in GEMMS and kwargs.get("out") is not None:  # torch 2.10 knows no fake `addmm` with an out_dtype
+        if name in GEMMS and kwargs.get("out") is not None:  # torch 2.10 has no fake `addmm` with an out_dtype
             return kwargs["out"]
         return func(*args, **kwargs)
 

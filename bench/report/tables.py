@@ -44,10 +44,11 @@ def render(result: Result) -> str:
     heads = [group for group in groups.values() if is_head(group)]
     others = [group for group in groups.values() if not is_head(group)]
     device = str(result["machine_info"].get("device", "cpu"))
-    legend = f"{LEGEND} {PREDICTED}" if any(has_prediction(group, device) for group in heads) else LEGEND
+    columns = [head_columns(group, device) for group in heads]
+    legend = f"{LEGEND} {PREDICTED}" if any("x predicted" in names for names in columns) else LEGEND
     parts = [f"# Benchmarks: {result['machine_info'].get('name', 'unnamed')}", headline_text(result), legend]
-    for group in heads:
-        parts += [f"## {group.name}", table(group, head_columns(group, device)), absent_text(group)]
+    for group, names in zip(heads, columns, strict=True):
+        parts += [f"## {group.name}", table(group, names), absent_text(group)]
     parts += [part for group in others for part in (f"## {group.name}", shared_text(group), other_table(group))]
     parts += [longest_text(result), promises_text(result), settings_text(groups.values())]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -145,24 +146,13 @@ HEAD: dict[str, Cell] = {
 
 def head_columns(group: Group, device: str) -> dict[str, Cell]:
     """The columns, with measured over predicted times where any row has a prediction."""
-    return HEAD | ({"x predicted": predicted_cell(device)} if has_prediction(group, device) else {})
 
+    def predicted_cell(row: Row, group: Group) -> str:
+        seconds = None if row.work is None else predicted.of_work(row.implementation, row.work, device)
+        return MISSING if seconds is None else f"{row.median / seconds:.2f}"
 
-def has_prediction(group: Group, device: str) -> bool:
-    return any(times_predicted(row, device) is not None for row in group.rows)
-
-
-def times_predicted(row: Row, device: str) -> float | None:
-    seconds = None if row.work is None else predicted.of_work(row.implementation, row.work, device)
-    return None if seconds is None else row.median / seconds
-
-
-def predicted_cell(device: str) -> Cell:
-    def cell(row: Row, group: Group) -> str:
-        times = times_predicted(row, device)
-        return MISSING if times is None else f"{times:.2f}"
-
-    return cell
+    known = any(predicted_cell(row, group) != MISSING for row in group.rows)
+    return HEAD | ({"x predicted": predicted_cell} if known else {})
 
 
 def other_table(group: Group) -> str:

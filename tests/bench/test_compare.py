@@ -77,7 +77,7 @@ def test_a_machine_that_got_faster_hides_no_regression(verdicts, build):
 
 
 def test_a_round_is_compared_with_the_products_of_the_same_round(verdicts, build):
-    """A machine that shakes shakes both; by themselves the rounds would lie too far apart to say anything."""
+    """A disturbed machine disturbs both; without the products the spread of the rounds would hide the change."""
     shaken = {"rounds": (1.0, 2.0, 1.0, 2.0, 1.5)}
     old = [build.head(name, **shaken) for name in ("products alone", "fused-grpo")]
     new = [build.head("products alone", **shaken), build.head("fused-grpo", seconds=1.15 * 1.1, **shaken)]

@@ -50,7 +50,7 @@ def works_of(implementation: Implementation) -> list[Work]:
     return found
 
 
-# torch.compile asks every tensor for its gradient, and hides the warning from those who do not make it an error.
+# torch.compile reads `.grad` of every tensor, and hides the warning unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.full] * (x in COMPILED)) for x in NAMES])
 def test_installed_implementations_pass_the_check(name):
