@@ -36,6 +36,7 @@ from fused_grpo.errors import UnavailableError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 OURS, PEERS, LINE = "#0072b2", "#bcc4cd", "#1f2328"
@@ -135,7 +136,7 @@ def bar_chart(
     axes.set_xticks([])
     if floor is not None:
         axes.axvline(floor[1], color=LINE, linestyle="--", label=f"{floor[0]} {text(floor[1])}")
-        figure.legend(loc="outside lower right")
+        axes.legend(loc="lower right")
     return figure
 
 
@@ -144,6 +145,7 @@ def pareto_chart(group: Group, caption: str) -> Figure:
     words = (f"Error, time and memory of {subject(group)}", size(group), caption)
     figure, (axes,) = page(5.0, 1, words)
     axes.set(xscale="log", xlabel="time (s)", yscale="log", ylabel="largest error")
+    plain_numbers(axes.xaxis)
     most = max(row.peak or 0 for row in group.implementations)
     rows = [row for row in group.implementations if row.error and row.peak]
     for row, colour in zip(rows, colours(rows), strict=True):
@@ -156,6 +158,14 @@ def pareto_chart(group: Group, caption: str) -> Figure:
     for handle in legend.legend_handles[: len(rows)]:
         handle.set_sizes([40.0])  # type: ignore[union-attr]
     return figure
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Ticks of a logarithmic axis without exponents: 200 and not 2 x 10^2."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def colours(rows: Sequence[Row]) -> list[Any]:
@@ -200,12 +210,13 @@ def scaling_chart(series: Sequence[Group], key: str, caption: str) -> Figure:
         memory.plot(places, [math.nan if x is None or not x.peak else x.peak / 2**20 for x in found], **style)
     for axes in (time, memory):
         axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
         if key == "tokens":
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [f"{place:,.0f}" for place in places])
             axes.set_xlabel("tokens")
         else:
-            axes.set_xticks(places, [f"{work_of(group)['head']}" for group in series], rotation=30, ha="right")
+            axes.set_xticks(places, [work_of(group)["head"] for group in series], rotation=30, ha="right")
     figure.legend(loc="outside right upper")
     return figure
 
