@@ -50,7 +50,7 @@ Text = Callable[[float], str]
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """Every chart that the file has data for, of the group that `headline` selects.
+    """Every chart that the file has data for, of the head's group that `headline` selects.
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -59,6 +59,8 @@ def write(result: Result, folder: Path) -> list[Path]:
         from matplotlib import rc_context
     except ImportError as error:
         raise UnavailableError("got no matplotlib; fix: pip install 'fused-grpo[bench]'") from error
+    if not any(group.work is not None and group.implementations for group in groups_of(result).values()):
+        return []
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with rc_context(RC):
@@ -191,7 +193,8 @@ def series_of(result: Result, group: Group, key: str) -> list[Group]:
     def wanted(groups: list[Group]) -> tuple[bool, int]:
         return len(groups) > 1 and group.name in {other.name for other in groups}, len(groups)
 
-    return sorted(max(found.values(), key=wanted), key=lambda other: float(work_of(other)["flop"]))
+    chosen: list[Group] = max(found.values(), key=wanted)
+    return sorted(chosen, key=lambda other: float(work_of(other)["flop"]))
 
 
 def scaling_chart(series: Sequence[Group], key: str, caption: str) -> Figure:

@@ -79,9 +79,10 @@ def test_a_curve_has_a_gap_where_nothing_was_measured_and_times_are_multiples_of
     assert labels == ["GPT-2", "Qwen3-0.6B"]
 
 
-def test_figures_that_the_file_does_not_have_are_not_drawn(build):
+def test_figures_that_the_file_does_not_have_are_not_drawn(build, tmp_path):
     bare = build.result([build.head(name, peak_bytes=None) for name in build.SECONDS])
     assert [name for name, _ in charts.figures(bare, headline(bare))] == ["time"]
+    assert charts.write(build.result([build.other("training phase", "TRL", 1.0)]), tmp_path) == []
 
 
 def test_without_matplotlib_the_error_has_the_command_that_installs_it(full, tmp_path, monkeypatch):
