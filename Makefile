@@ -56,7 +56,7 @@ bench:   ## time and memory beside the peers, on this machine's CPU: bench/resul
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@$(BIN)/python -m fused_grpo.bench --suite cpu $(ARGS)
 
-bench-gpu: ## the same on its GPU; goes on where it was interrupted. ARGS=--tiny tries it without one
+bench-gpu: ## the same on its GPU; continues where it was interrupted. ARGS=--tiny tries it without one
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@$(BIN)/python -m fused_grpo.bench --suite gpu $(ARGS)
 

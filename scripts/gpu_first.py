@@ -90,7 +90,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
 
     timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 120}
-    measure = (python, "-m", "fused_grpo.bench.gpu_timings")
+    measure = (python, "-m", "fused_grpo.bench.gpu.timings")
     options = (*(("--tiny",) if tiny else ()), "--output", output)
     return [
         right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
@@ -135,7 +135,7 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
 
 def machine(*, tiny: bool) -> Stage:
     """The first stage: facts about the machine."""
-    command = (sys.executable, "-m", "fused_grpo.bench.gpu_timings", "machine", *(("--tiny",) if tiny else ()))
+    command = (sys.executable, "-m", "fused_grpo.bench.gpu.timings", "machine", *(("--tiny",) if tiny else ()))
     return Stage(name="machine", group="correctness", seconds=120, command=command)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from uninterpreted import run_script
 
-from fused_grpo.bench import predicted
+from fused_grpo.bench.predictions import predicted
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
 
