@@ -1,92 +1,135 @@
-"""The charts of a report, as PNG bytes, each in a light and a dark theme.
+"""The charts of a report: their data, and where it is on the picture that `templates/chart.svg` draws.
 
-matplotlib's figures without pyplot: no global state, no display, no backend to choose, so a training process can draw
-at its end whatever else runs in it. Colours are Okabe and Ito's, which stay apart for colour-blind readers; lines that
-share an axis differ in shape too. matplotlib is imported only here, and only when a chart is drawn.
+They are SVG inside the page: lines, areas and text, without a font, script or library. Lines that share a chart differ
+in colour, and beyond five in dashes.
 """
 
 from __future__ import annotations
 
-import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.metrics import metric
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, object]]
 Series = tuple[list[float], list[float]]  # steps, values; only where the value is finite
 
 EVAL_NAMES = ("eval/accuracy", "eval/reward")
-DPI = 160
-SMOOTH_FROM = 40
-LINE_STYLES = ("-", "--", ":")
+SMOOTH_FROM = 40  # steps
+# Beyond this factor between its least and greatest value, a panel has a logarithmic axis.
+LOG_FROM = 100.0
+COLOURS, DASHES = 5, 3
+# time/reward/accuracy is a part of time/reward.
+REWARD_FUNCTION, PHASE = r"rewards/(.+)/mean", r"time/([^/]+)"
+
+# Small charts: the title, and the metrics with a label where there are several.
+PANELS: dict[str, dict[str, str]] = {
+    "completion length (tokens)": {"": "completion_length"},
+    "completions cut at the limit (share)": {"": "completions/clipped_ratio"},
+    "groups with equal rewards (share)": {"": "frac_reward_zero_std"},
+    "entropy (nats per token)": {"": "entropy"},
+    "KL to the reference (nats per token)": {"": "kl"},
+    "clipped tokens (share)": {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"},
+    "gradient norm": {"": "grad_norm"},
+    "learning rate": {"": "learning_rate"},
+    "sampler against trainer (|Δ log p|)": {"": "sampling/sampling_logp_difference/mean"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Theme:
-    """Colours of a chart and of the page it sits on."""
+class Trace:
+    """A line, or the area between it and `floor`. `number` decides its colour and dashes, `css` the rest."""
 
-    name: str
-    background: str
-    text: str
-    muted: str
-    grid: str
-    line: str
-    accent: str
-    phases: tuple[str, ...]
+    label: str
+    points: Series
+    number: int = 0
+    css: str = "line"
+    floor: Sequence[float] = ()
+    is_marked: bool = False
 
-
-LIGHT = Theme(
-    name="light",
-    background="#ffffff",
-    text="#1f2328",
-    muted="#59636e",
-    grid="#e3e7eb",
-    line="#0072b2",
-    accent="#b84a00",
-    phases=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#7f7f7f"),
-)
-DARK = Theme(
-    name="dark",
-    background="#12161c",
-    text="#e6edf3",
-    muted="#9aa5b1",
-    grid="#2a313a",
-    line="#56b4e9",
-    accent="#f0a030",
-    phases=("#56b4e9", "#e69f00", "#2bb98f", "#dd93bd", "#9a9a9a"),
-)
-
-# Beyond this factor between its least and greatest value, a metric is drawn on a logarithmic axis.
-LOG_FROM = 100.0
+    @property
+    def colour(self) -> str:
+        return f"c{self.number % COLOURS} dash{self.number // COLOURS % DASHES}"
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One small chart: a title, what one unit is, and its metrics, each with a label where there are several."""
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Traces over optimizer steps, and their places in the picture."""
 
     title: str
-    unit: str
-    metrics: Mapping[str, str]
+    traces: Sequence[Trace]
+    height: int
+    width: int = 920
+    is_log: bool = False
+    limits: tuple[float, float] | None = None  # of the values; None: a little more than they have
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """Pixels of the axes: left, right, top, bottom."""
+        return 52, self.width - 16, 26 + 16 * len(self.legend), self.height - 26
+
+    @property
+    def legend(self) -> list[list[Trace]]:
+        """The traces that have a label, in rows."""
+        labelled = [trace for trace in self.traces if trace.label]
+        return [labelled[i : i + 5] for i in range(0, len(labelled), 5)]
+
+    @cached_property
+    def steps(self) -> tuple[float, float]:
+        return _padded([step for trace in self.traces for step in trace.points[0]])
+
+    @cached_property
+    def values(self) -> tuple[float, float]:
+        """Limits of the values' axis; of their logarithms where it is logarithmic."""
+        values = [value for trace in self.traces for value in (*trace.points[1], *trace.floor)]
+        return self.limits or _padded([math.log10(value) for value in values] if self.is_log else values)
+
+    def x(self, step: float) -> float:
+        (low, high), (left, right, _, _) = self.steps, self.box
+        return round(left + (right - left) * (step - low) / (high - low), 1)
+
+    def y(self, value: float) -> float:
+        (low, high), (_, _, top, bottom) = self.values, self.box
+        share = ((math.log10(value) if self.is_log else value) - low) / (high - low)
+        return round(bottom - (bottom - top) * min(share, 1.0), 1)
+
+    def corners(self, trace: Trace) -> list[tuple[float, float]]:
+        """Of the line, or of the area: along the values and back along the floor."""
+        steps, values = trace.points
+        there, back = zip(steps, values, strict=True), zip(reversed(steps), reversed(trace.floor), strict=False)
+        return [(self.x(step), self.y(value)) for step, value in (*there, *back)]
+
+    @property
+    def value_ticks(self) -> list[tuple[float, str]]:
+        if self.is_log:
+            low, high = map(math.ceil, self.values)
+            ticks = [10.0**power for power in range(low, high, (high - low) // 6 + 1)]
+        else:
+            ticks = round_numbers(*self.values, most=self.height // 45)
+        return [(self.y(value), short_number(value)) for value in ticks]
+
+    @property
+    def step_ticks(self) -> list[tuple[float, str]]:
+        steps = round_numbers(*self.steps, most=self.width // 90)
+        return [(self.x(step), f"{step:.0f}") for step in steps if step == int(step)]
 
 
-PANELS = (
-    Panel("completion length", "tokens", {"": "completion_length"}),
-    Panel("completions cut at the limit", "share", {"": "completions/clipped_ratio"}),
-    Panel("groups with equal rewards", "share", {"": "frac_reward_zero_std"}),
-    Panel("entropy", "nats per token", {"": "entropy"}),
-    Panel("KL to the reference", "nats per token", {"": "kl"}),
-    Panel("clipped tokens", "share", {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"}),
-    Panel("gradient norm", "", {"": "grad_norm"}),
-    Panel("learning rate", "", {"": "learning_rate"}),
-    Panel("sampler against trainer", "|Δ log p|", {"": "sampling/sampling_logp_difference/mean"}),
-)
+def _padded(values: list[float]) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    pad = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
+    return low - pad, high + pad
+
+
+def round_numbers(low: float, high: float, most: int) -> list[float]:
+    """About `most` multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    unit = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)
+    return [count * unit for count in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
 def series(records: Records, name: str) -> Series:
@@ -96,97 +139,10 @@ def series(records: Records, name: str) -> Series:
     return sorted(known), [known[step] for step in sorted(known)]
 
 
-def phase_series(records: Records) -> dict[str, Series]:
-    """Seconds of each `time/<phase>`, in the order in which they first appear; not those of parts of a phase."""
-    timed = (name for record in records for name in record if name.startswith("time/"))
-    names = dict.fromkeys(name for name in timed if name.count("/") == 1)
-    return {name.removeprefix("time/"): series(records, name) for name in names}
-
-
-def reward_chart(records: Records, theme: Theme) -> bytes:
-    """Mean reward of each step, a band of one standard deviation, and the held-out points."""
-    figure, axes = _figure(theme, width=9.2, height=3.9)
-    _draw_band(axes, records, theme)
-    _draw_mean(axes, series(records, "reward"), theme)
-    for name, marker in zip(EVAL_NAMES, "sD", strict=True):
-        label = f"held-out {name.removeprefix('eval/')}"
-        _draw_held_out(axes, series(records, name), theme, marker=marker, label=label)
-    _finish(axes, theme, ylabel="reward")
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def function_series(records: Records) -> dict[str, Series]:
-    """The mean of each reward function, by its name."""
+def named_series(records: Records, pattern: str) -> dict[str, Series]:
+    """The metrics whose names match a pattern, by its group, in the order in which they first appear."""
     names = dict.fromkeys(name for record in records for name in record)
-    means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
-    return {name.removeprefix("rewards/").removesuffix("/mean"): series(records, name) for name in means}
-
-
-def function_chart(records: Records, theme: Theme) -> bytes:
-    """The mean of each reward function, smoothed as the reward is."""
-    figure, axes = _figure(theme, width=9.2, height=2.8)
-    for index, (name, (steps, values)) in enumerate(function_series(records).items()):
-        smooth = moving_mean(values, _window(values))
-        style: dict[str, Any] = {
-            "color": _colour(theme, index),
-            "linestyle": LINE_STYLES[index // len(theme.phases) % len(LINE_STYLES)],
-        }
-        axes.plot(steps, smooth, label=name, linewidth=1.8, marker="o" if len(steps) == 1 else "", **style)
-    _finish(axes, theme, ylabel="mean of each function")
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def phase_chart(records: Records, theme: Theme) -> bytes:
-    """Seconds of each step, stacked by phase. Takes two steps to show anything."""
-    figure, axes = _figure(theme, width=9.2, height=2.6)
-    phases = {name: dict(zip(*points, strict=True)) for name, points in phase_series(records).items()}
-    steps = sorted(set().union(*phases.values()))
-    stacked = [[seconds.get(step, 0.0) for step in steps] for seconds in phases.values()]
-    colours = [_colour(theme, index) for index in range(len(phases))]
-    axes.stackplot(
-        steps, stacked, labels=list(phases), colors=colours, step="mid", edgecolor=theme.background, linewidth=0.3
-    )
-    # The first step pays for warming up; where that is many times the rest, the rest is what should be seen.
-    totals = sorted(map(sum, zip(*stacked, strict=True)))
-    usual = totals[int(0.95 * (len(totals) - 1))]
-    axes.set_ylim(0, min(totals[-1], 1.5 * usual) * 1.05 or 1.0)
-    _finish(axes, theme, ylabel="seconds")
-    axes.margins(x=0.0)
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def panel_series(records: Records) -> list[tuple[Panel, dict[str, Series]]]:
-    """Those of `PANELS` that the run measured, with the points of each line; what never left zero is left out."""
-    found = [(panel, {label: series(records, name) for label, name in panel.metrics.items()}) for panel in PANELS]
-    return [(panel, lines) for panel, lines in found if any(any(values) for _, values in lines.values())]
-
-
-def small_multiples(records: Records, theme: Theme) -> bytes:
-    """One small chart for each of `panel_series(records)`, of which there must be one at least."""
-    measured = panel_series(records)
-    rows = -(-len(measured) // 3)
-    figure = _blank(theme, width=9.2, height=2.3 * rows)
-    for index, (panel, lines) in enumerate(measured):
-        axes = figure.add_subplot(rows, 3, index + 1)
-        for colour, (label, (steps, values)) in zip((theme.line, theme.accent), lines.items(), strict=False):
-            marker = "o" if len(steps) == 1 else ""
-            axes.plot(steps, values, color=colour, linewidth=1.2, marker=marker, label=label)
-        values = [value for _, points in lines.values() for value in points]
-        if min(values) > 0 and max(values) > LOG_FROM * min(values):
-            axes.set_yscale("log")
-        else:
-            axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
-        title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
-        axes.set_title(title, loc="left", fontsize=9, color=theme.text)
-        _finish(axes, theme, ylabel="", xlabel="optimizer step" if index >= len(measured) - 3 else "")
-        axes.tick_params(labelsize=8)
-        axes.margins(y=0.12)
-        if len(lines) > 1:
-            axes.legend(loc="upper right", ncols=2, frameon=False, labelcolor=theme.text, fontsize=8, handlelength=1.2)
-    return _png(figure)
+    return {match[1]: series(records, name) for name in names if (match := re.fullmatch(pattern, name))}
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -195,118 +151,67 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in slices]
 
 
+def reward_chart(records: Records) -> Chart:
+    """Mean reward of each step, a band of one standard deviation, and the held-out points."""
+    steps, rewards = series(records, "reward")
+    window = _window(rewards)
+    traces = [Trace(label="mean reward of the step", points=(steps, rewards), css="line thin" if window else "line")]
+    if window:
+        smooth = steps, moving_mean(rewards, window)
+        traces.append(Trace(label=f"mean of {2 * window + 1} steps", points=smooth))
+    spread = dict(zip(*series(records, "reward_std"), strict=True))
+    means = {step: reward for step, reward in zip(steps, rewards, strict=True) if step in spread}
+    if len(means) > 1:
+        high, low = ([mean + sign * spread[step] for step, mean in means.items()] for sign in (1, -1))
+        band = Trace(label="± one standard deviation", points=(list(means), high), css="band", floor=low)
+        traces.insert(0, band)
+    for number, name in enumerate(EVAL_NAMES, start=1):
+        if (points := series(records, name))[0]:
+            label = f"held-out {name.removeprefix('eval/')}"
+            traces.append(Trace(label=label, points=points, number=number, is_marked=True))
+    return Chart(title="Reward by optimizer step", traces=traces, height=390)
+
+
+def function_chart(records: Records) -> Chart | None:
+    """The mean of each reward function, smoothed as the reward is; None where there are not several."""
+    functions = named_series(records, REWARD_FUNCTION)
+    traces = [
+        Trace(label=name, points=(steps, moving_mean(values, _window(values))), number=number)
+        for number, (name, (steps, values)) in enumerate(functions.items())
+    ]
+    title = "Mean of each reward function by step"
+    return Chart(title=title, traces=traces, height=280) if len(traces) > 1 else None
+
+
+def phase_chart(records: Records) -> Chart | None:
+    """Seconds of each step, stacked by phase; None where there are not several steps."""
+    phases = {name: dict(zip(*points, strict=True)) for name, points in named_series(records, PHASE).items()}
+    steps = sorted(set().union(*phases.values()))
+    if len(steps) < 2:
+        return None
+    traces, floor = list[Trace](), [0.0] * len(steps)
+    for number, (name, seconds) in enumerate(phases.items()):
+        total = [below + seconds.get(step, 0.0) for step, below in zip(steps, floor, strict=True)]
+        traces.append(Trace(label=name, points=(steps, total), number=number, css="area", floor=floor))
+        floor = total
+    # Compilation and cold caches make the first step many times as long as the others, which should be visible.
+    usual = sorted(floor)[int(0.95 * (len(floor) - 1))]
+    limits = 0.0, min(max(floor), 1.5 * usual) * 1.05 or 1.0
+    return Chart(title="Seconds of each step, by phase", traces=traces, height=260, limits=limits)
+
+
+def panel_charts(records: Records) -> list[Chart]:
+    """A small chart of each of `PANELS` that the run measured and that was not always zero."""
+    charts = list[Chart]()
+    for title, metrics in PANELS.items():
+        lines = {label: series(records, name) for label, name in metrics.items()}
+        values = [value for _, line in lines.values() for value in line]
+        traces = [Trace(label=label, points=points, number=i) for i, (label, points) in enumerate(lines.items())]
+        if any(values):
+            is_log = min(values) > 0 and max(values) > LOG_FROM * min(values)
+            charts.append(Chart(title=title, traces=traces, height=190, width=300, is_log=is_log))
+    return charts
+
+
 def _window(values: Sequence[float]) -> int:
     return len(values) // 20 if len(values) >= SMOOTH_FROM else 0
-
-
-def _colour(theme: Theme, index: int) -> str:
-    return theme.phases[index % len(theme.phases)]
-
-
-def _draw_mean(axes: Axes, points: Series, theme: Theme) -> None:
-    steps, rewards = points
-    window = _window(rewards)
-    thin: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.45} if window else {"linewidth": 2.0}
-    marker = "o" if len(steps) == 1 else ""
-    axes.plot(steps, rewards, color=theme.line, marker=marker, label="mean reward of the step", **thin)
-    if window:
-        label = f"mean of {2 * window + 1} steps"
-        axes.plot(steps, moving_mean(rewards, window), color=theme.line, linewidth=2.2, label=label)
-
-
-def _draw_band(axes: Axes, records: Records, theme: Theme) -> None:
-    complete = [record for record in records if None not in (metric(record, "reward"), metric(record, "reward_std"))]
-    steps, means = series(complete, "reward")
-    _, spreads = series(complete, "reward_std")
-    if len(steps) < 2:
-        return
-    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-    axes.fill_between(steps, low, high, color=theme.line, alpha=0.14, linewidth=0, label="± one standard deviation")
-
-
-def _draw_held_out(axes: Axes, points: Series, theme: Theme, *, marker: str, label: str) -> None:
-    steps, values = points
-    if not steps:
-        return
-    axes.plot(
-        steps,
-        values,
-        color=theme.accent,
-        marker=marker,
-        markersize=5.5,
-        linewidth=1.3,
-        linestyle=":",
-        label=label,
-        markeredgecolor=theme.background,
-        markeredgewidth=0.8,
-        zorder=4,
-        clip_on=False,
-    )
-    for i in sorted({0, len(steps) - 1}):
-        _label(axes, steps[i], values[i], theme)
-
-
-def _label(axes: Axes, step: float, value: float, theme: Theme) -> None:
-    """The value above its point, with a rim in the colour of the page so that lines do not strike it through."""
-    from matplotlib.patheffects import withStroke
-
-    axes.annotate(
-        short_number(value),
-        (step, value),
-        textcoords="offset points",
-        xytext=(0, 9),
-        ha="center",
-        fontsize=9.5,
-        fontweight="bold",
-        color=theme.accent,
-        zorder=5,
-        path_effects=[withStroke(linewidth=3, foreground=theme.background)],
-    )
-
-
-def _figure(theme: Theme, *, width: float, height: float) -> tuple[Figure, Axes]:
-    figure = _blank(theme, width=width, height=height)
-    return figure, figure.add_subplot()
-
-
-def _blank(theme: Theme, *, width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=DPI, facecolor=theme.background, layout="constrained")
-
-
-def _finish(axes: Axes, theme: Theme, *, ylabel: str, xlabel: str = "optimizer step") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_facecolor(theme.background)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-    axes.minorticks_off()
-    axes.set_axisbelow(True)
-    axes.margins(x=0.03)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(theme.muted)
-    axes.tick_params(colors=theme.muted, labelsize=9, length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.set_ylabel(ylabel, color=theme.muted, fontsize=9)
-    axes.set_xlabel(xlabel, color=theme.muted, fontsize=9)
-
-
-def _legend(axes: Axes, theme: Theme) -> None:
-    """Above the axes, where it hides no data."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        borderaxespad=0.2,
-        ncols=5,
-        frameon=False,
-        labelcolor=theme.text,
-        fontsize=9,
-        handlelength=1.4,
-    )
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

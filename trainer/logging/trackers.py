@@ -18,7 +18,7 @@ from accelerate.utils import ProjectConfiguration
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.publishable import publishable
+from fused_grpo.trainer.config.publishable import publishable
 
 # What a tracker calls the name of a run, and its package where that is not the tracker's own name.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
