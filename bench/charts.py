@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fused_grpo.bench import drawing
-from fused_grpo.bench.drawing import BODY, MARGIN, SMALL, WIDTH, Write
+from fused_grpo.bench.drawing import BODY, MARGIN, SMALL, WIDTH, Theme, Write
 from fused_grpo.bench.results_file import (
     Group,
     Result,
@@ -42,7 +42,6 @@ from fused_grpo.bench.results_file import (
     version_of,
 )
 from fused_grpo.errors import FusedGRPOError
-from fused_grpo.trainer.logging.charts import Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,18 +11,33 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fused_grpo.bench.results_file import Row
-from fused_grpo.trainer.logging.charts import DARK, LIGHT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-THEMES = {"": replace(LIGHT, background="#ffffff"), "-dark": replace(DARK, background="#0d1117")}
+
+@dataclass(frozen=True, kw_only=True)
+class Theme:
+    """Colours of a chart."""
+
+    name: str
+    background: str
+    text: str
+    muted: str
+    grid: str
+    line: str
+
+
+THEMES = {
+    "": Theme(name="light", background="#ffffff", text="#1f2328", muted="#59636e", grid="#e3e7eb", line="#0072b2"),
+    "-dark": Theme(name="dark", background="#0d1117", text="#e6edf3", muted="#9aa5b1", grid="#2a313a", line="#56b4e9"),
+}
 PEERS = {"light": "#bcc4cd", "dark": "#4b5663"}
 FONT = "DejaVu Sans"
 FONTS = f"-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, '{FONT}', sans-serif"

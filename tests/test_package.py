@@ -110,7 +110,13 @@ def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fused_grpo"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainer").rglob("*.py")}
     assert {f"fused_grpo/{name}" for name in sources} <= set(wheel)
-    for name in ("py.typed", "fused_loss.py", "kernels/logprob_forward.py", "trainer/recipes/demo.yaml"):
+    for name in (
+        "py.typed",
+        "fused_loss.py",
+        "kernels/logprob_forward.py",
+        "trainer/recipes/demo.yaml",
+        "trainer/logging/templates/report.html",
+    ):
         assert f"fused_grpo/{name}" in wheel
 
 
