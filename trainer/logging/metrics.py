@@ -16,12 +16,16 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.config.publishable import publishable, to_json
 from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
+
+Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
 
 # The loss op names its metrics with underscores, TRL with slashes; readers accept both.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -76,27 +80,20 @@ class RunLog:
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def read_metrics(path: Path) -> list[dict[str, float | int | str | None]]:
-    """The records of a .jsonl file. A last line cut short by a killed run is left out.
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a .jsonl file. A last line without a newline, which a killed run did not finish, is left out.
 
     Raises:
-        CheckpointError: a line before the last one is not JSON.
+        CheckpointError: another line is not a record.
     """
     return list(iterate_records(path))
 
 
-def iterate_records(path: Path) -> Iterator[dict[str, float | int | str | None]]:
+def iterate_records(path: Path) -> Iterator[Record]:
     """`read_metrics`, a record at a time."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise CheckpointError(
-                    f"got line {number} of {path.name}, which is not JSON; want one record a line; fix: remove it"
-                ) from error
+        for record, _ in _records(file, path):
+            yield record
 
 
 def rewind_logs(output_dir: Path, step: int) -> None:
@@ -113,7 +110,8 @@ def rewind_logs(output_dir: Path, step: int) -> None:
             continue
         try:
             with path.open("r+b") as file:
-                os.truncate(file.fileno(), _end_of(step, file, path))
+                kept = takewhile(lambda item: item[0].get("step", 0) <= step, _records(file, path))
+                os.truncate(file.fileno(), max((end for _, end in kept), default=0))
                 os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
@@ -122,24 +120,21 @@ def rewind_logs(output_dir: Path, step: int) -> None:
             ) from error
 
 
-def _end_of(step: int, lines: Iterable[bytes], path: Path) -> int:
-    """The length of a log without its records of later steps."""
+def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]:
+    """The records of a log, each with the number of bytes up to its end."""
     end = 0
     for number, line in enumerate(lines, start=1):
-        if not _is_record_until(step, line, where=f"line {number} of {path}"):
-            break
-        end += len(line)
-    return end
-
-
-def _is_record_until(step: int, line: bytes, *, where: str) -> bool:
-    # A last line without a newline is a record that a killed run did not finish.
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        return bool(json.loads(line).get("step", 0) <= step)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"got {where}, which is no record of a run; fix: remove it, and resume again") from error
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record, end = json.loads(line), end + len(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
+                raise ValueError("no mapping with a step")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"got line {number} of {path.name}, which is no record of a run; want one JSON object a line; fix: remove it"
+            ) from error
+        yield record, end
 
 
 def metric(record: Mapping[str, object], name: str) -> float | None:
