@@ -94,10 +94,8 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         each = steps * iterations
         rows.append(("one epoch", f"{prompts} prompts = {prompts / per_rollout * each:.4g} optimizer steps"))
         planned = math.ceil(prompts * options.num_train_epochs / per_rollout) * each
-        source = "num_train_epochs" if options.max_steps < 0 else "max_steps"
-        rows.append(
-            ("the run", f"{planned if options.max_steps < 0 else options.max_steps} optimizer steps ({source})")
-        )
+        count, source = (planned, "num_train_epochs") if options.max_steps < 0 else (options.max_steps, "max_steps")
+        rows.append(("the run", f"{count} optimizer steps ({source})"))
     return _section("the batch", rows)
 
 

@@ -132,7 +132,7 @@ def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]
                 raise ValueError("no mapping with a step")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"got line {number} of {path.name}, which is no record of a run; want one JSON object a line; fix: remove it"
+                f"got line {number} of {path.name}, which is no record of a run; want a JSON object; fix: remove it"
             ) from error
         yield record, end
 
