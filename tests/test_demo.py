@@ -37,7 +37,7 @@ def start(farm):
 
 @pytest.fixture(scope="module")
 def demo(start, tmp_path_factory):
-    """(its output, its directory) of a demo of fewer steps, whose reports anybody may read."""
+    """(its output, its directory) of a demo of fewer steps, which no test changes."""
     output_dir = tmp_path_factory.mktemp("undisturbed") / "demo"
     run = start(output_dir, *DEMO, teardown=True)
     assert run.wait(timeout=300) == 0, run.output

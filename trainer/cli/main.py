@@ -20,6 +20,7 @@ from fused_grpo.trainer import extra_installed
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.cli.options import TrainOptions
+    from fused_grpo.trainer.logging.run_output import TrainResult
     from fused_grpo.trainer.loop import GRPOTrainer
 
 USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
@@ -151,9 +152,7 @@ def train_demo(options: TrainOptions) -> None:
         processing_class=tokenizer,
         **adapter(options),
     )
-    result = trainer.train()
-    leave(trainer)
-    say(f"report: {result.report}")
+    result = run_trainer(trainer)
     if result.eval_before is not None and result.eval_after is not None:
         say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
 
@@ -171,15 +170,15 @@ def train_given(options: TrainOptions) -> None:
         eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
         **adapter(options),
     )
+    say(f"model: {run_trainer(trainer).checkpoint}")
+
+
+def run_trainer(trainer: GRPOTrainer) -> TrainResult:
+    """Train, destroy the process group, and print where the report is."""
     result = trainer.train()
-    leave(trainer)
+    trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     say(f"report: {result.report}")
-    say(f"model: {result.checkpoint}")
-
-
-def leave(trainer: GRPOTrainer) -> None:
-    """Destroy the process group. Not by `Accelerator.end_training`: `train` has ended the trackers already."""
-    trainer.accelerator.state.destroy_process_group()
+    return result
 
 
 def adapter(options: TrainOptions) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file to send to somebody, and the reward curve as a picture of its own.
+"""The report of a run: one HTML file that can be shared, and the reward curve as a picture of its own.
 
 It is made from the files of the run alone, so the report of a killed run, or of one from another machine, can be made
 too. The page needs no other file: no script, font or request, and its content security policy forbids them.
