@@ -119,7 +119,8 @@ class Chart:
 
 
 def _padded(values: list[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    # Within bounds whose difference is finite.
+    low, high = max(min(values, default=0.0), -1e300), min(max(values, default=1.0), 1e300)
     pad = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
     return low - pad, high + pad
 
