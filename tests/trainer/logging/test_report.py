@@ -100,7 +100,7 @@ def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path: Path) -> None:
     harmless = (
         "html head meta title style body header h1 h2 h3 p dl dt dd details summary section table tr th td div pre"
     )
-    harmless += " article span footer svg line polyline polygon circle text tspan"
+    harmless += " article span footer svg g line polyline circle text tspan"
     assert page.tags <= set(harmless.split())
 
 
@@ -135,7 +135,7 @@ def test_without_held_out_prompts_the_headline_compares_the_tenths_of_training(t
 def test_runs_of_any_length_give_charts(tmp_path: Path, steps: int) -> None:
     text = write_report(write_run(tmp_path, steps)).read_text()
     charts = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", text, flags=re.DOTALL)]
-    assert len(charts) == (4 if steps == 1 else 5)
+    assert len(charts) == (5 if steps == 1 else 6)
     alone = ElementTree.parse(tmp_path / "reward.svg").getroot()
     for chart in (*charts, alone):
         assert "nan" not in ElementTree.tostring(chart, encoding="unicode")
