@@ -49,17 +49,15 @@ def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Pat
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
     """The whole text of the card."""
-    found, base = versions(), facts.base_model
+    found = versions()
     return render(
         "model_card.md",
         facts=facts,
-        front_matter=_front_matter(facts),
-        base=f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else "A language model",
+        base_model=facts.base_model if is_hub_id(facts.base_model) else None,
         dataset=facts.dataset if is_hub_id(facts.dataset) else None,
-        rewards=", ".join(f"`{name}`" for name in facts.rewards),
         results=_results(facts),
         options=_changed_options(args),
-        versions=", ".join(f"{name} {found[name]}" for name in CARD_VERSIONS if name in found),
+        versions=[f"{name} {found[name]}" for name in CARD_VERSIONS if name in found],
     )
 
 
@@ -96,19 +94,6 @@ def push_to_hub(directory: Path, repo_id: str | None = None, *, private: bool | 
             f"fix: hf auth login, then hf upload {name} {directory}"
         ) from error
     return str(address)
-
-
-def _front_matter(facts: CardFacts) -> str:
-    values: dict[str, Any] = {
-        "library_name": "peft" if facts.adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpo", "fused-grpo", "reinforcement-learning"],
-    }
-    if is_hub_id(facts.base_model):
-        values["base_model"] = facts.base_model
-    if is_hub_id(facts.dataset):
-        values["datasets"] = [facts.dataset]
-    return str(yaml.safe_dump(values, sort_keys=False))
 
 
 def _results(facts: CardFacts) -> list[tuple[str, str, str]]:
