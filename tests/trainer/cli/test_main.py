@@ -103,15 +103,17 @@ def test_an_option_out_of_range_is_refused_in_one_line(source, tmp_path):
     assert str(exit.value).startswith("fused-grpo: InputError: got epsilon=-1.0, want 0 <= epsilon <= 1")
 
 
-@pytest.mark.parametrize("name", DICTS)
-def test_a_mapping_is_json_on_the_command_line_and_either_in_yaml(tmp_path, name):
+def test_a_mapping_is_json_on_the_command_line_and_either_in_yaml(tmp_path):
     value, file = {"a": [1, None], "b": {"c": True}}, tmp_path / "run.yaml"
-    option = f"--{name.replace('_', '-')}"
-    assert getattr(parse_train_options(["--model", "m", option, json.dumps(value)]), name) == value
-    for text in (f"{name}:\n  a: [1, null]\n  b: {{c: true}}\n", f"{name}: '{json.dumps(value)}'\n"):
-        file.write_text(text)
-        assert getattr(parse_train_options(["--model", "m", "--config", str(file)]), name) == value
-    assert getattr(parse_train_options(["--model", "m", "--config", str(file), option, "None"]), name) is None
+    given = [text for name in DICTS for text in (f"--{name.replace('_', '-')}", json.dumps(value))]
+    sources = [["--model", "m", *given], ["--model", "m", "--config", str(file)]]
+    for written in (dict.fromkeys(DICTS, value), dict.fromkeys(DICTS, json.dumps(value))):
+        file.write_text(json.dumps(written))  # which is YAML, too
+        for arguments in sources:
+            options = parse_train_options(arguments)
+            assert all(getattr(options, name) == value for name in DICTS)
+    options = parse_train_options([*sources[1], "--generation-kwargs", "None"])
+    assert options.generation_kwargs is None
 
 
 def test_a_mapping_that_is_none_is_refused(capsys):
