@@ -27,13 +27,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.batching.merge_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import is_divided, prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.engines import checkpoint_weights
-from fused_grpo.trainer.logging.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models.adapters import as_reference, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.policy import PolicyLoss

@@ -45,8 +45,9 @@ from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_o
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, training_state
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.config.arguments import refuse_function_ahead, refuse_missing
+from fused_grpo.trainer.config.checks import check_rollout_func
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import anywhere, last_words, make_accelerator, settle, together
@@ -57,8 +58,8 @@ from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.function import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
-from fused_grpo.trainer.logging.run_facts import run_facts
-from fused_grpo.trainer.logging.run_output import Phases, RunOutput, TrainResult
+from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model, files_of, is_adapted
 from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
 
@@ -109,8 +110,8 @@ class GRPOTrainer:
         **unsupported: Any,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
-        refuse_missing(unsupported)
-        refuse_function_ahead(args, rollout_func)
+        refuse_trainer_arguments(unsupported)
+        check_rollout_func(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
         self.dataset = check_dataset(train_dataset, name="train_dataset")
         self.eval_dataset = (
@@ -270,7 +271,7 @@ class GRPOTrainer:
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             restore(self, checkpoint)
-        facts = run_facts(
+        facts = describe_run(
             self.args,
             self.model,
             name=self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM"),

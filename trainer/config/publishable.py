@@ -1,7 +1,7 @@
-"""A configuration that is safe to publish.
+"""Values as JSON, and a configuration that is safe to publish.
 
-A report is meant to be shown to strangers. So host and user names are never collected, and a configuration loses its
-secrets and home directories on the way to the disk, not on the way to the reader.
+Reports are made to be shared. So host and user names are never collected, and secrets and home directories are removed
+from a configuration before it is written to the disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECRET_KEY = re.compile(
     r"|(hub|hf|api|auth|access|bearer)[_-]?token)$|^((proxy-)?authorization|auth|token)$",
     re.IGNORECASE,
 )
-# Of known forms, after "Bearer", before the @ of an address, and behind a telling name in its query.
+# Known forms of tokens, after "Bearer", before the @ of a URL, and values of such keys in its query.
 _SECRET_VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_)\w[\w-]{15,}|(?<=://)[^/@\s]+(?=@)|(?<=bearer )\S+|(?<=basic )\S+"
     r"|(?<=key=)[^&\s]+|(?<=token=)[^&\s]+|(?<=secret=)[^&\s]+|(?<=password=)[^&\s]+",
@@ -29,7 +29,7 @@ _HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
 
 
 def to_json(value: object) -> object:
-    """`value` as strict JSON can hold it: NaN and infinities as null, paths and unknown objects as text."""
+    """`value` for strict JSON: NaN and infinities as null, paths and unknown objects as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
