@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
-from fused_grpo.trainer.distributed.sharding import is_divided, prepare_sharding, reshard, shard_like_policy
+from fused_grpo.trainer.distributed.sharding import is_sharded, prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.engines import checkpoint_weights
 from fused_grpo.trainer.logging.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models.adapters import as_reference, is_adapted
@@ -77,13 +78,10 @@ class Learner:
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def learn(
-        self, batch: EffectiveBatch, *, check: Check | None = None, also: Mapping[str, float] | None = None
-    ) -> tuple[EffectiveBatch, dict[str, float]]:
+    def learn(self, batch: EffectiveBatch, *, check: Check | None = None) -> tuple[EffectiveBatch, dict[str, float]]:
         """One update. Returns the batch with the log-probs that were computed on the way, and the step's metrics.
 
         `check` is asked before the optimizer moves, with the metrics of all processes; it raises where it must not.
-        `also` are numbers of this process that go into those metrics.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite, and `max_skipped_steps` does not say to pass
@@ -96,7 +94,7 @@ class Learner:
             outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
             mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
             # Of all processes, so that either every one of them goes on from here or none does.
-            metrics = merge_floats(gather_object([mine | dict(also or {})]))
+            metrics = merge_floats(gather_object([mine]))
             metrics["grad_norm"] = self._clip()
             admitted = self.nonfinite.admits(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and admitted:
@@ -216,7 +214,7 @@ class Learner:
     def _clip(self) -> float:
         """Clip the gradient of all processes to `max_grad_norm`; its norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
-        return float(norm.full_tensor() if is_divided(norm) else norm)
+        return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""
@@ -293,9 +291,7 @@ def evidence(
 ) -> dict[str, Tensor]:
     """The batch as tensors, and the log-probs that the policy gave its tokens."""
     logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
-    lengths = torch.tensor([len(values) for values in logprobs], dtype=torch.int64)
-    own = {"logprobs.values": torch.cat([torch.zeros(0), *logprobs]), "logprobs.lengths": lengths}
-    return batch_as_tensors(batch) | own
+    return batch_as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
 def make_optimizer(policy: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""A step whose loss is NaN moves nothing on any process, leaves its batch, and is passed over only where asked."""
+"""A step whose loss is NaN updates nothing on any rank, keeps its batch, and is skipped only where that is allowed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def skipped(run: Path) -> list[float]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_without_numbers_ends_the_run_and_moves_nothing(farm, fault, tmp_path, processes):
     what = "the loss is NaN" + (" on one rank of several" if processes > 1 else "")
-    policy = "abort before the optimizer, on all ranks; the batch is kept; max_skipped_steps passes over a few"
+    policy = "abort before the optimizer, on all ranks; the batch is kept; max_skipped_steps skips a few"
     with fault(what, policy=policy, within=20) as clock:
         ranks = farm.start_ranks(SCRIPT, tmp_path, "nan", processes - 1, "{}", processes=processes)
         assert [process.wait() for process in ranks] == [1] * processes
@@ -66,7 +66,7 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, m
         steps.admits(metrics, 2, evidence)
 
 
-def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):
+def test_steps_without_numbers_are_skipped_up_to_the_limit(farm, tmp_path):
     process = farm.start(SCRIPT, tmp_path, "nans", 0, json.dumps({"max_steps": 6, "max_skipped_steps": 2}))
     assert process.wait() == 1
     assert "in step 4 and in 2 step(s) before it" in process.output
@@ -74,7 +74,7 @@ def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):
     assert same(loaded(tmp_path / "before-0.pt"), loaded(tmp_path / "after-0.pt"))
 
 
-def test_a_run_that_passed_over_a_step_resumes_exactly(farm, tmp_path):
+def test_a_run_that_skipped_a_step_resumes_exactly(farm, tmp_path):
     options = {"max_steps": 4, "max_skipped_steps": 1, "save_steps": 2}
     for name, fault, more in ("whole", "nan", {}), ("resumed", "none", {"resume_from_checkpoint": True}):
         (tmp_path / name).mkdir()

@@ -28,7 +28,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
-from fused_grpo.trainer.distributed.failures import anywhere, together
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.answers import complete
 from fused_grpo.trainer.logging.run_output import Phases
@@ -74,11 +74,11 @@ class Collector:
         if self.args.dynamic_sampling:
             wanted, scored = num_groups(scored), self._with_something_to_learn(scored)
             # All processes go on together: they draw from one sequence of prompts.
-            while rounds <= self.args.dynamic_sampling and anywhere(self.accelerator, num_groups(scored) < wanted):
+            while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, num_groups(scored) < wanted):
                 more = self._with_something_to_learn(self._round(engine, phases, trainer_state))
                 scored, rounds = join([scored, more]), rounds + 1
             scored = choose_groups(scored, range(min(wanted, num_groups(scored))))
-        elif not anywhere(self.accelerator, not bool(scored.dropped.all())):
+        elif not any_rank(self.accelerator, not bool(scored.dropped.all())):
             raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
         with phases("reward"):
             advantages = self._advantages(scored)
@@ -153,7 +153,7 @@ class Collector:
             return self._saved(self._place()), {}
         rollouts = self.ahead.rollouts
         is_lost = not (wait or rollouts.done()) or rollouts.exception() is not None
-        if anywhere(self.accelerator, is_lost):  # all processes take theirs along, or none: they draw together
+        if any_rank(self.accelerator, is_lost):  # all processes take theirs along, or none: they draw together
             return self._saved(self.ahead.before), {}
         return self._saved(self.ahead.before), rollouts_as_tensors(rollouts.result())
 
@@ -178,10 +178,10 @@ class Collector:
         """One generation, scored."""
         drawn = None
         if then is not None:
-            with together(self.accelerator, "sampling"):
+            with all_ranks_succeed(self.accelerator, "sampling"):
                 drawn = self._draw(engine, phases)
             then()
-        with together(self.accelerator, "scoring" if drawn else "sampling and scoring"):
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, rollouts = drawn or self._draw(engine, phases)
             with phases("reward"):
                 return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)

@@ -29,7 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 RUN_FILE = "run.json"
 
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "stop_requests"})
+SUMMED = frozenset({"num_tokens", "loss", "policy_loss"})
 
 # The loss op names its metrics with underscores, TRL with slashes; readers take either.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {

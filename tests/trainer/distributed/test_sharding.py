@@ -32,6 +32,6 @@ def test_ways_to_divide_that_do_not_work_here_are_refused(kind, version, one_rea
 
 def test_a_divided_model_does_not_generate(make_model, tokenizer, monkeypatch):
     model = make_model()
-    monkeypatch.setattr(transformers_generate, "is_divided", lambda weight: weight is model.lm_head.weight)
+    monkeypatch.setattr(transformers_generate, "is_sharded", lambda weight: weight is model.lm_head.weight)
     with pytest.raises(UnsupportedError, match="install vLLM"):
         TransformersEngine(model, tokenizer)
