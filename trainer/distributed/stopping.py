@@ -26,6 +26,7 @@ class StopOnSigterm:
 
     def __init__(self) -> None:
         self.requested, self._since, self._process = False, 0.0, os.getpid()
+        self._handles = False
         self._before: Any = None
 
     def __enter__(self) -> StopOnSigterm:
