@@ -89,5 +89,9 @@ def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
 
 def batch_from_tensors(tensors: Mapping[str, Tensor]) -> EffectiveBatch:
     """The inverse of `batch_as_tensors`."""
-    per_sequence = {name: tensors.get(name) for name in ("rewards", "learns")}
-    return EffectiveBatch(advantages=tensors["advantages"], **per_sequence, **rows_from_tensors(tensors))
+    return EffectiveBatch(
+        advantages=tensors["advantages"],
+        rewards=tensors.get("rewards"),
+        learns=tensors.get("learns"),
+        **rows_from_tensors(tensors),
+    )
