@@ -165,7 +165,7 @@ STAGES: dict[str, Callable[[], None]] = {
 
 def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:
     """PyTorch frees a gloo group with the interpreter locked, and waits there for a thread that may want the lock for
-    what it did last. The trainer's own end has such a moment, too (peers.settle)."""
+    what it did last. The trainer's own end has such a moment, too (`barrier` in distributed/failures.py)."""
 
     def leave_later(*group: Any) -> None:
         if torch.distributed.get_world_size() > 1:  # vLLM leaves a dozen groups of one

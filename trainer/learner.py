@@ -29,10 +29,11 @@ from transformers import PreTrainedModel, get_scheduler
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.merge_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
-from fused_grpo.trainer.distributed.sharding import is_divided, prepare_sharding, reshard, shard_like_policy
+from fused_grpo.trainer.distributed.sharding import is_sharded, prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.engines import checkpoint_weights
 from fused_grpo.trainer.models.adapters import as_reference, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
@@ -218,7 +219,7 @@ class Learner:
     def _clip(self) -> float:
         """Clip the gradient of all ranks to `max_grad_norm`. Returns the norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
-        return float(norm.full_tensor() if is_divided(norm) else norm)
+        return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""
@@ -295,9 +296,7 @@ def evidence(
 ) -> dict[str, Tensor]:
     """The batch as tensors, and the log-probs that the policy gave its tokens."""
     logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
-    lengths = torch.tensor([len(values) for values in logprobs], dtype=torch.int64)
-    own = {"logprobs.values": torch.cat([torch.zeros(0), *logprobs]), "logprobs.lengths": lengths}
-    return batch_as_tensors(batch) | own
+    return batch_as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
 def make_optimizer(policy: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:

@@ -50,13 +50,15 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
-from fused_grpo.trainer.distributed.failures import anywhere, last_words, make_accelerator, settle, together
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
+from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
 from fused_grpo.trainer.engines import RolloutEngine, check_agreement
 from fused_grpo.trainer.engines.answers import sync
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.function import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.logging.metrics import rewind_logs
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.logging.phases import Phases
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
@@ -119,7 +121,7 @@ class GRPOTrainer:
         )
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
-        with last_words(self.accelerator):
+        with report_failure(self.accelerator):
             rank, processes = self.accelerator.process_index, self.accelerator.num_processes
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
@@ -175,7 +177,7 @@ class GRPOTrainer:
             self.state = TrainerState(max_steps=self.max_steps)
             self.output = RunOutput.silent(args)
             # Last: no rank is in `train` before all have an engine.
-            with together(self.accelerator, "starting the engine"):
+            with all_ranks_succeed(self.accelerator, "starting the engine"):
                 self.engine = self._choose_engine(rollout_func) if rollout_engine is None else rollout_engine
 
     @property
@@ -200,7 +202,7 @@ class GRPOTrainer:
         """
         metrics: dict[str, Any] = {}
         try:
-            with last_words(self.accelerator), self.stop:
+            with report_failure(self.accelerator), self.stop:
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while self.step < self.max_steps:
                     phases = Phases()
@@ -208,7 +210,7 @@ class GRPOTrainer:
                         self.buffer = self._collect(phases)
                     with phases("train"):
                         metrics = self._learn(self.buffer)
-                    must_stop = anywhere(self.accelerator, self.stop.asked)
+                    must_stop = any_rank(self.accelerator, self.stop.requested)
                     self._record(metrics, phases)
                     if must_stop:
                         self._stop()
@@ -227,7 +229,7 @@ class GRPOTrainer:
             return None
         self._wake_engine()
         self._sync_engine()
-        with together(self.accelerator, "evaluating"):
+        with all_ranks_succeed(self.accelerator, "evaluating"):
             result = self.collector.evaluate(self.engine, self.eval_dataset)
             self.engine.sleep()
             self.output.evaluation(self.step, result, len(self.eval_dataset))
@@ -241,7 +243,7 @@ class GRPOTrainer:
         if output_dir is None:
             return self._save(self.output_dir / "final")
         weights = self.learner.weights()
-        with together(self.accelerator, f"saving {output_dir}"):
+        with all_ranks_succeed(self.accelerator, f"saving {output_dir}"):
             if self.accelerator.is_main_process:
                 files_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
                 self.processing_class.save_pretrained(str(output_dir))
@@ -261,16 +263,16 @@ class GRPOTrainer:
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
-        checkpoint = agreed_checkpoint(self, resume) if resume else None
+        checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
         is_main = self.accelerator.is_main_process
-        with together(self.accelerator, "making the output directory"):
+        with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
                 overwrite = self.args.overwrite_output_dir
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
-            restore(self, checkpoint)
+            self._restore(checkpoint)
         facts = describe_run(
             self.args,
             self.model,
@@ -281,10 +283,18 @@ class GRPOTrainer:
             processes=self.accelerator.num_processes,
         )
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
-        with together(self.accelerator, "beginning the log"):
+        with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
             self.eval_before = self.evaluate()
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Everything as it was when `checkpoint` was saved, the logs included."""
+        self.buffer, self.eval_before = restore(checkpoint, self.learner, self.collector)
+        self.state.global_step, self.state.epoch = self.step, self.epoch()
+        with all_ranks_succeed(self.accelerator, "cutting back the logs"):
+            if self.accelerator.is_main_process:
+                rewind_logs(self.output_dir, self.step)
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
@@ -293,15 +303,15 @@ class GRPOTrainer:
             self._sync_engine(phases)
         drawn = None
         if self.args.generate_ahead:
-            with together(self.accelerator, "sampling"):
+            with all_ranks_succeed(self.accelerator, "sampling"):
                 drawn = self.collector.draw(self.engine, phases)
             steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
             if self.step + steps < self.max_steps:
                 self._sync_engine(phases)
-                with together(self.accelerator, "requesting the next batch"):
+                with all_ranks_succeed(self.accelerator, "requesting the next batch"):
                     self.collector.prefetch(self.engine)
         buffer, records = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
-        with together(self.accelerator, "writing the rollouts"):
+        with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.output.rollouts(self.step + 1, records)
         return buffer
 
@@ -340,7 +350,7 @@ class GRPOTrainer:
             self.step % self.args.logging_steps == 0
         ):  # as in transformers: an entry for every step would grow without end
             self.state.log_history.append(metrics)
-        with together(self.accelerator, "writing the metrics"):
+        with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, phases)
 
     def epoch(self) -> float | None:
@@ -350,15 +360,20 @@ class GRPOTrainer:
 
     def _save_checkpoint(self, *, resumable: bool) -> Path:
         directory = self.output_dir / f"checkpoint-{self.step}"
-        self._save(directory, write_more=training_state(self) if resumable else None)
-        with together(self.accelerator, "removing old checkpoints"):
+        self._save(directory, write_more=self._training_state() if resumable else None)
+        with all_ranks_succeed(self.accelerator, "removing old checkpoints"):
             if self.accelerator.is_main_process:
                 remove_old_checkpoints(self.output_dir, self.args.save_total_limit, step=self.step)
         return directory
 
+    def _training_state(self) -> Any:
+        # A run that has to stop does not wait for its engine.
+        wait = not any_rank(self.accelerator, self.stop.requested)
+        return training_state(self.learner, self.collector, self.buffer, eval_before=self.eval_before, wait=wait)
+
     def _save(self, directory: Path, write_more: Any = None) -> Path:
         weights = self.learner.weights()
-        with together(self.accelerator, f"saving {directory.name}"):
+        with all_ranks_succeed(self.accelerator, f"saving {directory.name}"):
             if self.accelerator.is_main_process:
                 state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
                 save_checkpoint(
@@ -375,7 +390,7 @@ class GRPOTrainer:
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received SIGTERM."""
         where = self._save_checkpoint(resumable=True)
         self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
-        settle(self.accelerator)
+        barrier(self.accelerator)
         raise SystemExit(EXIT_STATUS)
 
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
@@ -392,11 +407,11 @@ class GRPOTrainer:
             adapter=is_adapted(self.model),
         )
         self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
-        with together(self.accelerator, "finishing the run"):
+        with all_ranks_succeed(self.accelerator, "finishing the run"):
             if self.args.push_to_hub and self.accelerator.is_main_process:
                 push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
             report = self.output.report()
-        settle(self.accelerator)
+        barrier(self.accelerator)
         return TrainResult(
             steps=self.step,
             metrics=metrics,
@@ -407,17 +422,17 @@ class GRPOTrainer:
         )
 
     def _wake_engine(self) -> None:
-        with together(self.accelerator, "waking the engine"):
+        with all_ranks_succeed(self.accelerator, "waking the engine"):
             self.engine.wake()
 
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
             self.collector.wait_for_prefetched()
-            if anywhere(self.accelerator, self.engine.weight_version != self.step):
+            if any_rank(self.accelerator, self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
                 weights = self.learner.served_weights()
-                with together(self.accelerator, "sending weights to the engine"):
+                with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
                     sync(self.engine, weights, version=self.step)
 
     def _planned_steps(self) -> int:

@@ -2,9 +2,9 @@
 
     python save_run.py OUTPUT_DIR (limited|full|read-only)
 
-"checkpoint-1" is whole there when it begins. "limited": files may not grow beyond a limit, another one for each save,
-so that the kernel refuses this file or that one in the middle. "full": on file systems of
-a few hundred KiB. "read-only": the directory is. Prints the message of each error.
+"checkpoint-1" is complete there when it begins. "limited": files may not grow beyond a limit, another one for each
+save, so that the kernel refuses one file or another in the middle. "full": on file systems of a few hundred KiB.
+"read-only": the directory is. Prints the message of each error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL, TOKENIZER = PARTS["model"](), build_tokenizer()
 # No file of this checkpoint fits; some configurations do, all of them, the tokenizer too, most of the weights.
 LIMITS = (0, 100, 600, 1000, 2000, 120_000, 242_000)
 SIZES = (280, 400, 480)  # KiB; a checkpoint takes 256
-NOBODY = 65534
+UNPRIVILEGED = 65534
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # of <sched.h> and <sys/mount.h>
 
 
@@ -74,8 +74,8 @@ def read_only() -> Iterator[str]:
     for path in Path("checkpoint-1").iterdir():
         path.chmod(0o444)
     Path.cwd().chmod(0o555)
-    if os.geteuid() == 0:  # whom modes do not hold back
-        os.seteuid(NOBODY)
+    if os.geteuid() == 0:  # root ignores modes
+        os.seteuid(UNPRIVILEGED)
     yield save(1)
     yield save(2)
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, or of another run: noticed, named, and what can be used instead is said."""
+"""A checkpoint that is damaged, or of another run: the error names it, and what can be used instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ import torch
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import manifest
-from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
-from fused_grpo.trainer.checkpoint.resume import find_checkpoint, restore
+from fused_grpo.trainer.checkpoint.checkpoint import (
+    checkpoints,
+    find_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from fused_grpo.trainer.checkpoint.resume import restore
 from fused_grpo.trainer.logging.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -51,10 +56,10 @@ def test_a_truncated_checkpoint_is_named_with_the_one_that_can_be_used(run, time
     with time_limit(5), pytest.raises(CheckpointError) as said:
         find_checkpoint(run, run / "checkpoint-6")
     assert f"{run / 'checkpoint-6'}, whose model.safetensors is truncated" in str(said.value)
-    assert str(said.value).endswith(f"the newest whole checkpoint is {run / 'checkpoint-4'}")
+    assert str(said.value).endswith(f"the newest complete checkpoint is {run / 'checkpoint-4'}")
 
 
-def test_resuming_passes_over_what_is_broken_and_says_so(run, caplog, time_limit):
+def test_resuming_ignores_damaged_checkpoints_and_warns(run, caplog, time_limit):
     truncate(run / "checkpoint-6")
     (run / "checkpoint-4" / "manifest.json").unlink()
     with time_limit(5), caplog.at_level(logging.WARNING):
@@ -63,21 +68,21 @@ def test_resuming_passes_over_what_is_broken_and_says_so(run, caplog, time_limit
     assert [name in line for name, line in zip(("checkpoint-6", "checkpoint-4"), left_out, strict=True)] == [True, True]
 
 
-def test_where_nothing_is_whole_the_error_says_that_too(run):
+def test_where_no_checkpoint_is_complete_the_error_says_so(run):
     for path in checkpoints(run):
         truncate(path)
-    with pytest.raises(CheckpointError, match="there is no other whole checkpoint in"):
+    with pytest.raises(CheckpointError, match="there is no other complete checkpoint in"):
         find_checkpoint(run, run / "checkpoint-6")
 
 
-def test_a_checkpoint_that_a_killed_save_stepped_aside_for_is_found(run):
+def test_a_checkpoint_that_a_killed_save_has_renamed_is_found(run):
     for step in (2, 4):
         truncate(run / f"checkpoint-{step}")
     (run / "checkpoint-6").rename(run / ".checkpoint-6.previous")
     assert find_checkpoint(run, True) == run / ".checkpoint-6.previous"
 
 
-def test_broken_checkpoints_of_later_steps_do_not_push_out_whole_ones(run):
+def test_damaged_checkpoints_of_later_steps_do_not_displace_complete_ones(run):
     truncate(run / "checkpoint-6")
     remove_old_checkpoints(run, keep=1, step=4)  # a run that went on from step 2 has just saved step 4
     assert [path.name for path in checkpoints(run)] == ["checkpoint-4", "checkpoint-6"]
@@ -102,26 +107,25 @@ def test_another_dataset_of_the_same_length_is_noticed_before_anything_is_loaded
         time_limit(5),
         pytest.raises(CheckpointError, match=r"train_dataset with contents=\w{16}, want contents='\w{16}'"),
     ):
-        restore(resumed, checkpoint)
+        restore(checkpoint, resumed.learner, resumed.collector)
     assert not resumed.model.lm_head.weight.any()
-    restore(make(rows=rows), checkpoint)
+    same = make(rows=rows)
+    restore(checkpoint, same.learner, same.collector)
 
 
 NODES = """
 import os, sys
 from pathlib import Path
-from types import SimpleNamespace
 from accelerate import Accelerator
-from fused_grpo.trainer.distributed.failures import settle
+from fused_grpo.trainer.distributed.failures import barrier
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint
 os.chdir(f"{sys.argv[1]}/{os.environ['RANK']}")
-args, accelerator = SimpleNamespace(trust_remote_code=False), Accelerator(cpu=True)
-trainer = SimpleNamespace(accelerator=accelerator, output_dir=Path("run"), args=args)
+accelerator = Accelerator(cpu=True)
 try:
-    print("found", agreed_checkpoint(trainer, True))
+    print("found", agreed_checkpoint(accelerator, Path("run"), True))
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
-settle(accelerator)
+barrier(accelerator)
 """
 
 
@@ -157,27 +161,6 @@ def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, tim
     assert "CheckpointError: got a run/checkpoint-4 on rank 1 whose manifest is another one" in second
 
 
-def test_code_beside_weights_does_not_make_a_checkpoint_broken_for_who_asked_for_it(run):
-    truncate(run / "checkpoint-6")
-    for path in (run / "checkpoint-4", run / "checkpoint-2"):
-        (path / "modeling.py").write_text("")
-    with pytest.raises(CheckpointError, match=r"newest whole checkpoint is .*checkpoint-4$"):
-        find_checkpoint(run, run / "checkpoint-6", custom_code=True)
-    with pytest.raises(CheckpointError, match="there is no other whole checkpoint"):
-        find_checkpoint(run, run / "checkpoint-6")
-
-
-@pytest.mark.parametrize("name", ["a_config.json", "notes"])
-def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(run, monkeypatch, name):
-    os.mkfifo(run / "checkpoint-6" / name)
-    read = manifest.read_json
-    monkeypatch.setattr(
-        manifest, "read_json", lambda path, *shape: pytest.fail("waits") if path.is_fifo() else read(path, *shape)
-    )
-    with pytest.raises(CheckpointError, match=f"{name} is neither a file nor a folder"):
-        manifest.refuse_payloads(run / "checkpoint-6")
-
-
 def test_a_checkpoint_of_another_version_is_called_that_and_can_be_replaced(run, save):
     path = run / "checkpoint-6" / "manifest.json"
     path.write_text(path.read_text().replace(manifest.FORMAT, "fused-grpo checkpoint 1"))
@@ -193,8 +176,8 @@ def test_a_refused_save_does_not_read_the_checkpoint_that_it_names(run, monkeypa
         def save_pretrained(self, directory, state_dict=None):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(manifest, "_sha256", lambda path: pytest.fail(f"read {path}"))
-    with pytest.raises(CheckpointError, match=r"the newest whole checkpoint is .*checkpoint-6; fix: free"):
+    monkeypatch.setattr(manifest, "sha256_of", lambda path: pytest.fail(f"read {path}"))
+    with pytest.raises(CheckpointError, match=r"the newest complete checkpoint is .*checkpoint-6; fix: free"):
         save_checkpoint(run / "checkpoint-8", model=Full(), tokenizer=None, trainer_state={})
 
 

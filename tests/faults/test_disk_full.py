@@ -47,16 +47,16 @@ def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_unto
     for step, message in enumerate(messages):
         assert reason in message
         assert f"while saving checkpoint-{step % 2 + 1}; want about 0.23 MiB, " in message
-        assert "the newest whole checkpoint is checkpoint-1; fix: free some space" in message
+        assert "the newest complete checkpoint is checkpoint-1; fix: free some space" in message
     assert files(checkpoint) == before
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
 
 
-def test_a_run_whose_save_is_refused_ends_with_its_logs_whole_and_can_go_on(farm, tmp_path):
+def test_a_run_whose_save_is_refused_ends_with_its_logs_complete_and_can_be_resumed(farm, tmp_path):
     run = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "full", 6)
     assert run.wait() == 1
     assert "File too large (os error 27) while saving" in run.output
-    assert f"the newest whole checkpoint is {tmp_path / 'run' / 'checkpoint-3'};" in run.output
+    assert f"the newest complete checkpoint is {tmp_path / 'run' / 'checkpoint-3'};" in run.output
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
     logged = [record["step"] for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "loss" in record]
     assert logged == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""kill -9 at thirty points, in a save and elsewhere: a whole checkpoint is found, and the run ends bit for bit."""
+"""kill -9 at thirty points, in a save and elsewhere: a complete checkpoint is found, and the run ends bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTSIDE = ("generation", "accumulation", "logging")
 
 
 def kills(chain):
-    """Where one run dies, life after life. A save of this run changes files about forty times."""
+    """Where one run is killed, again and again. A save of this run changes files about forty times."""
     draw = random.Random(chain)
     yield OUTSIDE[chain % 3], draw.randint(0, 4)
     yield "wait", draw.uniform(0, 0.04)
@@ -53,8 +53,8 @@ def undisturbed(farm, tmp_path_factory):
     return everything(output_dir)
 
 
-def how_to_go_on(output_dir, history):
-    """Resumed, wherever a save was ever done; from the beginning where none was."""
+def how_to_start(output_dir, history):
+    """Resumed where a save was finished before; else from the beginning."""
     try:
         verify_checkpoint(newest_checkpoint(output_dir))
     except CheckpointError:
@@ -64,7 +64,7 @@ def how_to_go_on(output_dir, history):
 
 
 def kill(farm, output_dir, how, where, number):
-    """One life of the run; what it said."""
+    """Start the run and kill it; returns its output."""
     process = farm.start(RUN, output_dir, "transformers", how, where, number if where != "wait" else 0)
     if where == "wait":
         deadline = time.monotonic() + 120
@@ -82,14 +82,14 @@ def kill(farm, output_dir, how, where, number):
 def test_a_run_that_is_killed_again_and_again_is_the_same_run(farm, time_limit, undisturbed, tmp_path, chain):
     output_dir, history, inside, outside = tmp_path / "run", "", 0, 0
     for where, number in kills(chain):
-        said = kill(farm, output_dir, how_to_go_on(output_dir, history), where, number)
+        said = kill(farm, output_dir, how_to_start(output_dir, history), where, number)
         is_inside = said.count("begins") > said.count("is done")
         history, inside = history + said, inside + is_inside
         outside += f"killed in {where}" in said and not is_inside
     assert inside >= 2  # of each of six chains
     assert outside == 2
     with time_limit(60):
-        farm.run(RUN, output_dir, "transformers", how_to_go_on(output_dir, history), "nowhere", 0)
+        farm.run(RUN, output_dir, "transformers", how_to_start(output_dir, history), "nowhere", 0)
     assert everything(output_dir) == undisturbed
     assert [path.name for path in checkpoints(output_dir)] == ["checkpoint-9", "checkpoint-10"]
     assert not list(output_dir.glob(".*"))

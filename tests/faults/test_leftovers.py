@@ -1,4 +1,4 @@
-"""What a killed trainer leaves in shared memory is removed by the next one, and nothing that is in use."""
+"""What a killed trainer leaves in shared memory is removed by the next one; what is in use stays."""
 
 from __future__ import annotations
 

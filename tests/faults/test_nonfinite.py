@@ -1,4 +1,4 @@
-"""A step whose loss is NaN moves nothing on any process, leaves its batch, and is passed over only where asked."""
+"""A step whose loss is NaN updates nothing on any rank, keeps its batch, and is skipped only where that is allowed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, m
         steps.admits(metrics, 2, evidence)
 
 
-def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):
+def test_steps_without_numbers_are_skipped_up_to_the_limit(farm, tmp_path):
     process = farm.start(SCRIPT, tmp_path, "nans", 0, json.dumps({"max_steps": 6, "max_skipped_steps": 2}))
     assert process.wait() == 1
     assert "in step 4 and in 2 step(s) before it" in process.output
@@ -72,7 +72,7 @@ def test_steps_without_numbers_are_passed_over_up_to_the_limit(farm, tmp_path):
     assert same(loaded(tmp_path / "before-0.pt"), loaded(tmp_path / "after-0.pt"))
 
 
-def test_a_run_that_passed_over_a_step_resumes_exactly(farm, tmp_path):
+def test_a_run_that_skipped_a_step_resumes_exactly(farm, tmp_path):
     options = {"max_steps": 4, "max_skipped_steps": 1, "save_steps": 2}
     for name, fault, more in ("whole", "nan", {}), ("resumed", "none", {"resume_from_checkpoint": True}):
         (tmp_path / name).mkdir()

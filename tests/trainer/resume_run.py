@@ -73,7 +73,7 @@ def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
         case "accumulation":
             trainer.learner._backward = dying(trainer.learner._backward, on_call=2)
         case "saving":
-            checkpoint.seal = dying(checkpoint.seal)
+            checkpoint.write_manifest = dying(checkpoint.write_manifest)
         case "renaming":
             checkpoint._swap_in = dying(checkpoint._swap_in)
         case "full":

@@ -3,7 +3,7 @@
     python scale_out_run.py <plan.json>
 
 A plan is a list of {"out": folder, "model": {...}, "options": {...}}; of each run every process leaves what it saw in
-<out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is divided.
+<out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is sharded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
-from fused_grpo.trainer.distributed import failures as peers
-from fused_grpo.trainer.distributed.sharding import whole_state
+from fused_grpo.trainer.distributed import sharding
+from fused_grpo.trainer.distributed.sharding import full_state_dict
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
@@ -71,7 +71,7 @@ class EngineByPrompt(RolloutEngine):
         pass
 
 
-class DividingAccelerator(Accelerator):
+class ShardingAccelerator(Accelerator):
     """Accelerate has FSDP on accelerators alone; PyTorch has it on a CPU as well."""
 
     distributed_type, is_fsdp2 = DistributedType.FSDP, True
@@ -121,7 +121,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))
     result = trainer.train()
-    reference = {} if learner.reference is None else whole_state(learner.reference)
+    reference = {} if learner.reference is None else full_state_dict(learner.reference)
     found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
     groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
     found |= {"seen": seen, "mine": parts, "groups": groups}
@@ -133,7 +133,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
 def main(plan: Path) -> None:
     loop.RunOutput.report = lambda self: Path(self.args.output_dir)  # drawing takes five times as long as training
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        peers.Accelerator = DividingAccelerator
+        sharding.Accelerator = ShardingAccelerator
     for entry in json.loads(plan.read_text()):
         run(Path(entry["out"]), entry["model"], entry["options"])
     # In order: a process that leaves while another still talks to it may abort the other.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "stop_requests"})
+SUMMED = frozenset({"num_tokens", "loss", "policy_loss"})
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -8,25 +8,15 @@ what the loss returned. So a forward pass is spent on them only where the policy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fused_grpo.trainer.batching.ragged import rows_as_tensors, rows_from_tensors
 from fused_grpo.trainer.types import EffectiveBatch
-
-# Per-sequence fields of a batch, and what their values are kept as; tensors stay what they are.
-RAGGED = {
-    "prompt_ids": torch.int64,
-    "completion_ids": torch.int64,
-    "sampling_logprobs": torch.float64,
-    "old_logprobs": torch.float32,
-    "ref_logprobs": torch.float32,
-}
-_TENSORS = ("old_logprobs", "ref_logprobs")
 
 
 @dataclass
@@ -45,12 +35,12 @@ class RolloutBuffer:
 
     @property
     def current(self) -> EffectiveBatch:
-        """What the next optimizer step learns from."""
+        """What the next optimizer step in_loss from."""
         return self.batches[self.done % len(self.batches)]
 
     @property
     def has_more_iterations(self) -> bool:
-        """Whether a later iteration learns from `current` again."""
+        """Whether a later iteration in_loss from `current` again."""
         return self.done + len(self.batches) < len(self.batches) * self.iterations
 
     def advance(self, **known: list[Tensor] | None) -> None:
@@ -60,7 +50,7 @@ class RolloutBuffer:
         self.done += 1
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As JSON and as tensors, from which `from_state` makes the same buffer again."""
+        """The buffer as JSON and as tensors, for `from_state`."""
         numbers = {
             "iterations": self.iterations,
             "weight_version": self.weight_version,
@@ -74,15 +64,14 @@ class RolloutBuffer:
         return numbers, tensors
 
     @classmethod
-    def from_state(cls, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> RolloutBuffer:
-        numbers = dict(numbers)
-        count = numbers.pop("batches")
-        batches = []
-        for index in range(count):
-            start = f"{index}."
-            mine = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-            batches.append(batch_from_tensors(mine))
-        return cls(batches=batches, **numbers)
+    def from_state(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RolloutBuffer:
+        """The inverse of `state`."""
+        fields = dict(numbers)
+        by_batch: list[dict[str, Tensor]] = [{} for _ in range(fields.pop("batches"))]
+        for name, value in tensors.items():
+            index, _, field_name = name.partition(".")
+            by_batch[int(index)][field_name] = value
+        return cls(batches=[batch_from_tensors(some) for some in by_batch], **fields)
 
 
 def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> list[EffectiveBatch]:
@@ -93,29 +82,16 @@ def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> lis
 
 
 def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
-    """What `batch_from_tensors` makes the same batch of."""
+    """A batch as tensors, for `batch_from_tensors`."""
     per_sequence = {"advantages": batch.advantages, "rewards": batch.rewards, "in_loss": batch.in_loss}
-    tensors = {name: values for name, values in per_sequence.items() if values is not None}
-    for name, dtype in RAGGED.items():
-        rows = getattr(batch, name)
-        if rows is not None:
-            tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _flat(rows, dtype)
-    return tensors
+    return {name: values for name, values in per_sequence.items() if values is not None} | rows_as_tensors(batch)
 
 
-def _flat(rows: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values = [torch.as_tensor(row, dtype=dtype).cpu() for row in rows]
-    return torch.cat([torch.zeros(0, dtype=dtype), *values]), torch.tensor(
-        [len(row) for row in rows], dtype=torch.int64
-    )
-
-
-def batch_from_tensors(tensors: dict[str, Tensor]) -> EffectiveBatch:
+def batch_from_tensors(tensors: Mapping[str, Tensor]) -> EffectiveBatch:
     """The inverse of `batch_as_tensors`."""
-    ragged: dict[str, Any] = {"sampling_logprobs": None}
-    for name in RAGGED:
-        if f"{name}.values" in tensors:
-            rows = list(tensors[f"{name}.values"].split(tensors[f"{name}.lengths"].tolist()))
-            ragged[name] = rows if name in _TENSORS else [row.tolist() for row in rows]
-    ragged |= {name: tensors.get(name) for name in ("rewards", "in_loss")}
-    return EffectiveBatch(advantages=tensors["advantages"], **ragged)
+    return EffectiveBatch(
+        advantages=tensors["advantages"],
+        rewards=tensors.get("rewards"),
+        in_loss=tensors.get("in_loss"),
+        **rows_from_tensors(tensors),
+    )

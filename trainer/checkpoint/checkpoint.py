@@ -1,13 +1,12 @@
-"""Checkpoints that are whole or absent.
+"""Saving a checkpoint so that it is complete or absent, and finding the newest complete one.
 
-A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), `trainer_state.json` and a manifest with
-the sum of every file. It is written beside its final place, synced to the disk, and renamed: whoever finds the name
-finds all of it. Where one of that name exists, it steps aside to `.<name>.previous` until the new one is in place. A
-process killed between those two renames leaves both of them whole; resuming finds the old one where it is, and the next
-save of that name puts it back first. What a killed save left half-written goes when the next run starts there.
+A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), the training state (`training_state.py`),
+`trainer_state.json`, and a manifest with the sum of every file. It is written to `.<name>.partial`, synced to the disk
+and renamed. An earlier checkpoint of that name is renamed to `.<name>.previous` first and removed afterwards. A process
+that is killed between those two renames leaves both complete: resuming finds the old one, and the next save of that
+name renames it back first. What a killed save has left half-written is removed when the next run starts there.
 
-The price is that every file is read once more for its sum, a second or two per GB. What a run needs to resume lies
-beside the weights (`training_state.py`). No file of ours is a pickle.
+The price is that every file is read once more for its sum, a second or two per GB.
 """
 
 from __future__ import annotations
@@ -20,71 +19,56 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.manifest import (
     MANIFEST_FILE,
-    damaged,
     fsync,
-    is_sealed,
+    has_manifest,
     read_manifest,
-    refuse_payloads,
-    seal,
-    unfit,
-    verify_file,
+    verify_files,
+    write_manifest,
 )
-from fused_grpo.trainer.data.stored_json import read_json
 
 _log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# The name that a save works under, and the one that an earlier checkpoint has meanwhile.
-SIBLING = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")
-
-
-class SavesModel(Protocol):
-    """A transformers model, or a PEFT model around one."""
-
-    def save_pretrained(self, save_directory: str, *, state_dict: dict[str, Tensor] | None = None) -> Any: ...
-
-
-class SavesTokenizer(Protocol):
-    """A transformers tokenizer or processor."""
-
-    def save_pretrained(self, save_directory: str) -> Any: ...
+# The names of a save that is not finished, and of the checkpoint that it replaces.
+TEMPORARY = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")
 
 
 def save_checkpoint(
     directory: Path,
     *,
-    model: SavesModel,
-    tokenizer: SavesTokenizer,
+    model: Any,
+    tokenizer: Any,
     trainer_state: Mapping[str, object],
     state_dict: dict[str, Tensor] | None = None,
     write_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write a checkpoint that is complete once it bears its name. An earlier one of that name is replaced.
+    """Write a checkpoint that is complete once it has its name. An earlier one of that name is replaced.
 
     Args:
         directory: where it will be; its parent is made where it is missing.
-        model: saved by its own `save_pretrained`, as safetensors.
+        model: a transformers or PEFT model, saved by its own `save_pretrained` as safetensors.
         tokenizer: saved by its own `save_pretrained`.
-        trainer_state: what JSON can hold.
+        trainer_state: JSON.
         state_dict: full weights by name, where `model` itself is sharded.
-        write_more: puts further files into the directory that it is given; about `nbytes` of them, where it has that.
+        write_more: writes further files into the directory that it is given; its attribute `nbytes`, if it has one, is
+            about how many bytes.
 
     Raises:
-        CheckpointError: `directory` holds files that no checkpoint of ours wrote; the state is not JSON; or the disk is
-            full or does not let itself be written. Nothing half-made is left then, and an earlier one is as it was.
+        CheckpointError: `directory` holds files that no checkpoint wrote; or the disk is full or read-only. Then
+            nothing half-written is left, and an earlier checkpoint is unchanged.
     """
     directory = Path(directory)
-    state = _encode_state(trainer_state)
     partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
-    wanted = _num_bytes(model) + getattr(write_more, "nbytes", 0)
-    with _disk_errors(directory, wanted):
+    # An adapter's files do not say how large they are.
+    weights = sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
+    with _disk_errors(directory, weights + getattr(write_more, "nbytes", 0)):
         if previous.exists() and not directory.exists():
             os.rename(previous, directory)
         _refuse_foreign(directory)
@@ -94,123 +78,123 @@ def save_checkpoint(
         try:
             model.save_pretrained(str(partial), state_dict=state_dict)
             tokenizer.save_pretrained(str(partial))
-            (partial / STATE_FILE).write_text(state, encoding="utf-8")
+            (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
             if write_more is not None:
                 write_more(partial)
-            seal(partial)
+            write_manifest(partial)
             _swap_in(partial, directory, previous)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return directory
 
 
-def verify_checkpoint(directory: Path, *, custom_code: bool = False, sums: bool = True) -> None:
-    """Read every file of a checkpoint and compare it with the manifest; without `sums`, compare its size alone.
+def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
+    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
 
     Raises:
-        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle, or without
-            `custom_code` code, beside them; the message names it.
+        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
+            the message names it.
     """
     directory = Path(directory)
     previous = _sibling(directory, "previous")
     if previous.exists() and not directory.exists():
         raise CheckpointError(
             f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
-            f"fix: the one before it is whole, rename {previous.name} to {directory.name}"
+            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
         )
-    files = read_manifest(directory)
-    for name, expected in files.items():
-        verify_file(directory, name, expected, sums=sums)
-    refuse_payloads(directory, custom_code=custom_code)
+    verify_files(directory, sums=sums)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The `checkpoint-<step>` directories of a run, oldest first; whether they are whole is not looked at."""
+    """The `checkpoint-<step>` directories of a run, oldest first, complete or not."""
     found = Path(output_dir).glob("checkpoint-*")
     numbered = [path for path in found if path.is_dir() and re.fullmatch(r"checkpoint-\d{1,18}", path.name, re.ASCII)]
     return sorted(numbered, key=_step_of)
 
 
-def newest_checkpoint(output_dir: Path, *, custom_code: bool = False) -> Path:
-    """The newest checkpoint of a run that is whole; newer ones that are not are named in a warning.
+def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> Path:
+    """The newest complete checkpoint of a run; newer ones that are damaged are named in a warning.
 
     Raises:
         CheckpointError: there is none.
     """
-    for path in reversed(_candidates(output_dir)):
+    replaced = [
+        path
+        for path in Path(output_dir).glob(".checkpoint-*.previous")
+        if TEMPORARY.fullmatch(path.name) and not path.with_name(path.name.split(".")[1]).exists()
+    ]
+    for path in sorted([*checkpoints(output_dir), *replaced], key=_step_of, reverse=True):
         try:
-            verify_checkpoint(path, custom_code=custom_code)
+            if path != other_than:
+                verify_checkpoint(path, sums=sums)
+                return path
         except CheckpointError as error:
-            _log.warning("leaving out %s: %s", path, error)
-            continue
-        return path
+            _log.warning("ignoring %s: %s", path, error)
     raise CheckpointError(
-        f"got resume_from_checkpoint=True for {output_dir}, which has no whole checkpoint-<step>; want one; "
+        f"got resume_from_checkpoint=True for {output_dir}, which has no complete checkpoint-<step>; want one; "
         "fix: start without it, or pass the path of a checkpoint"
     )
 
 
-def whole_checkpoint_in(
-    output_dir: Path, *, but: Path | None = None, custom_code: bool = False, sums: bool = True
-) -> str:
-    """Where the newest whole checkpoint is, other than `but`: part of an error message."""
-    for path in reversed(_candidates(output_dir)):
-        try:
-            if path != but:
-                verify_checkpoint(path, custom_code=custom_code, sums=sums)
-                return f"the newest whole checkpoint is {path}"
-        except (CheckpointError, OSError):
-            continue
-    return f"there is no {'other ' if but else ''}whole checkpoint in {output_dir}"
+def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
+    """The checkpoint that `resume_from_checkpoint` means, after every file was compared with its manifest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; then the message names the newest complete one.
+    """
+    if resume is True:
+        return newest_checkpoint(output_dir)
+    path = Path(str(resume))
+    try:
+        verify_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_alternative(path.parent, other_than=path)}") from error
+    return path
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | None = None) -> None:
-    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files that are not ours stay.
+    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files of the user stay.
 
-    Those after `step` do not count, and stay: a run that went on from an earlier one may have been unable to use them.
+    Those after `step` do not count, and stay: a run that resumed from an earlier one may have been unable to use them.
     """
     if keep is None:
         return
     found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
     for path in found[:-keep]:
         try:
-            remove([path] if is_ours(path) else [])
+            remove([path] if is_removable(path) else [])
         except OSError as error:
             # The run has just saved what it needs: one too many is no reason to end it.
-            _log.warning("could not remove %s, which save_total_limit=%d leaves out: %s", path, keep, error)
+            _log.warning("could not remove %s, which save_total_limit=%d excludes: %s", path, keep, error)
 
 
-def load_trainer_state(directory: Path) -> dict[str, Any]:
-    """The `trainer_state` that a checkpoint was saved with.
-
-    Raises:
-        CheckpointError: the checkpoint has no manifest, or its state is missing, truncated or changed.
-    """
-    directory = Path(directory)
-    files = read_manifest(directory)
-    if STATE_FILE not in files:
-        raise damaged(directory, STATE_FILE, "is not in the manifest")
-    verify_file(directory, STATE_FILE, files[STATE_FILE])
-    try:
-        state: dict[str, Any] = read_json(directory / STATE_FILE, dict)
-    except (ValueError, OSError) as error:
-        raise unfit(directory, STATE_FILE, f"cannot be used ({error})") from error
-    return state
+def is_removable(path: Path) -> bool:
+    """Whether it is a checkpoint, and no link to one elsewhere."""
+    return path.is_dir() and not path.is_symlink() and has_manifest(path)
 
 
-def _encode_state(state: Mapping[str, object]) -> str:
-    try:
-        return json.dumps(dict(state), indent=2) + "\n"
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"got a trainer_state that is not JSON ({error}); want numbers, strings, lists and dicts; "
-            "fix: turn tensors and objects into those"
-        ) from error
+def remove(found: list[Path]) -> None:
+    """Remove files, and of checkpoints the files that their manifest names: the user's stay."""
+    for entry in found:
+        if not entry.is_dir():
+            entry.unlink()
+            continue
+        for path in (entry / name for name in (*read_manifest(entry, any_version=True), MANIFEST_FILE)):
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        remove_empty(entry)
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove the empty directories of a tree, itself included."""
+    for path in (*sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True), directory):
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 @contextmanager
 def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
-    """Turn what a file system refuses into an error that says how much was wanted, and what is left."""
+    """Turn an error of the file system into one that says how much space was wanted, and how much is left."""
     try:
         yield
     except Exception as error:
@@ -218,18 +202,21 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
         if isinstance(error, CheckpointError) or not (isinstance(error, OSError) or "(os error" in str(error)):
             raise
         reason = getattr(error, "strerror", None) or error
-        # Without sums, which take seconds per GB; and code may lie in those that this run has saved itself.
-        whole = whole_checkpoint_in(directory.parent, custom_code=True, sums=False)
+        # Without sums, which take seconds per GB.
         raise CheckpointError(
             f"got {reason} while saving {directory}; want about {_readable(wanted)}, {_free(directory)} are free; "
-            f"nothing half-written is left, and {whole}; "
+            f"nothing half-written is left, and {_alternative(directory.parent, sums=False)}; "
             "fix: free some space (save_total_limit, save_only_model), or another output_dir"
         ) from error
 
 
-def _num_bytes(model: Any) -> int:
-    """Of the weights: about what saving them takes. What writes an adapter alone does not say."""
-    return sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
+def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
+    """Where the newest complete checkpoint is: part of an error message."""
+    try:
+        found = newest_checkpoint(output_dir, other_than=other_than, sums=sums)
+    except (CheckpointError, OSError):
+        return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
+    return f"the newest complete checkpoint is {found}"
 
 
 def _free(directory: Path) -> str:
@@ -244,23 +231,13 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
 
 
-def _candidates(output_dir: Path) -> list[Path]:
-    """Checkpoints, oldest first, with those that a save had stepped aside for when it was killed."""
-    aside = [
-        path
-        for path in Path(output_dir).glob(".checkpoint-*.previous")
-        if SIBLING.fullmatch(path.name) and not path.with_name(path.name.split(".")[1]).exists()
-    ]
-    return sorted([*checkpoints(output_dir), *aside], key=_step_of)
-
-
 def _step_of(path: Path) -> int:
     """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
     return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
 
 
 def _sibling(directory: Path, role: str) -> Path:
-    """A hidden name beside `directory`: of the same file system, and taken for a checkpoint by nobody."""
+    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
     return directory.with_name(f".{directory.name}.{role}")
 
 
@@ -279,44 +256,14 @@ def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """A directory is replaced only where every file in it is of a checkpoint of ours."""
+    """A directory is replaced only where every file in it is named by its manifest."""
     if not directory.exists():
         return
-    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if is_sealed(directory) else set()
-    foreign = [p.relative_to(directory).as_posix() for p in directory.rglob("*") if not p.is_dir()]
-    foreign = sorted(name for name in foreign if name not in known)
+    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if has_manifest(directory) else set()
+    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()]
+    foreign = sorted(set(files) - known)
     if foreign or not directory.is_dir():
         raise CheckpointError(
             f"got {directory}, which holds files that no checkpoint wrote ({', '.join(foreign[:3])}); "
             "want a new directory or an earlier checkpoint to replace; fix: move those files away"
         )
-
-
-def is_ours(child: Path) -> bool:
-    """Whether it is a checkpoint that may be removed."""
-    # A link to a checkpoint elsewhere is not this directory's to remove.
-    return child.is_dir() and not child.is_symlink() and is_sealed(child)
-
-
-def remove(found: list[Path]) -> None:
-    """Remove files, and of checkpoints what their manifest names: what else is in them stays."""
-    for entry in found:
-        if not entry.is_dir():
-            entry.unlink()
-            continue
-        for path in (entry / name for name in (*read_manifest(entry, any_version=True), MANIFEST_FILE)):
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-        remove_empty(entry)
-
-
-def remove_empty(directory: Path) -> None:
-    """Remove the empty directories of a tree; what holds a file of somebody's stays."""
-    for path in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
-        _rmdir_if_empty(path)
-    _rmdir_if_empty(directory)
-
-
-def _rmdir_if_empty(path: Path) -> None:
-    if not any(path.iterdir()):
-        path.rmdir()

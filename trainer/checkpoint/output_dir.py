@@ -1,4 +1,4 @@
-"""An output directory that no other run is lost in, and that a killed run has not littered."""
+"""The output directory of a run: another run in it is never lost, and leftovers of a killed run are removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import SIBLING, checkpoints, is_ours, remove, remove_empty
+from fused_grpo.trainer.checkpoint.checkpoint import TEMPORARY, checkpoints, is_removable, remove, remove_empty
 from fused_grpo.trainer.config.run_files import METRICS_FILE, REPORT_FILE, REWARD_FILE, ROLLOUTS_FILE, RUN_FILE
 
 # Runs of an earlier version have reward.png.
@@ -16,7 +16,11 @@ RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "r
 def check_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> list[Path]:
-    """What `prepare_output_dir` would remove; raises what it would raise. Nothing is written or removed."""
+    """What `prepare_output_dir` would remove. Nothing is written or removed.
+
+    Raises:
+        CheckpointError: where `prepare_output_dir` would raise it.
+    """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
@@ -28,7 +32,11 @@ def check_output_dir(
         )
     if resume:
         return []
-    _refuse_to_lose(keep, found)
+    if keep is not None and any(Path(keep).resolve().is_relative_to(entry.resolve()) for entry in found):
+        raise CheckpointError(
+            f"got {keep} as the model and --overwrite-output-dir for the directory that holds it; "
+            "want the model to survive; fix: choose another --output-dir"
+        )
     return found
 
 
@@ -39,9 +47,9 @@ def prepare_output_dir(
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
-        resume: keep the run that is there and go on in its files.
+        resume: keep the run that is there and continue its files.
         overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
-        keep: what this run is going to read, its model; `overwrite` refuses to remove that.
+        keep: the model that this run is going to read; `overwrite` refuses to remove it.
 
     Raises:
         CheckpointError: another run is there and neither `resume` nor `overwrite` is set; or it holds `keep`; or
@@ -52,7 +60,7 @@ def prepare_output_dir(
     try:
         remove(removed)
         path.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(path)
+        _remove_leftovers(path)
     except OSError as error:
         raise CheckpointError(
             f"got {path}, which cannot be written ({error.strerror}); want a directory for this run; "
@@ -62,28 +70,18 @@ def prepare_output_dir(
 
 
 def _run_files(path: Path) -> list[Path]:
-    """Logs, reports and checkpoints of a run in `path`; a report alone, without logs, is somebody's copy."""
+    """Logs, reports and checkpoints of a run in `path`; a report without logs is a copy that the user made."""
     if not path.is_dir():
         return []
-    logs = [path / name for name in (METRICS_FILE, RUN_FILE) if (path / name).is_file()]
-    saved = [child for child in sorted(path.iterdir()) if is_ours(child)]
-    files = [path / name for name in RUN_FILES if (path / name).is_file()] if logs else []
-    return [*files, *saved]
+    has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
+    files = [path / name for name in RUN_FILES if (path / name).is_file()] if has_logs else []
+    return [*files, *(child for child in sorted(path.iterdir()) if is_removable(child))]
 
 
-def _refuse_to_lose(keep: str | Path | None, found: list[Path]) -> None:
-    kept = [entry for entry in found if keep is not None and Path(keep).resolve().is_relative_to(entry.resolve())]
-    if kept:
-        raise CheckpointError(
-            f"got {keep} as the model and --overwrite-output-dir for the directory that holds it; "
-            "want the model to survive; fix: choose another --output-dir"
-        )
-
-
-def _clear_leftovers(output_dir: Path) -> None:
+def _remove_leftovers(output_dir: Path) -> None:
     """Remove what a killed save or removal has left: a half-written copy, one that was replaced, an empty directory."""
     for path in output_dir.glob(".*"):
-        if not (found := SIBLING.fullmatch(path.name)) or path.is_symlink():
+        if not (found := TEMPORARY.fullmatch(path.name)) or path.is_symlink():
             continue
         name, role = found.groups()
         if role == "partial" or (output_dir / name).exists():

@@ -35,7 +35,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
-from fused_grpo.trainer.distributed.failures import anywhere, together
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.answers import complete
 from fused_grpo.trainer.logging.phases import Phases
@@ -107,7 +107,7 @@ class Collector:
         with phases("reward"):
             advantages = self._advantages(scored)
         metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names) | metrics
-        with together(self.accelerator, "putting the engine to sleep"):
+        with all_ranks_succeed(self.accelerator, "putting the engine to sleep"):
             engine.sleep()
         steps = self.args.steps_per_rollout(self.accelerator.num_processes)
         batches = split_groups(self._effective_batch(scored, advantages), steps, self.args.num_generations)
@@ -182,7 +182,7 @@ class Collector:
             return self._saved(self._position()), {}
         rollouts = self.prefetched.rollouts
         is_lost = not (wait or rollouts.done()) or rollouts.exception() is not None
-        if anywhere(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
+        if any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
             return self._saved(self.prefetched.before), {}
         return self._saved(self.prefetched.before), rollouts_as_tensors(rollouts.result())
 
@@ -207,12 +207,12 @@ class Collector:
         """One generation, or with `dynamic_sampling` as many as fill the batch, and how many that were."""
         scored = self._round(engine, phases, trainer_state, drawn)
         if not self.args.dynamic_sampling:
-            if not anywhere(self.accelerator, not bool(scored.dropped.all())):
+            if not any_rank(self.accelerator, not bool(scored.dropped.all())):
                 raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
             return scored, {}
         wanted, rounds, scored = scored.num_groups, 1, self._with_unequal_rewards(scored)
         # All ranks go on together: they draw from one sequence of prompts.
-        while rounds <= self.args.dynamic_sampling and anywhere(self.accelerator, scored.num_groups < wanted):
+        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, scored.num_groups < wanted):
             more = self._with_unequal_rewards(self._round(engine, phases, trainer_state))
             scored, rounds = ScoredRollouts.joined([scored, more]), rounds + 1
         return scored.take_groups(range(min(wanted, scored.num_groups))), {"dynamic_sampling/rounds": float(rounds)}
@@ -221,7 +221,7 @@ class Collector:
         self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None
     ) -> ScoredRollouts:
         """One generation, scored."""
-        with together(self.accelerator, "scoring" if drawn else "sampling and scoring"):
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, rollouts = drawn or self.draw(engine, phases)
             with phases("reward"):
                 return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo.trainer.batching.ragged import rows_as_tensors, rows_from_tensors
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.types import Rollouts
 
@@ -41,33 +42,20 @@ def finished(rollouts: Rollouts) -> Future[Rollouts]:
 
 
 def rollouts_as_tensors(rollouts: Rollouts) -> dict[str, Tensor]:
-    """What `rollouts_from_tensors` makes the same rollouts of; columns of a user's function are not kept."""
-    tensors = {
+    """Rollouts as tensors, for `rollouts_from_tensors`; columns of a user's function are not kept."""
+    return {
         "numbers": torch.tensor([rollouts.num_generations, rollouts.weight_version]),
         "finish_reasons": torch.tensor([_REASONS.index(reason) for reason in rollouts.finish_reasons]),
+        **rows_as_tensors(rollouts),
     }
-    kinds = {"prompt_ids": torch.int64, "completion_ids": torch.int64, "sampling_logprobs": torch.float64}
-    for name, dtype in kinds.items():
-        lists = getattr(rollouts, name)
-        if lists is not None:
-            tensors[f"{name}.values"] = torch.tensor([value for values in lists for value in values], dtype=dtype)
-            tensors[f"{name}.lengths"] = torch.tensor([len(values) for values in lists])
-    return tensors
 
 
 def rollouts_from_tensors(tensors: dict[str, Tensor]) -> Rollouts:
     """The inverse of `rollouts_as_tensors`."""
-
-    def lists(name: str) -> Any:
-        pieces = tensors[f"{name}.values"].split(tensors[f"{name}.lengths"].tolist())
-        return [piece.tolist() for piece in pieces]
-
     num_generations, weight_version = tensors["numbers"].tolist()
     return Rollouts(
-        prompt_ids=lists("prompt_ids"),
-        completion_ids=lists("completion_ids"),
-        sampling_logprobs=lists("sampling_logprobs") if "sampling_logprobs.values" in tensors else None,
         finish_reasons=[_REASONS[index] for index in tensors["finish_reasons"].tolist()],  # type: ignore[misc]
         num_generations=num_generations,
         weight_version=weight_version,
+        **rows_from_tensors(tensors),
     )

@@ -23,7 +23,6 @@ from typing import Any
 
 from fused_grpo.errors import CheckpointError, DataError
 from fused_grpo.trainer.data.datasets import Row, RowCheck, is_stream, read_rows, unreadable
-from fused_grpo.trainer.data.stored_json import check
 
 END = object()
 _COMPARED_ROWS = 256
@@ -170,8 +169,7 @@ class _IndexedRows:
         return {"prompts": self.used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check(state["prompts"], int)
-        self.used = state["prompts"]
+        self.used = int(state["prompts"])
 
     def _row(self, index: int) -> Row:
         try:
@@ -220,9 +218,7 @@ class _StreamedRows:
         return {"prompts": self.used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        places = (state["prompts"], state["pass"], state["prompts_of_pass"])
-        check(list(places), [int])
-        self.used, self._pass, self._used_of_pass = places
+        self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
         self._rows, self._place = None, state["stream"]
         if self._seeks:
             return

@@ -1,1 +1,1 @@
-"""Several processes: sharding, errors on one of them, SIGTERM, steps that are not finite."""
+"""Several ranks: Accelerate and FSDP2, failures on one rank, SIGTERM, steps that are not finite."""

@@ -1,11 +1,11 @@
-"""Steps whose loss or gradient is NaN or infinite: none of them moves the policy, and each leaves its batch behind.
+"""Steps whose loss or gradient is NaN or infinite: none of them changes the policy, and the batch of each is kept.
 
-All processes judge the same two numbers, so they decide alike. The folder `nonfinite-step-<n>` gets two files of each:
-`rank-<r>.safetensors` with what the rank learned from (`batch_from_tensors` makes the batch of it again) and the
-policy's log-probs, `rank-<r>.json` with the step's metrics.
+All ranks compare the same two numbers, so they decide alike. The folder `nonfinite-step-<n>` gets two files per rank:
+`rank-<r>.safetensors` with the rank's batch (`batch_from_tensors` reads it) and the policy's log-probs, and
+`rank-<r>.json` with the metrics of the step.
 
-A step that is passed over (`max_skipped_steps`) counts as made: it uses up its part of the rollouts and of `max_steps`,
-so a run ends whatever happens. Neither the optimizer nor the schedule hear of it.
+A skipped step (`max_skipped_steps`) counts as made: it uses its part of the rollouts and of `max_steps`, so every run
+ends. Neither the optimizer nor the schedule is stepped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class NonFiniteSteps:
-    """Decides about each step, and counts those that were passed over.
+    """Decides whether a step may update the policy, and counts those that were skipped.
 
     Args:
         output_dir: of the run.
         rank: of this process.
-        limit: steps in a row that may be passed over. 0: the first one ends the run.
+        limit: how many steps in a row may be skipped. 0: the first one ends the run.
     """
 
     def __init__(self, output_dir: Path, rank: int, *, limit: int) -> None:
@@ -39,10 +39,10 @@ class NonFiniteSteps:
         self.in_a_row = self.total = 0
 
     def admits(self, metrics: Mapping[str, float], step: int, evidence: Callable[[], Mapping[str, Tensor]]) -> bool:
-        """Whether the optimizer may make step `step`; `evidence` is asked for the tensors of one that it may not make.
+        """Whether the optimizer may make step `step`. `evidence` returns the tensors to keep of one that it may not.
 
         Raises:
-            NonFiniteError: it may not, and `limit` steps before it were passed over already.
+            NonFiniteError: it may not, and `limit` steps before it were skipped already.
         """
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.in_a_row = 0
@@ -54,20 +54,18 @@ class NonFiniteSteps:
             before = f" and in {self.in_a_row} step(s) before it" if self.in_a_row else ""
             raise NonFiniteError(
                 f"{what}{before}, want finite ones; nothing was updated, and its batch is {kept}; fix: a lower "
-                "learning_rate, look at that batch, or pass over a few such steps with max_skipped_steps"
+                "learning_rate, look at that batch, or skip a few such steps with max_skipped_steps"
             )
         self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
-        _log.warning(
-            "%s: passed over (%d in a row of at most %d), its batch is %s", what, self.in_a_row, self.limit, kept
-        )
+        _log.warning("%s: skipped (%d in a row of at most %d), its batch is %s", what, self.in_a_row, self.limit, kept)
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What to log of it, where steps may be passed over."""
+        """The number of skipped steps, to log; nothing where no step may be skipped."""
         return {"skipped_steps": float(self.total)} if self.limit else {}
 
     def state(self) -> dict[str, int]:
-        """As JSON."""
+        """The counters, as JSON."""
         return {"in_a_row": self.in_a_row, "total": self.total}
 
     def load_state(self, state: Mapping[str, int]) -> None:
@@ -75,13 +73,13 @@ class NonFiniteSteps:
         self.in_a_row, self.total = state["in_a_row"], state["total"]
 
     def _keep(self, folder: Path, facts: Mapping[str, object], evidence: Callable[[], Mapping[str, Tensor]]) -> str:
-        """Write them; where they are now. A full disk, or memory, must not hide what happened, nor part the ranks."""
+        """Write the batch; returns where it is. A full disk must neither hide the error nor make the ranks differ."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: value.contiguous() for name, value in evidence().items()}
             save_file(tensors, folder / f"rank-{self.rank}.safetensors")
             text = json.dumps(to_json(facts), indent=2, allow_nan=False) + "\n"
             (folder / f"rank-{self.rank}.json").write_text(text, encoding="utf-8")
-        except Exception as error:  # safetensors has a class of its own for a full disk
+        except Exception as error:  # safetensors has an error class of its own for a full disk
             return f"lost ({error})"
         return f"in {folder}"

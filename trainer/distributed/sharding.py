@@ -1,36 +1,51 @@
-"""FSDP2, as Accelerate runs it: how a policy is divided among processes, and its weights made whole again.
+"""Accelerate with DDP or FSDP2: how a policy is sharded across ranks, and its full state dict gathered.
 
 Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
 reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
-A reference is divided as the policy is.
+A reference is sharded as the policy is.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, fsdp2_prepare_model
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
 
 
+def make_accelerator(args: GRPOConfig) -> Accelerator:
+    """Accelerate, configured by the options and the launcher's environment."""
+    return Accelerator(
+        mixed_precision="bf16" if wants_bf16(args) else "no",
+        # Without it, Accelerate on a machine without an accelerator lets every rank train by itself.
+        cpu=not torch.accelerator.is_available(),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout))],
+        **tracker_arguments(args),
+    )
+
+
 def prepare_sharding(accelerator: Accelerator) -> None:
-    """Have FSDP2 keep what the loss is given as it is, and sum gradients in fp32; nothing to do without FSDP.
+    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; without FSDP, do nothing.
 
     Raises:
-        UnsupportedError: DeepSpeed, FSDP 1, or weights that the first process alone has read.
+        UnsupportedError: DeepSpeed, FSDP 1, or weights that only rank 0 reads.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UnsupportedError(
-            "got DeepSpeed, want DDP or FSDP2: Accelerate has it move the weights inside the backward pass of every "
-            "micro-batch, where a step is neither whole nor checked; fix: accelerate launch --config_file fsdp2.yaml"
+            "got DeepSpeed, want DDP or FSDP2: Accelerate has it update the weights inside the backward pass of every "
+            "micro-batch, before the step is complete and checked; fix: accelerate launch --config_file fsdp2.yaml"
         )
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -41,8 +56,8 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         )
     if plugin.cpu_ram_efficient_loading:
         raise UnsupportedError(
-            "got fsdp_cpu_ram_efficient_loading, want every process to read the weights: each tries them before they "
-            "are divided; fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config"
+            "got fsdp_cpu_ram_efficient_loading, want every rank to read the weights: each checks them before they "
+            "are sharded; fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config"
         )
     if plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
@@ -54,33 +69,33 @@ def prepare_sharding(accelerator: Accelerator) -> None:
 
 
 def shard_like_policy(accelerator: Accelerator, module: M) -> M:
-    """A module that is not trained, where this process runs it: divided under FSDP2, whole otherwise."""
+    """A module that is not trained, on this rank's device: sharded under FSDP2."""
     if not accelerator.is_fsdp2:
         return module.to(accelerator.device)
-    divided: M = fsdp2_prepare_model(accelerator, module)
-    return divided
+    sharded: M = fsdp2_prepare_model(accelerator, module)
+    return sharded
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
+    """Free what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
     if isinstance(module, FSDPModule):
         module.reshard()
 
 
-def is_divided(weight: Tensor) -> bool:
-    """Whether it is a DTensor, of which a process has no more than a part."""
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank holds only a part."""
     return isinstance(weight, DTensor)
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module, its divided tensors gathered to the CPU one by one. Names that share one still do.
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a module, its sharded tensors gathered to the CPU one by one. Tied names share a tensor.
 
-    Where some are divided, every process has to ask.
+    A collective where tensors are sharded: every rank has to call it.
     """
-    whole: dict[int, Tensor] = {}
-    # The parameters themselves, because a tied one has to be known again.
+    gathered: dict[int, Tensor] = {}
+    # The parameters themselves, so that a tied one is recognised.
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     for value in state.values():
-        if is_divided(value) and id(value) not in whole:
-            whole[id(value)] = value.detach().full_tensor().cpu()
-    return {name: whole.get(id(value), value).detach() for name, value in state.items()}
+        if is_sharded(value) and id(value) not in gathered:
+            gathered[id(value)] = value.detach().full_tensor().cpu()
+    return {name: gathered.get(id(value), value).detach() for name, value in state.items()}

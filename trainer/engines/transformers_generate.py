@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.distributed.sharding import is_divided
+from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.engine import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
@@ -72,7 +72,7 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         if max_sequences is not None and max_sequences < 1:
             raise InputError(f"got max_sequences={max_sequences}, want at least 1, or None for all of a call")
-        if any(map(is_divided, model.parameters())):
+        if any(map(is_sharded, model.parameters())):
             raise UnsupportedError(
                 "got a model that is divided among processes, want a whole one: every token would gather all of it; "
                 "fix: install vLLM, or launch with DDP"

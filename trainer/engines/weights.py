@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fused_grpo.trainer.distributed.sharding import whole_state
+from fused_grpo.trainer.distributed.sharding import full_state_dict
 from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
 
     if is_adapted(model):
         return merged_weights(model)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, whole_state(model))
+    weights: dict[str, Tensor] = revert_weight_conversion(model, full_state_dict(model))
     return weights.items()
 
 

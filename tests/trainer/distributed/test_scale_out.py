@@ -104,7 +104,7 @@ def test_a_process_without_work_meets_the_other(shared):
     assert any(min(pair) == 0 < max(pair) for pair in pairs), pairs
 
 
-def test_two_processes_go_on_where_they_stopped(launch, wrapper, shared):
+def test_two_processes_resume_where_they_stopped(launch, wrapper, shared):
     root, found = shared
     name, model, options = CUT
     resumed = launch(
@@ -115,7 +115,7 @@ def test_two_processes_go_on_where_they_stopped(launch, wrapper, shared):
             assert torch.equal(resumed["cut"][0][kind][key], tensor), f"{kind} {key}"
 
 
-def test_fsdp_divides_the_weights_and_gathers_the_head_for_the_loss(alone, shared, wrapper):
+def test_fsdp_shards_the_weights_and_gathers_the_head_for_the_loss(alone, shared, wrapper):
     for name in RUNS:
         total = alone[name]["mine"]
         for rank in shared[1][name]:
@@ -134,7 +134,7 @@ def test_mixed_precision_leaves_the_inputs_of_the_loss_unrounded(shared, wrapper
     assert {batch["loss_dtype"] for batch in seen} == {"torch.float32"}
 
 
-def test_a_checkpoint_of_divided_weights_loads_as_any_other(shared):
+def test_a_checkpoint_of_sharded_weights_loads_as_any_other(shared):
     root, found = shared
     name = "by tokens, tied, a reference that follows"
     loaded = Qwen2ForCausalLM.from_pretrained(root / name / "run" / "final")

@@ -1,4 +1,4 @@
-"""What is refused before anything is divided among processes; what works is in test_scale_out.py."""
+"""What is refused before anything is sharded across ranks; what works is in test_scale_out.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
         ("DEEPSPEED", 2, False, "--config_file fsdp2.yaml"),
     ],
 )
-def test_ways_to_divide_that_do_not_work_here_are_refused(kind, version, one_reads, fix):
+def test_kinds_of_sharding_that_do_not_work_here_are_refused(kind, version, one_reads, fix):
     plugin = SimpleNamespace(cpu_ram_efficient_loading=one_reads, mixed_precision_policy=None)
     accelerator = SimpleNamespace(
         distributed_type=DistributedType[kind], is_fsdp2=version == 2, state=SimpleNamespace(fsdp_plugin=plugin)
@@ -30,8 +30,8 @@ def test_ways_to_divide_that_do_not_work_here_are_refused(kind, version, one_rea
         prepare_sharding(accelerator)
 
 
-def test_a_divided_model_does_not_generate(make_model, tokenizer, monkeypatch):
+def test_a_sharded_model_does_not_generate(make_model, tokenizer, monkeypatch):
     model = make_model()
-    monkeypatch.setattr(transformers_generate, "is_divided", lambda weight: weight is model.lm_head.weight)
+    monkeypatch.setattr(transformers_generate, "is_sharded", lambda weight: weight is model.lm_head.weight)
     with pytest.raises(UnsupportedError, match="install vLLM"):
         TransformersEngine(model, tokenizer)

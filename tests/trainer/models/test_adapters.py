@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint.training_state import read_adapter
+from fused_grpo.trainer.checkpoint.saved_weights import read_adapter
 from fused_grpo.trainer.engines import checkpoint_weights, make_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.adapter import VLLMAdapterEngine
