@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
@@ -21,14 +20,12 @@ def runs(completions, log_extra):
     return [1.0]
 """
 BAD = {
-    "hoards memory": "[bytearray(1 << 28) for _ in range(99)]",
     "writes without end": "file = open(__file__ + '.out', 'wb'); [file.seek(1 << 40), file.write(b'x'), file.flush()]",
     "forks without end": "[os.fork() for _ in range(9)]; __import__('time').sleep(99)",
     "dies of a signal": "os.abort()",
     "answers for the function": "os.write(4, b'[]\\n'); __import__('time').sleep(9)",
     "answers without end": "[os.write(4, b' ' * (1 << 20)) for _ in range(20)]",
     "answers brackets": "os.write(4, b'[' * 100_000 + b'\\n')",
-    "answers with nothing": "os.write(4, b'{\"ready\": true}\\n'); __import__('time').sleep(9)",
     "exits": "sys.exit()",
     "recurses": "f = lambda: f(); f()",
 }
@@ -103,8 +100,6 @@ def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
                     ("1.0", extra, "{}")
                     for extra in ("5", '{"a": 1}', '{"a": []}', '{"a": [1, 2]}', '{"\\ud800": [1]}')
                 ),
-                *(("1.0", extra, "{}") for extra in (json.dumps({str(n): [1] for n in range(65)}),)),
-                *(("1.0", extra, "{}") for extra in (f'{{"a": {"[" * 30}{"]" * 30}}}',)),
                 *(("1.0", "{}", metrics) for metrics in ("[]", '{"a": 1.0}', '{"a": ["x"]}', '{"a": [null]}')),
             ]
         ),

@@ -1,11 +1,11 @@
-"""What becomes of a reward call that failed.
+"""Policies for a reward call that failed (`reward_failure`).
 
-    fail    the error ends the run, and nothing was updated
-    retry   the call is made again, up to `retries` times and after growing pauses; then as above
-    drop    the groups that the failure touches leave the batch, whole
+    fail    the error ends the run
+    retry   the call is repeated up to `retries` times, with exponential backoff; then as above
+    drop    the groups for which the call fails leave the batch
 
-Dropping is by group because an advantage compares the members of a group: without one of them, the baseline of the
-others would be another. Which groups fail is found by calling the function on each of them.
+A group is dropped whole: an advantage compares the members of a group, and without one of them the others would have
+another baseline. To find the failing groups, the function is called for each group alone.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
-from typing import Literal
 
 from fused_grpo.errors import RewardError
-from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, Scores, in_thread
+from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, Scores
 
-FailurePolicy = Literal["fail", "retry", "drop"]
-FIRST_PAUSE = 0.5  # seconds; the next ones are twice as long each
+FIRST_PAUSE = 0.5  # seconds; each further pause is twice as long
 
 _log = logging.getLogger(__name__)
 
 
 def call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
-    """The scores of the first call that succeeds, of `1 + retries`.
+    """The scores of the first of `1 + retries` calls that succeeds.
 
     Raises:
-        RewardError: that of the last one.
+        RewardError: the error of the last call.
     """
     for attempt in range(retries):
         try:
@@ -44,46 +42,38 @@ def call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int)
         raise RewardError(f"{error} (call {retries + 1} of {retries + 1})") from error
 
 
-def call_dropping_groups(
-    call: RewardCaller, inputs: RewardInputs, num_generations: int
-) -> tuple[Scores, dict[int, RewardError]]:
-    """The scores, NaN in groups where the function fails; and why it did, by the group's number."""
-    try:
-        return call(inputs, pinpoint=False), {}
-    except RewardError as error:
-        outcomes: list[Scores | RewardError] = [error]
-    if len(inputs) > num_generations:
-        outcomes = _group_by_group(call, inputs, num_generations)
-    failures = {number: outcome for number, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
-    for failure in failures.values():
-        _log.warning("%s (its group is dropped)", failure)
-    return _joined(outcomes, num_generations), failures
+def call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
+    """The scores, NaN in groups where the function fails, with the errors by group."""
 
-
-def _group_by_group(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> list[Scores | RewardError]:
-    def attempt(start: int) -> Scores | RewardError:
+    def attempt(start: int) -> Scores:
         try:
             return call(inputs.part(start, num_generations), pinpoint=False)
         except RewardError as error:
-            return error
+            return Scores(failures={start // num_generations: error})
 
+    try:
+        return call(inputs, pinpoint=False)
+    except RewardError as error:
+        groups = [Scores(failures={0: error})]
     starts = range(0, len(inputs), num_generations)
-    if not call.is_async:
-        return [attempt(start) for start in starts]
-    pending = [in_thread(functools.partial(attempt, start)) for start in starts]
-    return [outcome.result() for outcome in pending]
+    if len(starts) > 1 and call.is_async:
+        pending = [in_thread(functools.partial(attempt, start)) for start in starts]
+        groups = [outcome.result() for outcome in pending]
+    elif len(starts) > 1:
+        groups = [attempt(start) for start in starts]
+    return _joined(groups, num_generations)
 
 
-def _joined(outcomes: Sequence[Scores | RewardError], num_generations: int) -> Scores:
-    """One batch from its groups. A group that failed has NaN as its values and None as whatever others logged."""
-    columns = dict.fromkeys(name for outcome in outcomes if isinstance(outcome, Scores) for name in outcome.extra)
-    blank: list[None] = [None] * num_generations
-    joined = Scores(values=[], extra={name: [] for name in columns})
-    for outcome in outcomes:
-        scores = outcome if isinstance(outcome, Scores) else Scores(values=[math.nan] * num_generations)
-        joined.values.extend(scores.values)
+def _joined(groups: list[Scores], num_generations: int) -> Scores:
+    """The scores of a batch from those of its groups. A failed group has values NaN and logged columns None."""
+    joined = Scores(extra={name: [] for group in groups for name in group.extra})
+    for group in groups:
+        joined.values.extend(group.values or [math.nan] * num_generations)
         for name, values in joined.extra.items():
-            values.extend(scores.extra.get(name, blank))
-        for name, logged in scores.metrics.items():
+            values.extend(group.extra.get(name, [None] * num_generations))
+        for name, logged in group.metrics.items():
             joined.metrics.setdefault(name, []).extend(logged)
+        for number, failure in group.failures.items():
+            _log.warning("%s (its group is dropped)", failure)
+            joined.failures[number] = failure
     return joined
