@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T], name: str = "reward") -> Future[T]:
+def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
     """Start `work` in a daemon thread: unlike a thread of an executor, it does not keep the process alive."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # a running future cannot be cancelled

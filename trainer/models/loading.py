@@ -62,7 +62,7 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     if takes_any_lengths(model) and device.type == "cpu":
         config._attn_implementation = "eager"
     try:
-        together, *alone = (
+        packed, *alone = (
             model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state.float()
             for ids, places in (
                 (torch.cat([first, second], dim=1), torch.cat(positions, dim=1)),
@@ -76,7 +76,7 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     expected = torch.cat(alone, dim=1)
     # Far above rounding errors, far below the effect of attention to the other sequence.
     allowed = max(1e-2, torch.finfo(model.dtype).eps ** 0.5)
-    return bool((together - expected).norm() <= allowed * expected.norm())
+    return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:

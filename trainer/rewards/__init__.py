@@ -1,8 +1,7 @@
 """Reward functions and reward models: called on completions, with their results checked.
 
-scorer        `Rewards`: all functions of a run, called on a batch
+scorer        `Rewards`: all functions of a run, called on a batch; retries, dropped groups
 calling       one function: its arguments, its timeout, checks of what it returns
-failures      a call that failed: retry it, or drop the groups for which it fails
 loading       functions by name
 models        sequence-classification models as reward functions
 isolation     a function in a process of its own (worker.py is that process)

@@ -136,7 +136,7 @@ class RewardCaller:
 
         # A call of a coroutine function returns at once.
         directly = self.timeout is None or self.is_async
-        returned = call() if directly else self._wait(in_thread(call), inputs)
+        returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
             returned = self._wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), inputs)
         return list(returned) if isinstance(returned, Iterable) else returned

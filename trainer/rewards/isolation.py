@@ -268,7 +268,8 @@ def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = (
 def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    connection.shutdown(socket.SHUT_RDWR)  # ends a thread that still reads or writes
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # ends a thread that still reads or writes
     replies.close()
     connection.close()
     process.wait()

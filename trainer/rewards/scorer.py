@@ -1,14 +1,22 @@
 """All reward functions of a run, called on a batch.
 
 Plain functions are called one after another, `async` functions concurrently and at the same time. Each call has its
-own timeout and its own failures. A group that is dropped for one function is dropped for all: a sum of the remaining
-functions could not be compared with the sums of other groups.
+own timeout. `reward_failure` chooses the policy for a call that fails:
+
+    fail    the error ends the run
+    retry   the call is repeated up to `retries` times, with exponential backoff; then as above
+    drop    the groups for which the call fails leave the batch
+
+To find the failing groups, the function is called for each group alone. A group is dropped whole and for all functions:
+an advantage compares the members of a group, and without one member or one function the others would have another
+baseline.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,11 +37,13 @@ from fused_grpo.trainer.rewards.calling import (
     event_loop,
     reward_name,
 )
-from fused_grpo.trainer.rewards.failures import call_dropping_groups, call_with_retries
 from fused_grpo.trainer.rewards.loading import load_reward, names_a_function
 from fused_grpo.trainer.rewards.models import RewardModel, load_reward_model
 
 FailurePolicy = Literal["fail", "retry", "drop"]
+FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +153,12 @@ class Rewards:
             "completion_ids": list(completion_ids),
         }
         inputs = RewardInputs(columns=columns, trainer_state=trainer_state)
-        works = [functools.partial(self._call, caller, inputs, num_generations) for caller in self._callers]
         if any(caller.is_async for caller in self._callers):
             event_loop()  # made here, because two threads at once would each make one
-        pending = {index: in_thread(work) for index, work in enumerate(works) if self._callers[index].is_async}
-        done = {index: work() for index, work in enumerate(works) if index not in pending}
-        outcomes = [pending[index].result() if index in pending else done[index] for index in range(len(works))]
+        call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
+        pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
+        done = {one: call(one) for one in self._callers if one not in pending}
+        outcomes = [pending[one].result() if one in pending else done[one] for one in self._callers]
         scores, seconds = zip(*outcomes, strict=True)
         return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 
@@ -158,9 +168,9 @@ class Rewards:
             case "fail":
                 scores = caller(inputs)
             case "retry":
-                scores = call_with_retries(caller, inputs, retries=self.retries)
+                scores = _call_with_retries(caller, inputs, retries=self.retries)
             case "drop":
-                scores = call_dropping_groups(caller, inputs, num_generations)
+                scores = _call_dropping_groups(caller, inputs, num_generations)
         return scores, time.perf_counter() - start
 
     def _output(self, scores: Sequence[Scores], seconds: dict[str, float], num_generations: int) -> RewardOutput:
@@ -185,6 +195,61 @@ class Rewards:
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
+
+
+def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
+    """The scores of the first of `1 + retries` calls that succeeds.
+
+    Raises:
+        RewardError: the error of the last call.
+    """
+    for attempt in range(retries):
+        try:
+            return call(inputs, pinpoint=False)
+        except RewardError as error:
+            _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, retries + 1)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    try:
+        return call(inputs)
+    except RewardError as error:
+        raise RewardError(f"{error} (call {retries + 1} of {retries + 1})") from error
+
+
+def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
+    """The scores, NaN in groups where the function fails, with the errors by group."""
+
+    def attempt(start: int) -> Scores:
+        try:
+            return call(inputs.part(start, num_generations), pinpoint=False)
+        except RewardError as error:
+            return Scores(failures={start // num_generations: error})
+
+    try:
+        return call(inputs, pinpoint=False)
+    except RewardError as error:
+        groups = [Scores(failures={0: error})]
+    starts = range(0, len(inputs), num_generations)
+    if len(starts) > 1 and call.is_async:
+        pending = [in_thread(functools.partial(attempt, start), name="reward") for start in starts]
+        groups = [outcome.result() for outcome in pending]
+    elif len(starts) > 1:
+        groups = [attempt(start) for start in starts]
+    return _joined(groups, num_generations)
+
+
+def _joined(groups: list[Scores], num_generations: int) -> Scores:
+    """The scores of a batch from those of its groups. A failed group has values NaN and logged columns None."""
+    joined = Scores(extra={name: [] for group in groups for name in group.extra})
+    for group in groups:
+        joined.values.extend(group.values or [math.nan] * num_generations)
+        for name, values in joined.extra.items():
+            values.extend(group.extra.get(name, [None] * num_generations))
+        for name, logged in group.metrics.items():
+            joined.metrics.setdefault(name, []).extend(logged)
+        for number, failure in group.failures.items():
+            _log.warning("%s (its group is dropped)", failure)
+            joined.failures[number] = failure
+    return joined
 
 
 def _check_options(

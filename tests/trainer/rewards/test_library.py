@@ -1,4 +1,4 @@
-"""The ready-made rewards are those of TRL, in our way of running them."""
+"""The ready-made rewards equal TRL's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reward functions are shown, and what becomes of what they say."""
+"""The arguments that reward functions get from the trainer, and how their values become advantages."""
 
 from __future__ import annotations
 
