@@ -82,7 +82,7 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
         )
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise UnsupportedError(
-            "got an adapter under FSDP or DeepSpeed, want unsharded weights in every process: the base takes no gradients "
+            "got an adapter under FSDP or DeepSpeed, want full weights in every process: the base takes no gradients "
             "and no optimizer state; fix: launch with DDP"
         )
     if is_adapted(model):

@@ -191,8 +191,8 @@ class Worker:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 # Its own process group: it is killed with the processes that it started, and Ctrl-C does not reach it.
                 start_new_session=True,
@@ -219,14 +219,17 @@ class Worker:
 
         Raises:
             TimeoutError: there is none in time.
-            OSError, EOFError: the process ended.
+            EOFError: the process ended.
             ValueError: it is too long.
         """
-        connection, replies = self.socket, self.replies  # not `self`: it ends with its last reference
+        connection, replies = self.socket, self.replies  # not `self`, whose last reference ends the process
 
         def exchange() -> bytes:
-            connection.sendall(request.encode())
-            return replies.readline(REPLY_BYTES)
+            # An exception in a future would be a reference cycle that holds `self`.
+            with contextlib.suppress(OSError):
+                connection.sendall(request.encode())
+                return replies.readline(REPLY_BYTES)
+            return b""
 
         line = in_thread(exchange, name="isolated reward").result(seconds)
         if not line:
