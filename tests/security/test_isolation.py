@@ -76,7 +76,7 @@ def test_a_hostile_completion_costs_its_reward(judge, bad, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "then", ["while True: pass", "time.sleep(0.2); os.write(4, answer)", "time.sleep(0.2); os._exit(0)"]
+    "then", ["while True: pass", "time.sleep(0.2); os.write(4, answer); return [7.0]", "time.sleep(0.2); os._exit(0)"]
 )
 def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
     answer = b'{"value": 5.0, "extra": {}, "metrics": {}}\n'
