@@ -1,4 +1,4 @@
-"""A hostile completion that a reward function runs can cost its own reward, and nothing else of the trainer."""
+"""What a hostile completion can do to the trainer through a function that runs it: cost its own reward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ def runs(completions, log_extra):
     return [1.0]
 """
 BAD = {
-    "hoards memory": "[bytearray(1 << 28) for _ in range(99)]",
     "writes without end": "file = open(__file__ + '.out', 'wb'); [file.seek(1 << 40), file.write(b'x'), file.flush()]",
     "forks without end": "[os.fork() for _ in range(9)]; __import__('time').sleep(99)",
     "dies of a signal": "os.abort()",
     "answers for the function": "os.write(4, b'[]\\n'); __import__('time').sleep(9)",
     "answers without end": "[os.write(4, b' ' * (1 << 20)) for _ in range(20)]",
     "answers brackets": "os.write(4, b'[' * 100_000 + b'\\n')",
-    "answers with nothing": "os.write(4, b'{\"ready\": true}\\n'); __import__('time').sleep(9)",
     "exits": "sys.exit()",
     "recurses": "f = lambda: f(); f()",
 }
@@ -42,8 +40,9 @@ FACTS = """
 def judge(tmp_path):
     def make(body: str, **options):
         (tmp_path / "judge.py").write_text(SOURCE.replace("{}", body, 1))
-        options = {"timeout": 1.0, "memory": 1 << 33, "on_failure": -1.0, **options}
-        return isolated(f"{tmp_path / 'judge.py'}:runs", **options)
+        return isolated(
+            f"{tmp_path / 'judge.py'}:runs", **{"timeout": 1.0, "memory": 1 << 33, "on_failure": -1.0, **options}
+        )
 
     return make
 
@@ -56,7 +55,7 @@ def read(path: Path) -> bytes:
 
 
 def still_there(folder: Path) -> list[Path]:
-    """Processes started from this folder that still run after some seconds: the kernel ends killed ones one by one."""
+    """Processes that were started from there and are still alive after 10 s."""
     for _ in range(100):
         found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in read(path)]
         if not found:
@@ -77,7 +76,7 @@ def test_a_hostile_completion_costs_its_reward(judge, bad, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "then", ["while True: pass", "time.sleep(0.2); os.write(4, answer)", "time.sleep(0.2); os._exit(0)"]
+    "then", ["while True: pass", "time.sleep(0.2); os.write(4, answer); return [7.0]", "time.sleep(0.2); os._exit(0)"]
 )
 def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
     answer = b'{"value": 5.0, "extra": {}, "metrics": {}}\n'
@@ -90,20 +89,18 @@ def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
     assert judge(body)(completions=["bad", "good", "good"]) == [5.0, 1.0, 1.0]
 
 
-REPLIES = ('{"ready": true}', "[]", "1", '"value"', "{", '{"value": 1.0}', '{"error": 5}', '{"error": "\\ud800"}')
-VALUES = ('"x"', "1e999", "-Infinity", "NaN", "true", "[1.0]", "1e39")
-EXTRA = ("5", '{"a": 1}', '{"a": []}', '{"a": [1, 2]}', '{"\\ud800": [1]}', f'{{"a": {"[" * 30}{"]" * 30}}}')
-EXTRA += (json.dumps({str(n): [1] for n in range(65)}),)
-METRICS = ("[]", '{"a": 1.0}', '{"a": ["x"]}', '{"a": [null]}')
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        *REPLIES,
-        *(f'{{"value": {value}, "extra": {{}}, "metrics": {{}}}}' for value in VALUES),
-        *(f'{{"value": 1.0, "extra": {extra}, "metrics": {{}}}}' for extra in EXTRA),
-        *(f'{{"value": 1.0, "extra": {{}}, "metrics": {metrics}}}' for metrics in METRICS),
+        *('{"ready": true}', "[]", "1", '"value"', "{", '{"value": 1.0}', '{"error": 5}', '{"error": "\\ud800"}'),
+        *(
+            json.dumps({"value": 1.0, "extra": {}, "metrics": {}} | change)
+            for change in [
+                *({"value": value} for value in ("x", math.inf, -math.inf, math.nan, True, [1.0], 1e39)),
+                *({"extra": extra} for extra in (5, {"a": 1}, {"a": []}, {"a": [1, 2]}, {"\ud800": [1]})),
+                *({"metrics": metrics} for metrics in ([], {"a": 1.0}, {"a": ["x"]}, {"a": [None]})),
+            ]
+        ),
     ],
 )
 def test_a_reply_that_the_trainer_could_not_use_is_none(line):
@@ -136,32 +133,32 @@ def test_the_worker_has_no_secret_no_open_file_and_no_core_dump(judge, monkeypat
     assert resource.getrlimit(resource.RLIMIT_FSIZE) != (1 << 30, 1 << 30)
 
 
-SECRET_NAMES = """HF_TOKEN MY_PASSWORD GITHUB_PAT GOOGLE_APPLICATION_CREDENTIALS api_key PGPASSWORD MYSQL_PWD
-OPENAI_APIKEY DB_PASS AWS_ACCESS_KEY_ID API_KEY2 SSH_AUTH_SOCK REDISCLI_AUTH DJANGO_SECRET_KEY SLACK_TOKEN_PROD"""
-OTHER_NAMES = """TOKENIZERS_PARALLELISM PATH KEYBOARD HF_HOME HF_HUB_OFFLINE PWD OLDPWD AUTHOR XAUTHORITY PYTHONPATH
-LD_LIBRARY_PATH"""
-SECRET_VALUES = ("http://me:pw@proxy:3128", "postgres://u:p@db/x", "redis://:pw@h", "https://ghp@g.com")
-SECRET_VALUES += ("AccountName=a;AccountKey=b==", "host=db password=pw")
-OTHER_VALUES = ("http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b")
+def test_names_of_secrets_are_told_from_others():
+    secret = ["HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "GOOGLE_APPLICATION_CREDENTIALS", "api_key", "PGPASSWORD"]
+    secret += ["MYSQL_PWD", "OPENAI_APIKEY", "DB_PASS", "AWS_ACCESS_KEY_ID", "API_KEY2", "SSH_AUTH_SOCK"]
+    secret += ["REDISCLI_AUTH", "DJANGO_SECRET_KEY", "SLACK_TOKEN_PROD"]
+    plain = ["TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "HF_HOME", "HF_HUB_OFFLINE", "PWD", "OLDPWD", "AUTHOR"]
+    plain += ["XAUTHORITY", "PYTHONPATH", "LD_LIBRARY_PATH"]
+    assert list(without_secrets(dict.fromkeys([*secret, *plain], "x"))) == plain
 
 
-def test_secrets_are_recognised_by_their_names():
-    others = dict.fromkeys(OTHER_NAMES.split(), "x")
-    assert without_secrets(dict.fromkeys(SECRET_NAMES.split(), "x") | others) == others
+def test_values_of_secrets_are_told_from_others():
+    secret = ["http://me:pw@proxy:3128", "postgres://u:p@db/x", "redis://:pw@h", "https://ghp@g.com"]
+    secret += ["AccountName=a;AccountKey=b==", "host=db password=pw"]
+    plain = ["http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b"]
+    variables = {f"SETTING{number}": value for number, value in enumerate([*secret, *plain])}
+    assert list(without_secrets(variables).values()) == plain
+    assert without_secrets(variables, keep=variables) == variables
 
 
-def test_secrets_are_recognised_by_their_values():
-    secrets = {f"SETTING_{index}": value for index, value in enumerate(SECRET_VALUES)}
-    others = {f"OTHER_{index}": value for index, value in enumerate(OTHER_VALUES)}
-    assert without_secrets(secrets | others) == others
-    assert without_secrets(secrets, keep=secrets) == secrets
-
-
-def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(monkeypatch):
+@pytest.fixture
+def quick_grader(monkeypatch):
     monkeypatch.setattr(library, "MATH_TIMEOUT", 2.0)
-    bad = [r"\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{" + "(" * 20_000 + "1" + ")" * 20_000 + "}"]
     library._grader.cache_clear()
-    try:
-        assert library.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]
-    finally:
-        library._grader.cache_clear()
+    yield
+    library._grader.cache_clear()
+
+
+def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(quick_grader):
+    bad = [r"\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{" + "(" * 20_000 + "1" + ")" * 20_000 + "}"]
+    assert library.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]

@@ -1,9 +1,9 @@
-"""Datasets: where rows come from, and the check that each has a prompt.
+"""Datasets: load them by name, and check that every row has a prompt.
 
-Three kinds are taken. A list of dicts. A `datasets.Dataset`, which stays on disk: its rows are read when they are
-drawn. A stream, which is anything else that can be iterated over again and again (`datasets.IterableDataset`): its
-rows are checked as they come. Every row has a "prompt", a string or a list of messages; its other columns go to the
-reward functions.
+A dataset is one of three things: a list of dicts; a `datasets.Dataset`, which stays on disk, and whose rows are read
+when they are drawn; or a stream, which is any other iterable that can be iterated again (`datasets.IterableDataset`),
+and whose rows are checked when they are drawn. Every row has a "prompt", a string or a list of messages. Reward
+functions get the other columns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import re
 from collections.abc import Iterator, Mapping
 from glob import glob
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,16 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "p
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether rows can only be had in their order, not by their number."""
+    """True for a dataset without random access."""
     return not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
 
 
 class RowCheck:
-    """Checks rows of one dataset, each against the first of them.
+    """Checks the rows of one dataset, each against the first one.
 
     Raises:
-        DataError: a row that is no mapping, has no "prompt", an unusable one or one of another kind than the first
-            row, has other columns than the first row, or a column named like the model's output.
+        DataError: a row that is not a mapping, has no usable "prompt", has another kind of prompt or other columns than
+            the first row, or has a column with a name of `RESERVED`.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,12 +42,12 @@ class RowCheck:
         self.first: Row | None = None
 
     def __call__(self, number: int, entry: Any) -> Row:
-        """The entry as a row; `number` is its place in the dataset."""
+        """Row `number` of the dataset as a dict."""
         if not isinstance(entry, Mapping):
             raise DataError(f"got a {type(entry).__name__} as row {number} of {self.name}, want a dict")
         row = dict(entry)
         if self.first is None:
-            self._columns(number, row)
+            self._check_columns(number, row)
             self.first = row
         elif row.keys() != self.first.keys():
             raise DataError(
@@ -58,7 +57,7 @@ class RowCheck:
         return row
 
     def prompt(self, number: int, prompt: Any) -> None:
-        """The same for the prompt alone."""
+        """Check the prompt of row `number`."""
         if problem := prompt_problem(prompt):
             raise DataError(f"got {repr(prompt)[:200]} as the prompt of row {number} of {self.name}, {problem}")
         if self.first is not None and isinstance(prompt, str) is is_conversational(self.first):
@@ -66,14 +65,17 @@ class RowCheck:
             got, want = kinds if isinstance(prompt, str) else kinds[::-1]
             raise DataError(f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row 0")
 
-    def _columns(self, number: int, row: Row) -> None:
-        if strange := [column for column in row if not isinstance(column, str)]:
-            raise DataError(f"got {self.name} with a column {strange[0]!r}, want names: rewards get them as arguments")
-        if reserved := RESERVED & row.keys():
-            raise DataError(
-                f"got {self.name} with a column {min(reserved)!r}, a name that reward functions know as the model's "
-                "output; fix: dataset.rename_column(...)"
-            )
+    def _check_columns(self, number: int, row: Row) -> None:
+        for column in row:
+            if not isinstance(column, str):
+                raise DataError(
+                    f"got {self.name} with a column {column!r}, want strings: rewards get keyword arguments"
+                )
+            if column in RESERVED:
+                raise DataError(
+                    f"got {self.name} with a column {column!r}, which is another argument of reward functions; "
+                    "fix: dataset.rename_column(...)"
+                )
         if "prompt" not in row:
             have = ", ".join(map(repr, row)) or "none"
             raise DataError(
@@ -83,16 +85,18 @@ class RowCheck:
 
 
 def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
-    """The dataset as it is, with every prompt known to be usable (of a stream: the first one).
+    """The dataset itself, after a check of all its prompts (of a stream: of the first row).
 
-    `indexed` refuses a stream, as where all of the dataset is used at once: it may have no end.
+    Reads the rows once and keeps none; of a `datasets.Dataset` it reads only the prompts after the first row.
 
-    Reads the rows once and holds none of them; of a `datasets.Dataset`, whose rows all have the same columns, it reads
-    the prompts alone.
+    Args:
+        dataset: what the user gave.
+        name: the argument's name, for errors.
+        indexed: refuse a stream.
 
     Raises:
-        DataError: no dataset, an empty one, several splits, something that cannot be iterated over twice, a stream
-            where it has to be indexed, or a row that `RowCheck` refuses.
+        DataError: not a dataset, an empty one, several splits, an iterator that cannot start again, a stream where
+            `indexed` is set, or a row that `RowCheck` refuses.
     """
     want = "want a datasets.Dataset, a datasets.IterableDataset or a list of dicts with a 'prompt' column"
     if dataset is None:
@@ -113,40 +117,40 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
             f"got a {type(dataset).__name__} as {name}, want a dataset with a length and random access; "
             "fix: datasets.Dataset.from_list(list(itertools.islice(dataset, 200)))"
         )
-    check = RowCheck(name)
-    for entry in islice(read_rows(dataset, name=name), 1):
-        if not isinstance(entry, Mapping):
-            raise DataError(got)
-        check(0, entry)
-    if check.first is None:
+    check, rows = RowCheck(name), enumerate(read_rows(dataset, name=name))
+    first = next(rows, None)
+    if first is None:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
-    if _is_arrow(dataset):
+    if not isinstance(first[1], Mapping):
+        raise DataError(got)
+    check(*first)
+    if _is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)
         for number, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"]):
             check.prompt(number, prompt)
     elif not is_stream(dataset):
-        for number, entry in islice(enumerate(read_rows(dataset, name=name)), 1, None):
-            check(number, entry)
+        for number, row in rows:
+            check(number, row)
     return dataset
 
 
 def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
-    """The entries of a dataset, which is read, and mapped by the user's functions, while they are drawn.
+    """Iterate over a dataset.
 
     Raises:
-        DataError: one that cannot be read.
+        DataError: a row cannot be read; its number is in the message.
     """
     number = 0
     try:
         for entry in dataset:
             yield entry
             number += 1
-    except Exception as error:  # of the file format, of the file system, of the user's own code
+    except Exception as error:  # of the file, or of the user's function in `map`
         raise unreadable(number, name, error) from error
 
 
 def unreadable(number: int, name: str, error: Exception) -> DataError:
-    """The error for a row that raises another one when it is read."""
+    """The DataError for a row that cannot be read."""
     return DataError(
         f"got {type(error).__name__} when reading row {number} of {name}: {error}; fix: the file, or the function that "
         "makes its rows"
@@ -154,21 +158,21 @@ def unreadable(number: int, name: str, error: Exception) -> DataError:
 
 
 def load_rows(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
-    """The dataset that a string names, a `datasets.Dataset` or (streaming) a `datasets.IterableDataset`.
+    """The `datasets.Dataset` (streaming: `datasets.IterableDataset`) that a string names.
 
     Args:
-        source: a file or a glob pattern of files (.jsonl, .json, .csv, .parquet), all of which are read; a directory
-            of `save_to_disk`; a directory of such files, or a dataset's hub id.
-        split: which split, where there are several: in a directory and on the hub.
+        source: a file or a glob pattern of files (.jsonl, .json, .csv, .parquet), which together are one dataset; a
+            directory of `save_to_disk`; a directory of such files; or a dataset's hub id.
+        split: the split of a directory or a hub dataset.
         config: the configuration of a hub dataset that has several ("main" of "openai/gsm8k").
-        streaming: read rows as they are needed, and download no more than that.
+        streaming: read and download rows as they are needed.
 
     Raises:
-        DataError: a source that does not exist, cannot be read or has no such split.
+        DataError: the source does not exist, cannot be read or has no such split.
     """
     try:
         return _load(Path(source), source, split=split, config=config, streaming=streaming)
-    except Exception as error:  # of the hub, of the network, of the file format, of the file system
+    except Exception as error:  # of the hub, the network, the file system or the file format
         raise DataError(
             f"got dataset {source!r} (split {split!r}), which cannot be loaded: {error.__cause__ or error}"
         ) from error
@@ -195,7 +199,7 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
 
 
 def _refuse_null_rows(path: Path) -> None:
-    """Arrow's reader does not raise at a row that is null: it takes the process down (apache/arrow issue 47409)."""
+    """Raise ValueError for a null row: it crashes Arrow's reader, and the process (apache/arrow issue 47409)."""
     if not path.stat().st_size:
         raise ValueError("the file is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -204,8 +208,8 @@ def _refuse_null_rows(path: Path) -> None:
             raise ValueError(f"row {row} of {path.name} is null, want an object")
 
 
-def _is_arrow(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset` whose rows are those of its table, not what a transform makes of them."""
+def _is_plain_arrow(dataset: Any) -> bool:
+    """True for a `datasets.Dataset` without a transform: its rows are those of its table."""
     from datasets import Dataset
 
     return isinstance(dataset, Dataset) and dataset.format["type"] is None

@@ -1,13 +1,13 @@
-"""The two kinds of prompt, and everything that depends on the kind.
+"""Plain and conversational prompts: checks, text, token ids.
 
-A plain prompt is a string, and its completion is a string. A conversational prompt is a list of
-{"role": ..., "content": ...} messages: the tokenizer's chat template makes tokens of it, and its completion is a list
-with the assistant's message. Both are TRL's formats, and a reward function gets what TRL would give it.
+A plain prompt is a string, and so is its completion. A conversational prompt is a list of {"role": ..., "content": ...}
+messages: the tokenizer's chat template renders it, and its completion is a list with the assistant's message. These are
+TRL's formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,17 +15,17 @@ from fused_grpo.errors import DataError, InputError
 
 _NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
 
-# What encode_prompts says to the chat template itself.
+# Options of `apply_chat_template` that encode_prompts sets.
 SET_HERE = {"tokenize", "return_dict", "return_tensors", "padding", "add_generation_prompt"}
 
 
 def is_conversational(row: Mapping[str, Any]) -> bool:
-    """Whether the row's (usable) prompt is a list of messages, not a string."""
+    """True where the prompt is a list of messages, False where it is a string."""
     return not isinstance(row["prompt"], str)
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """What keeps this value from being a prompt. None: nothing."""
+    """Why this value cannot be a prompt; None if it can."""
     if isinstance(prompt, str) and prompt:
         return None if _is_text(prompt) else _NO_TEXT
     if not isinstance(prompt, list) or not prompt:
@@ -41,7 +41,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a tokenizer can take it: half of a surrogate pair, which JSON may hold, is no character."""
+    """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
     try:
         str(value).encode()
     except UnicodeEncodeError:
@@ -50,7 +50,7 @@ def _is_text(value: Any) -> bool:
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """The prompt as a person reads it: a string as it is, a conversation as lines of "role: content"."""
+    """The prompt for logs: a string unchanged, a conversation as lines of "role: content"."""
     if not is_conversational(row):
         return str(row["prompt"])
     return "\n".join(
@@ -59,7 +59,7 @@ def prompt_text(row: Mapping[str, Any]) -> str:
 
 
 def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
-    """A completion in the format of its prompt, which is what a reward function gets."""
+    """A completion in the format of its prompt, for reward functions."""
     return [{"role": "assistant", "content": text}] if is_conversational(row) else text
 
 
@@ -71,41 +71,48 @@ def encode_prompts(
     row_numbers: Sequence[int] | None = None,
     max_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of each prompt, those that TRL makes of it.
+    """Token ids of each prompt, the same as TRL's.
 
     Equals, for strings, then for conversations:
         tokenizer([row["prompt"] for row in rows])["input_ids"]
         tokenizer.apply_chat_template([...], add_generation_prompt=True, **chat_template_kwargs)["input_ids"]
 
     Args:
-        rows: rows whose prompts are all of one kind.
+        rows: rows with prompts of one kind.
         tokenizer: of transformers.
         chat_template_kwargs: variables of the template ("enable_thinking", ...) and options of `apply_chat_template`
-            ("tools", "chat_template"). With `continue_final_message=True`, prompts end with what the assistant has
-            begun to say, and the model goes on from there.
-        row_numbers: their places in the dataset, for the messages of errors.
-        max_tokens: how long a prompt may be. None: any.
+            ("tools", "chat_template"). With `continue_final_message=True`, every conversation ends with the beginning
+            of the assistant's message, which the model continues.
+        row_numbers: their places in the dataset, for errors.
+        max_tokens: limit of a prompt's length. None: no limit.
 
     Raises:
-        InputError: `chat_template_kwargs` sets what is set here.
-        DataError: no chat template, a template that refuses a conversation, a conversation with the wrong end, or a
-            prompt without tokens or with too many.
+        InputError: `chat_template_kwargs` has an option of `SET_HERE`.
+        DataError: no chat template, a template that refuses a conversation, a conversation that ends with the wrong
+            role, or a prompt without tokens or with too many.
     """
     options = dict(chat_template_kwargs or {})
     if taken := SET_HERE & options.keys():
         raise InputError(f"got {min(taken)!r} in chat_template_kwargs, which the trainer sets; fix: leave it out")
+
+    def where(index: int) -> str:
+        number = "" if row_numbers is None else f" of row {row_numbers[index]}"
+        return f"the prompt{number} ({prompt_text(rows[index])[:200]!r})"
+
+    prompts = [row["prompt"] for row in rows]
+    ids: list[list[int]]
     if not rows:
-        return []
-    if not is_conversational(rows[0]):
-        ids: list[list[int]] = tokenizer([row["prompt"] for row in rows])["input_ids"]
+        ids = []
+    elif is_conversational(rows[0]):
+        ids = _apply_chat_template(prompts, tokenizer, options, where)
     else:
-        ids = _apply_chat_template(rows, tokenizer, options, row_numbers)
+        ids = tokenizer(prompts)["input_ids"]
     for index, tokens in enumerate(ids):
         if not tokens:
-            raise DataError(f"got no token for the prompt{_where(rows, index, row_numbers)}, want at least one")
+            raise DataError(f"got no token for {where(index)}, want at least one")
         if max_tokens is not None and len(tokens) > max_tokens:
             raise DataError(
-                f"got {len(tokens)} tokens for the prompt{_where(rows, index, row_numbers)}, want {max_tokens} at most "
+                f"got {len(tokens)} tokens for {where(index)}, want {max_tokens} at most "
                 "(vllm_max_model_length less max_completion_length); fix: leave the row out, or change one of the two"
             )
     return ids
@@ -118,50 +125,42 @@ def longest_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     batch_size: int = 1000,
 ) -> int:
-    """Tokens of the longest prompt of a dataset; `batch_size` of them are held at a time.
+    """Number of tokens of the longest prompt of a dataset, of which `batch_size` rows are in memory at a time.
 
     Raises:
-        InputError, DataError: as `encode_prompts`, with the number of the row.
+        InputError, DataError: those of `encode_prompts`, with the number of the row.
     """
-    longest, first_row, rows = 0, 0, iter(dataset)
-    while batch := list(islice(rows, batch_size)):
-        numbers = range(first_row, first_row + len(batch))
-        ids = encode_prompts(batch, tokenizer, chat_template_kwargs=chat_template_kwargs, row_numbers=numbers)
-        longest, first_row = max(longest, *map(len, ids)), first_row + len(batch)
+    longest, numbered = 0, enumerate(dataset)
+    while batch := list(islice(numbered, batch_size)):
+        numbers, rows = zip(*batch, strict=True)
+        ids = encode_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs, row_numbers=numbers)
+        longest = max(longest, *map(len, ids))
     return longest
 
 
 def _apply_chat_template(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, options: dict[str, Any], row_numbers: Sequence[int] | None
+    conversations: list[Any], tokenizer: Any, options: dict[str, Any], where: Callable[[int], str]
 ) -> list[list[int]]:
-    # Tokenizers with a template of their own (mistral-common's) have no such attribute.
+    # mistral-common's tokenizers have a template but no such attribute.
     if getattr(tokenizer, "chat_template", "its own") is None and "chat_template" not in options:
         raise DataError(
             "got conversations as prompts and a tokenizer without a chat template, want one that has it; "
             "fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as prompts"
         )
-    conversations = [row["prompt"] for row in rows]
     to_continue = bool(options.get("continue_final_message", False))
     for index, messages in enumerate(conversations):
         if (messages[-1]["role"] == "assistant") is not to_continue:
-            where, want = (
-                _where(rows, index, row_numbers),
-                "the assistant" if to_continue else "anyone but the assistant",
-            )
             raise DataError(
-                f"got a conversation that ends with a message of {messages[-1]['role']!r} as the prompt{where}, "
-                f"want one of {want} with continue_final_message={to_continue}; "
+                f"got a conversation that ends with a message of {messages[-1]['role']!r} as {where(index)}, want "
+                f"{'the assistant' if to_continue else 'another role'} with continue_final_message={to_continue}; "
                 "fix: the prompt, or chat_template_kwargs={'continue_final_message': ...}"
             )
     options = {**options, "tokenize": True, "return_dict": True, "add_generation_prompt": not to_continue}
     try:
         ids: list[list[int]] = tokenizer.apply_chat_template(conversations, **options)["input_ids"]
-    except Exception as error:  # a template is a program: it may raise anything
+    except Exception as error:  # a template is a program
         index = next((i for i, one in enumerate(conversations) if _fails(tokenizer, one, options)), 0)
-        raise DataError(
-            f"got {type(error).__name__}: {error} from the chat template, at the "
-            f"prompt{_where(rows, index, row_numbers)}"
-        ) from error
+        raise DataError(f"got {type(error).__name__}: {error} from the chat template, at {where(index)}") from error
     return ids
 
 
@@ -171,8 +170,3 @@ def _fails(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, An
     except Exception:
         return True
     return False
-
-
-def _where(rows: Sequence[Mapping[str, Any]], index: int, row_numbers: Sequence[int] | None) -> str:
-    number = "" if row_numbers is None else f" of row {row_numbers[index]}"
-    return f"{number} ({prompt_text(rows[index])[:200]!r})"

@@ -11,16 +11,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.engine import RolloutEngine
 from fused_grpo.trainer.engines.function import FunctionEngine
-from fused_grpo.trainer.rewards.calling import FLOAT32_MAX
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 # A log-softmax in fp32 may round to a little above 0; and what fp32 does not hold would be -inf in the loss.
-_HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -FLOAT32_MAX
+_HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, torch.finfo(torch.float32).min
 _FINISH_REASONS = get_args(FinishReason)
 
 

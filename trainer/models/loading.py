@@ -1,4 +1,4 @@
-"""Getting a model, a tokenizer and a precision from what the user gave."""
+"""Load a model and a tokenizer, and find out how the model runs: precision, packing, dropout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _log = logging.getLogger(__name__)
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
-    """Mixed precision as asked for; by itself, where there is a GPU."""
+    """The option `bf16`; by default, True where there is a GPU."""
     return torch.cuda.is_available() if args.bf16 is None else args.bf16
 
 
 def takes_any_lengths(model: PreTrainedModel) -> bool:
-    """Whether the model's attention is a variable-length kernel, which takes packed sequences without a mask."""
+    """True where attention is a variable-length kernel, which takes packed sequences without a mask."""
     return "flash" in str(model.config._attn_implementation)
 
 
 def row_layout(model: PreTrainedModel) -> dict[str, bool]:
-    """What `micro_batches` may do with rows for this model. Logs where sequences cannot share one."""
+    """Options of `micro_batches` for this model. Warns if sequences cannot be packed."""
     if packs_exactly(model):
         return {"one_row": takes_any_lengths(model), "share_rows": True}
     _log.warning(
@@ -39,18 +39,18 @@ def row_layout(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """What attending to one token costs, in units of a token's way through the rest of a layer (24 D^2 FLOP to 4 D)."""
+    """Cost of attention to one token, relative to that of a token in the rest of a layer: 4 D to 24 D^2 FLOP."""
     head: Any = model.get_output_embeddings()
     return 1.0 / (6.0 * int(head.weight.shape[1]))
 
 
 @torch.no_grad()
 def packs_exactly(model: PreTrainedModel) -> bool:
-    """Whether two sequences in a row give the hidden states that each gives alone.
+    """True if two sequences packed into a row give the same hidden states as each alone.
 
-    Tried, not looked up: whether position ids reach the mask depends on the architecture, and a recurrent layer has no
-    mask. Three short forward passes, where the model is; before it is wrapped. A model that only a GPU's attention
-    kernel would refuse to run there borrows eager attention, which shares everything else.
+    This is measured with three short forward passes on the model's device, because it depends on the architecture:
+    position ids may not reach the mask, and a recurrent layer has no mask. On a CPU, eager attention replaces an
+    attention kernel that needs a GPU.
     """
     embedding: Any = model.get_input_embeddings().weight
     device, vocabulary = embedding.device, embedding.shape[0]
@@ -62,7 +62,7 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     if takes_any_lengths(model) and device.type == "cpu":
         config._attn_implementation = "eager"
     try:
-        together, *alone = (
+        packed, *alone = (
             model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state.float()
             for ids, places in (
                 (torch.cat([first, second], dim=1), torch.cat(positions, dim=1)),
@@ -74,16 +74,16 @@ def packs_exactly(model: PreTrainedModel) -> bool:
         model.train(was_training)
         config._attn_implementation = attention
     expected = torch.cat(alone, dim=1)
-    # Far above what rounding does, far below what a neighbour does that is looked at.
+    # Far above rounding errors, far below the effect of attention to the other sequence.
     allowed = max(1e-2, torch.finfo(model.dtype).eps ** 0.5)
-    return bool((together - expected).norm() <= allowed * expected.norm())
+    return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """The module itself, or fp32 weights from a path or hub id; `options` of `from_pretrained` win over that.
+    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` say otherwise.
 
     Raises:
-        InputError: options for a model that is loaded already.
+        InputError: options with a module.
     """
     if not isinstance(model, str):
         if options:
@@ -97,7 +97,11 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
 
 
 def load_tokenizer(model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool) -> Any:
-    """The tokenizer given, or the one beside the model, able to pad."""
+    """The given tokenizer, or the one saved with the model; with a padding token.
+
+    Raises:
+        InputError: there is no tokenizer with the model, or it has no end-of-sequence token.
+    """
     if processing_class is None:
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if not source:
@@ -111,12 +115,12 @@ def load_tokenizer(model: str | PreTrainedModel, processing_class: Any, *, trust
 
 
 def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The causal LM's own state dict from that of the `PolicyLoss` around it."""
+    """The state dict of the causal LM from that of `PolicyLoss`."""
     return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a forward pass in training mode is random, so that its log-probs are not those that were sampled."""
+    """True if a forward pass in training mode is random: its log-probs then differ from the sampler's."""
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0) or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
         for module in model.modules()
@@ -124,9 +128,9 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make forward passes in training mode what they are in eval mode."""
+    """Set all dropout rates to 0."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module declares what it holds
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - to mypy, attributes of an nn.Module are tensors

@@ -1,1 +1,1 @@
-"""Ready-to-run recipes. `arithmetic.py` with `demo.yaml` is what `fused-grpo train` runs when it is given no model."""
+"""Ready-to-run recipes. `fused-grpo train` without a model runs `demo.yaml` with the task of `arithmetic.py`."""

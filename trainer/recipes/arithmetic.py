@@ -1,13 +1,12 @@
-"""The embedded task: adding two-digit numbers, character by character, with a model made on the spot.
+"""The built-in task: addition of two-digit numbers, one character per token, with a model trained at the start.
 
-A real learning problem that fits in a minute of a laptop. A transformer of 137 thousand parameters first sees a few
-hundred batches of worked sums, four out of five without a carry, and stops when it solves about two in five of the
-sums it has not seen: it adds well and carries badly. GRPO then has prompts and an exact-match reward, nothing else,
-and has to find out how carrying works. It is measured on sums that neither stage has seen, in either order of their
-terms.
+It takes about a minute on a laptop. A transformer with 137 thousand parameters is first trained supervised on a few
+hundred batches of sums, four out of five without a carry, until it solves about two in five of the unseen sums: it adds
+well and carries badly. GRPO then has only prompts and an exact-match reward, and the model learns to carry. It is
+evaluated on sums that neither stage has seen, in either order of their terms.
 
-Answers are written least significant digit first ("58+67=" -> "521"), so that a carry is known when it is needed; that
-is what makes so small a model able to do it at all.
+Answers have the least significant digit first ("58+67=" -> "521"), so that a carry is known when it is needed. Without
+this, so small a model cannot learn the task.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ArithmeticSplits:
     """Rows of {"prompt": "58+67=", "answer": "521"}; a pair of terms is in one split only, whatever its order."""
 
     train: list[Row]
-    dev: list[Row]  # decides when the supervised stage stops
+    dev: list[Row]  # for early stopping of the supervised stage
     heldout: list[Row]
 
 
@@ -51,7 +50,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_splits() -> ArithmeticSplits:
-    """All sums of two numbers from 10 to 99: a tenth for dev and held-out, by a hash of the terms."""
+    """All sums of two numbers from 10 to 99; a hash of the terms puts a tenth of them into dev and held-out."""
     splits: dict[str, list[Row]] = {"train": [], "dev": [], "heldout": []}
     for first in range(10, 100):
         for second in range(10, 100):
@@ -65,12 +64,12 @@ def build_splits() -> ArithmeticSplits:
 
 
 def accuracy_reward(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1 for exactly the answer, 0 for anything else."""
+    """1 if the completion equals the answer, else 0."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
 def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    """A Qwen2 of two layers."""
+    """The configuration of a Qwen2 with two layers."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -89,13 +88,13 @@ def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 def make_base_model(
     *, seed: int = 1, target: float = 0.42, max_batches: int = 1500, on_progress: Callable[[str], None] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The supervised stage: a model that adds and does not yet carry. The same seed makes the same model.
+    """The supervised stage: a model that adds and does not carry yet. The same seed gives the same model.
 
     Args:
-        seed: of the weights and of the order of the sums.
-        target: accuracy on the dev split at which it stops.
-        max_batches: where it stops at the latest.
-        on_progress: called with a line of text now and then.
+        seed: seed of the weights and of the order of the sums.
+        target: training stops at this accuracy on the dev split.
+        max_batches: training stops after so many batches at the latest.
+        on_progress: called with a line of text every 50 batches and at the end.
     """
     tokenizer, splits = build_tokenizer(), build_splits()
     with torch.random.fork_rng(devices=[]):
@@ -136,7 +135,7 @@ def _carries(row: Row) -> bool:
 def _worked_sums(
     tokenizer: PreTrainedTokenizerFast, rows: list[Row], generator: torch.Generator
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Draws batches of 256 (prompts, answers), one in five with a carry."""
+    """A function that draws batches of 256 (prompts, answers), one in five with a carry."""
     with_carry = _encode(tokenizer, [row for row in rows if _carries(row)])
     without = _encode(tokenizer, [row for row in rows if not _carries(row)])
 
@@ -151,7 +150,7 @@ def _worked_sums(
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Prompts [n, 6] and answers with their end, padded to [n, ANSWER_TOKENS]."""
+    """Prompts [n, 6], and answers with the end-of-sequence token, padded to [n, ANSWER_TOKENS]."""
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
     answers = tokenizer([row["answer"] for row in rows])["input_ids"]
     ended = [
@@ -168,9 +167,9 @@ def _answer_logits(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> 
 
 @torch.no_grad()
 def _greedy_accuracy(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> float:
-    """Share of answers whose every token, the end included, is the likeliest one given the right ones before it.
+    """Share of answers in which every token is the most likely one after the correct tokens before it.
 
-    That is exactly the share that greedy decoding gets right: the first wrong token decides either way.
+    This is the accuracy of greedy decoding: in both, the first wrong token makes the answer wrong.
     """
     likeliest = _answer_logits(model, prompts, answers).argmax(-1)
     right = (likeliest == answers) | (answers == model.config.pad_token_id)

@@ -1,8 +1,8 @@
-"""GSM8K: grade-school word problems, with the number that is the answer for a reward.
+"""GSM8K: grade-school word problems, rewarded for the correct number.
 
-The dataset's own columns are "question" and "answer", a worked solution that ends in `#### 72`. `prompts` makes of them
-what a trainer needs: a conversation, and the number alone. Used by the recipes beside this file, as
-`fused_grpo.trainer.recipes.gsm8k:prompts` and `fused_grpo.trainer.recipes.gsm8k:right_number`.
+The dataset has the columns "question" and "answer", a solution that ends in `#### 72`. `prompts` turns a row into a
+conversation and the number. The recipes in this folder name `fused_grpo.trainer.recipes.gsm8k:prompts` and
+`fused_grpo.trainer.recipes.gsm8k:right_number`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def prompts(split: str) -> Any:
 
 
 def as_row(example: dict[str, str]) -> dict[str, Any]:
-    """A row of the dataset as the trainer takes it."""
+    """A row for the trainer from a row of the dataset."""
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": example["question"]}]
     return {"prompt": messages, "answer": last_number(example["answer"])}
 
 
 def right_number(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1 where the last number after `####` is the answer, else 0."""
+    """1 if the last number after `####` is the answer, else 0."""
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float("####" in text and last_number(text) == right) for text, right in zip(texts, answer, strict=True)]
 
 
 def last_number(text: str) -> str | None:
-    """The last number after the last `####` (of the whole text, where there is none), without commas; 3.0 is 3."""
+    """The last number after the last `####`, or of a text without it; "1,030" is "1030" and "3.0" is "3"."""
     found = _NUMBER.findall(text.rpartition("####")[2])
     if not found:
         return None

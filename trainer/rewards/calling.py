@@ -1,14 +1,15 @@
-"""One reward function, called and checked.
+"""Call one reward function and check what it returns.
 
-A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the dataset's other
-columns, `trainer_state`, `log_extra` and `log_metric`, each column a list of B; it returns B floats, or None for what
-it does not score. One without `**columns` is given the arguments it names and no others. It may be `async`.
+A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
+of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values. The function returns
+B floats, or None for a completion that it does not score. A function without `**columns` gets only the arguments that
+it names. It may be `async`.
 
-What it returns is checked before an advantage is computed from it, and an error names the function and the prompt.
-What it logs counts once its call has succeeded, so a call that is repeated leaves nothing twice.
+The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
+function logs is kept only if the call succeeds, so a repeated call does not log twice.
 
-A call that takes longer than its timeout is given up on. Nothing can end Python code from outside: a coroutine is
-cancelled where it awaits, a plain function goes on in a thread that nobody waits for. `isolated` makes one killable.
+The timeout ends the wait, not the call: Python code cannot be stopped from outside. A coroutine is cancelled where it
+awaits; a plain function goes on in its daemon thread. `isolated` runs a function in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError
+from fused_grpo.trainer.distributed.threads import in_thread
 
 RewardFunction = Callable[..., Any]
 T = TypeVar("T")
+# torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInputs:
-    """What B completions are judged by."""
+    """B completions to score."""
 
     columns: Mapping[str, Sequence[Any]]  # B each: prompts, completions, completion_ids, and those of the dataset
     trainer_state: Any = None
@@ -47,19 +50,16 @@ class RewardInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a call gave for B completions."""
+    """What one function returned and logged for B completions."""
 
-    values: list[float]  # B; NaN: not scored
+    values: list[float] = field(default_factory=list)  # B; NaN: not scored
     extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, from log_extra
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # as many as there were, from log_metric
-
-
-class TookTooLongError(Exception):
-    """The time of a call was up. Never leaves this module."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # all values, from log_metric
+    failures: dict[int, RewardError] = field(default_factory=dict)  # by group, where failed groups are dropped
 
 
 class RewardCaller:
-    """Calls one function and checks what comes back. May be used from several threads at once."""
+    """Calls one function and checks its result. Thread-safe."""
 
     def __init__(self, function: RewardFunction, name: str, *, timeout: float | None = None) -> None:
         self.function, self.name, self.timeout = function, name, timeout
@@ -71,44 +71,46 @@ class RewardCaller:
 
         Args:
             inputs: B completions.
-            pinpoint: after an exception, call again one by one, to name the prompt in the error.
+            pinpoint: after an exception, call the function again for one completion after the other, to name the
+                prompt in the error.
 
         Raises:
-            RewardError: the function raised, took too long, or returned the wrong number of values, a NaN or
-                something that is no number.
-            InputError: it asks for an argument that there is none of.
+            RewardError: the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
+                something that is not a number.
+            InputError: the function has a parameter without a default that no column fills.
         """
         self.check_columns(inputs.columns)
-        prompts, extra, metrics = inputs.columns["prompts"], dict[str, list[Any]](), dict[str, list[float]]()
+        prompts, scores = inputs.columns["prompts"], Scores()
         try:
-            returned = self._run(inputs, extra, metrics)
+            returned = self._run(inputs, scores)
         except FusedGRPOError:
             raise
-        except TookTooLongError:
-            raise RewardError(
-                f"reward function {self.name!r} took longer than {self.timeout} s for {len(prompts)} completions "
-                f"(first prompt {prompts[0]!r}); fix: a longer reward_timeout, or fused_grpo.trainer.rewards.isolated"
-            ) from None
-        except (Exception, SystemExit) as error:  # a parser of arguments exits where it fails
+        except (Exception, SystemExit) as error:  # argparse calls sys.exit
             culprit = self._first_to_raise(inputs, type(error)) if pinpoint else prompts[0]
             raise RewardError(
                 f"reward function {self.name!r} raised {type(error).__name__}: {error}; at prompt {culprit!r}; "
                 "fix the function, or return None for what it cannot score"
             ) from error
-        values = self._checked(returned, prompts)
-        for column, logged in extra.items():
+        if not isinstance(returned, list) or len(returned) != len(prompts):
+            what = f"{len(returned)} values" if isinstance(returned, list) else repr(returned)
+            raise RewardError(
+                f"reward function {self.name!r} returned {what} for {len(prompts)} completions "
+                f"(first prompt {prompts[0]!r}); want one float or None per completion"
+            )
+        scores.values.extend(self._number(value, prompt) for value, prompt in zip(returned, prompts, strict=True))
+        for column, logged in scores.extra.items():
             if len(logged) != len(prompts):
                 raise RewardError(
                     f"reward function {self.name!r} logged {len(logged)} values as {column!r} for {len(prompts)} "
                     f"completions (first prompt {prompts[0]!r}); want one value per completion"
                 )
-        return Scores(values=values, extra=extra, metrics=metrics)
+        return scores
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Whether data with these columns is all that the function needs.
+        """Check that these columns are all that the function needs.
 
         Raises:
-            InputError: it asks for an argument that there is none of.
+            InputError: the function has a parameter without a default that no column fills.
         """
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
             raise InputError(
@@ -116,37 +118,39 @@ class RewardCaller:
                 f"{', '.join(map(repr, sorted(names)))}; fix: a column of that name, or a default in the function"
             )
 
-    def _run(self, inputs: RewardInputs, extra: dict[str, list[Any]], metrics: dict[str, list[float]]) -> Any:
-        """What the function returns, as a list where it can be one."""
+    def _run(self, inputs: RewardInputs, scores: Scores) -> Any:
+        """What the function returns, as a list where it is iterable. What it logs goes into `scores`."""
         arguments = {
             **inputs.columns,
             "trainer_state": inputs.trainer_state,
-            "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            "log_extra": lambda column, values: scores.extra.setdefault(column, []).extend(values),
+            "log_metric": lambda name, value: scores.metrics.setdefault(name, []).append(float(value)),
         }
         if self.accepted is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.accepted}
 
         def call() -> Any:
             returned = self.function(**arguments)
-            # Here, and not later: a generator does its work while it is listed.
+            # A generator does its work while it is listed, which the timeout has to include.
             return list(returned) if isinstance(returned, Iterable) and not inspect.isawaitable(returned) else returned
 
-        # A coroutine function returns at once; what it returns is waited for below.
-        here = self.timeout is None or self.is_async
-        returned = call() if here else wait(in_thread(call), self.timeout)
+        # A call of a coroutine function returns at once.
+        directly = self.timeout is None or self.is_async
+        returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
-            returned = wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), self.timeout)
+            returned = self._wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), inputs)
         return list(returned) if isinstance(returned, Iterable) else returned
 
-    def _checked(self, returned: Any, prompts: Sequence[Any]) -> list[float]:
-        if not isinstance(returned, list) or len(returned) != len(prompts):
-            what = f"{len(returned)} values" if isinstance(returned, list) else repr(returned)
+    def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
+        futures.wait([outcome], self.timeout)
+        if not outcome.done():
+            outcome.cancel()
             raise RewardError(
-                f"reward function {self.name!r} returned {what} for {len(prompts)} completions "
-                f"(first prompt {prompts[0]!r}); want one float or None per completion"
+                f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "
+                f"prompt {inputs.columns['prompts'][0]!r}); fix: a longer reward_timeout, or "
+                "fused_grpo.trainer.rewards.isolated"
             )
-        return [self._number(value, prompt) for value, prompt in zip(returned, prompts, strict=True)]
+        return outcome.result()
 
     def _number(self, value: Any, prompt: Any) -> float:
         if value is None:
@@ -163,14 +167,11 @@ class RewardCaller:
         return number
 
     def _first_to_raise(self, inputs: RewardInputs, error: type[BaseException]) -> Any:
-        """The prompt of the first completion that fails by itself in that way; the first one where only the batch does.
-
-        The run is over by now: calling the function again is the price of naming the prompt.
-        """
+        """The prompt of the first completion for which a call alone raises that error; else the first prompt."""
         prompts = inputs.columns["prompts"]
         for index, prompt in enumerate(prompts) if len(prompts) > 1 else ():
             try:
-                self._run(inputs.part(index), {}, {})
+                self._run(inputs.part(index), Scores())
             except error:
                 return prompt
             except (Exception, SystemExit):
@@ -179,7 +180,7 @@ class RewardCaller:
 
 
 def reward_name(function: RewardFunction) -> str:
-    """The name a function is logged under: its own, or that of its class."""
+    """The name under which a function is logged: its own, or that of its class."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -189,39 +190,13 @@ def is_async(function: RewardFunction) -> bool:
     """True for `async def` functions, partials of them, and objects whose `__call__` is one."""
     while isinstance(function, functools.partial):
         function = function.func
-    call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is looked at, not whether there is one
+    call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is inspected
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-def in_thread(work: Callable[[], T], name: str = "reward") -> Future[T]:
-    """Start the work in a thread that does not keep the process alive."""
-    outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only be left alone
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome
-
-
-def wait(outcome: Future[T], timeout: float | None) -> T:
-    """The result, or `TookTooLongError`: unlike TimeoutError, something that no reward function raises by itself."""
-    try:
-        return outcome.result(timeout)
-    except TimeoutError:
-        if outcome.done():
-            raise
-        outcome.cancel()
-        raise TookTooLongError from None
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all async rewards: one for good, because clients that stay open belong to the loop they began in."""
+    """The event loop of all async rewards. A client that stays open is bound to the loop that it was opened in."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
     return loop
@@ -232,7 +207,7 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None]:
-    """The arguments a function cannot do without, and those it takes; None: any."""
+    """The parameters without a default, and all parameters; None where the function takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins without a signature

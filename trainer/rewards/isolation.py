@@ -1,20 +1,18 @@
-"""A reward function in a process of its own, which can be killed.
+"""A reward function in a process of its own, with a time limit and a memory limit.
 
-For what a trainer must not do in its own process: run or parse what a model wrote. A completion that sends the function
-into an endless loop, or makes it ask for all the memory there is, costs a worker process and nothing else.
+For code that must not run in the trainer's process: code that runs or parses model output. A completion that makes the
+function loop forever or take all memory costs one worker process, and `on_failure` says what its reward is.
 
-One worker lives as long as the function is used. It is asked about one completion at a time, so that a failure is that
-completion's alone; when it takes too long, or dies, its whole process group is killed and a new one started. It is a
-bare interpreter, not a copy of this one: it loads the function by name and does not run the user's script again.
-Requests and replies are lines of JSON, because a process that runs a model's code is not one to unpickle things from.
+One worker process serves all calls, one completion at a time, so that a failure concerns one completion. If a
+completion exceeds the time limit or the worker dies, its process group is killed and the next completion gets a new
+worker. The worker is a new interpreter, not a fork: it imports the function by name and does not run the user's script
+again. Requests and replies are lines of JSON over a socket pair; a reply from a process that runs model output must
+not be unpickled.
 
-A worker repeats the number of a request, which nobody can guess, when it takes it up. One that does not is held up by
-what an earlier completion left running, or left in the pipe: a fresh one is asked instead.
+Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
+something behind (a busy thread, unread output), and a new worker gets the request.
 
-The worker's environment is without what looks like a secret, it has none of the trainer's open files, leaves no core
-dump, and writes no endless file. What it is not: a sandbox. It may do whatever the user may: read files (the trainer's
-own environment in /proc, too), open connections, leave its process group. And what runs inside the function's own
-process can answer in its place, as long as that process lives.
+This is not a sandbox: the worker has the user's rights (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -26,29 +24,28 @@ import logging
 import math
 import os
 import re
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Literal
 
 from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.calling import FLOAT32_MAX, RewardFunction, is_async
 from fused_grpo.trainer.rewards.loading import load_reward
 
-# Importing what a function needs may take long, and is no fault of any completion's.
-START_SECONDS = 300.0
-# Of one completion, and so of a line of rollouts.jsonl: what is beyond that is no answer.
-REPLY_BYTES, LOGGED_NAMES, LOGGED_LEVELS = 1 << 18, 64, 20
+START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
+REPLY_BYTES = 1 << 18  # of one completion
 SECRET_NAME = re.compile(
     r"TOKEN(?!IZE)|SECRET|PASSW|PASSPHRASE|PASS$|CREDENTIAL|COOKIE|KEYS?([_\d]|$)|(^|_)(AUTH(_|$)|PATS?$)|_PWD$",
     re.I,
 )
-# A user in an address, with or without a password, and what connection strings call theirs.
+# The user part of a URL, and the fields of connection strings.
 SECRET_VALUE = re.compile(r"://[^/\s]*@|(password|passwd|pwd|secret|token|key)=\S", re.I)
 Failed = float | None | Literal["raise"]
 
@@ -63,20 +60,20 @@ def isolated(
     on_failure: Failed = "raise",
     secrets: Sequence[str] = (),
 ) -> IsolatedReward:
-    """The function, to be called in a process of its own, for one completion at a time.
+    """The function as a reward function that runs in a process of its own, one completion at a time.
 
     Args:
-        function: a function that a new process can import (from the top level of a module), or its name as
-            "module:name" or "path.py:name". Its arguments must be JSON: strings, numbers, lists, dicts.
+        function: a function at the top level of a module, or its name as "module:name" or "path.py:name". Its
+            arguments must be JSON: strings, numbers, lists, dicts.
         timeout: seconds for one completion.
-        memory: bytes of address space that the worker may take. None: no limit.
-        on_failure: the reward of a completion for which the function raises, takes too long or dies; None: not
-            scored; "raise": RewardError.
-        secrets: environment variables (OPENAI_API_KEY, ...) that the function needs although their names or values
-            look like secrets. The worker gets no others of that kind.
+        memory: limit of the worker's address space, in bytes. None: no limit.
+        on_failure: the reward of a completion for which the function raises, exceeds the timeout or dies. None: not
+            scored. "raise": RewardError.
+        secrets: environment variables that the worker gets although their names or values look like secrets
+            ("OPENAI_API_KEY"). Without this it gets none of them.
 
     Raises:
-        InputError: a function that a new process cannot import, or options out of their range.
+        InputError: a function that a new process cannot import, an async function, or an option out of range.
     """
     if not 0 < timeout < math.inf:
         raise InputError(f"got timeout={timeout}, want seconds > 0")
@@ -89,26 +86,27 @@ def isolated(
     if is_async(loaded):
         raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
     reward = IsolatedReward(reference, timeout=timeout, memory=memory, on_failure=on_failure, secrets=secrets)
-    # For its name, and for its signature: the trainer hands over what the function names.
+    # The trainer reads the name and the signature.
     functools.update_wrapper(reward, loaded)
     return reward
 
 
+@dataclass(eq=False)
 class IsolatedReward:
-    """See `isolated`. The function itself is only ever called in the worker."""
+    """A reward function that is called in a worker process; made by `isolated`."""
 
-    def __init__(
-        self, reference: str, *, timeout: float, memory: int | None, on_failure: Failed, secrets: Sequence[str] = ()
-    ) -> None:
-        self.reference, self.timeout, self.memory, self.on_failure = reference, timeout, memory, on_failure
-        self.secrets = frozenset(secrets)
-        self._worker: _Worker | None = None
-        self._lock = threading.Lock()
+    reference: str
+    timeout: float
+    memory: int | None
+    on_failure: Failed
+    secrets: Collection[str] = ()
+    _worker: Worker | None = None
+    _lock: Any = field(default_factory=threading.Lock)
 
     def __call__(
         self, *, log_extra: Any = None, log_metric: Any = None, trainer_state: Any = None, **columns: Sequence[Any]
     ) -> list[float | None]:
-        """Rewards of B completions; the state of the trainer stays behind.
+        """Rewards of B completions; `trainer_state` is not passed on.
 
         Raises:
             RewardError: a completion failed, and `on_failure` is "raise"; or an argument is not JSON.
@@ -116,19 +114,18 @@ class IsolatedReward:
         """
         count = len(next(iter(columns.values())))
         with self._lock:
-            replies = [self._ask({name: [values[index]] for name, values in columns.items()}) for index in range(count)]
-        extra = dict.fromkeys(column for reply in replies for column in reply.get("extra", {}))
-        for column in extra if log_extra else ():
-            log_extra(column, [reply.get("extra", {}).get(column, [None])[0] for reply in replies])
+            replies = [self._score({name: [values[i]] for name, values in columns.items()}) for i in range(count)]
+        names = dict.fromkeys(name for reply in replies for name in reply["extra"])
+        for name in names if log_extra else ():
+            log_extra(name, [reply["extra"].get(name, [None])[0] for reply in replies])
         for reply in replies if log_metric else ():
-            for name, logged in reply.get("metrics", {}).items():
+            for name, logged in reply["metrics"].items():
                 for value in logged:
-                    # What has no mean is logged as null; the sum of two infinities is an error.
                     log_metric(name, value if abs(value) <= FLOAT32_MAX else math.nan)
         return [reply["value"] for reply in replies]
 
-    def _ask(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
-        """The worker's reply about one completion, or what stands for it."""
+    def _score(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
+        """The worker's reply for one completion; after a failure, a reply with `on_failure` as its value."""
         try:
             request = json.dumps(sample)
         except (TypeError, ValueError) as error:
@@ -136,11 +133,10 @@ class IsolatedReward:
                 f"got arguments for the isolated {self.reference} that are not JSON: {error}; "
                 "fix: let the function name the arguments that it needs, in place of **columns"
             ) from error
-        worker = self._worker_that_takes(request)
         try:
-            if worker is None:
-                raise TimeoutError
-            reply = worker.reply(seconds=self.timeout)
+            reply = checked_reply(self._worker_with(request).line(self.timeout))
+        except InputError:
+            raise
         except (OSError, EOFError, ValueError, RecursionError) as error:
             self._end_worker()
             first = sample.get("prompts", next(iter(sample.values())))[0]
@@ -149,25 +145,26 @@ class IsolatedReward:
         if "error" not in reply:
             return reply
         if self.on_failure == "raise":
-            raise RewardError(f"{reply['error']}; or say what such a completion gets: isolated(..., on_failure=None)")
+            raise RewardError(f"{reply['error']}; or give such completions a reward: isolated(..., on_failure=None)")
         _log.warning("%s; its reward is %s", reply["error"], self.on_failure)
-        return {"value": self.on_failure}
+        return {"value": self.on_failure, "extra": {}, "metrics": {}}
 
-    def _worker_that_takes(self, request: str) -> _Worker | None:
-        """The worker that has taken up the request; None: not even a fresh one did.
+    def _worker_with(self, request: str) -> Worker:
+        """The worker, which has accepted the request, or else a new one.
 
         Raises:
-            InputError: a fresh one cannot load the function.
+            InputError: a new worker cannot load the function.
+            TimeoutError: a new worker does not accept the request.
         """
-        if self._worker is not None and not self._worker.takes(request, seconds=self.timeout):
-            _log.warning("the process of the isolated %s took up no more requests; a new one is asked", self.reference)
+        if self._worker is not None:
+            if self._worker.accepts(request, self.timeout):
+                return self._worker
+            _log.warning("the process of the isolated %s accepts no more requests; starting a new one", self.reference)
             self._end_worker()
-        if self._worker is None:
-            env = without_secrets(os.environ, keep=self.secrets)
-            fresh = _Worker(self.reference, timeout=self.timeout, memory=self.memory, env=env)
-            self._worker = fresh
-            if not fresh.takes(request, seconds=self.timeout):
-                self._end_worker()
+        environment = without_secrets(os.environ, keep=self.secrets)
+        self._worker = Worker(self.reference, timeout=self.timeout, memory=self.memory, environment=environment)
+        if not self._worker.accepts(request, self.timeout):
+            raise TimeoutError
         return self._worker
 
     def _end_worker(self) -> None:
@@ -181,108 +178,89 @@ class IsolatedReward:
         return "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
 
 
-class _Worker:
-    """The process, and the two pipes to it."""
+class Worker:
+    """The worker process, and the socket to it.
 
-    def __init__(self, reference: str, *, timeout: float, memory: int | None, env: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            # A process group of its own: killed with all that the function started, and spared by Ctrl-C.
-            start_new_session=True,
-        )
-        self.kill = weakref.finalize(self, _kill, self.process)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.requests, self.replies, self.received = self.process.stdin.fileno(), self.process.stdout.fileno(), b""
-        os.set_blocking(self.requests, False)
+    Raises:
+        InputError: the process cannot load the function.
+    """
+
+    def __init__(self, reference: str, *, timeout: float, memory: int | None, environment: Mapping[str, str]) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.replies = self.socket.makefile("rb")
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                # Its own process group: it is killed with the processes that it started, and Ctrl-C does not reach it.
+                start_new_session=True,
+            )
+        self.kill = weakref.finalize(self, _kill, self.process, self.socket, self.replies)
         try:
-            ready = json.loads(self._line(time.monotonic() + START_SECONDS))
+            ready = json.loads(self.line(START_SECONDS))
         except (OSError, EOFError, ValueError) as error:
             ready = {"error": f"{type(error).__name__} {error}"}
         if "error" in ready:
             self.kill()
             raise InputError(f"got {reference}, which a new process cannot load: {ready['error']}")
 
-    def takes(self, request: str, *, seconds: float) -> bool:
-        """Hand over a request. False: it was not read in time, or something else than its number came back."""
-        number, deadline = os.urandom(8).hex().encode(), time.monotonic() + seconds
-        rest = memoryview(b"%s %s\n" % (number, request.encode()))
+    def accepts(self, request: str, seconds: float) -> bool:
+        """Send a request; True if the worker echoes its number in time."""
+        number = os.urandom(8).hex()
         try:
-            while rest:
-                _wait_for(self.requests, select.POLLOUT, deadline)
-                rest = rest[os.write(self.requests, rest) :]
-            return self._line(deadline) == number
+            return self.line(seconds, request=f"{number} {request}\n") == f"{number}\n".encode()
         except (OSError, EOFError, ValueError):
             return False
 
-    def reply(self, *, seconds: float) -> dict[str, Any]:
-        """The answer to the request taken up. TimeoutError: not in time; EOFError: never; ValueError: it is none."""
-        line = self._line(time.monotonic() + seconds)
-        if self.received:
-            raise ValueError("more than one line")
-        return checked_reply(line)
+    def line(self, seconds: float, *, request: str = "") -> bytes:
+        """Send a request and read the next line.
 
-    def _line(self, deadline: float) -> bytes:
-        """The next line, which may come in pieces, or with the one after it."""
-        while b"\n" not in self.received:
-            _wait_for(self.replies, select.POLLIN, deadline)
-            piece = os.read(self.replies, 1 << 16)
-            if not piece:
-                raise EOFError
-            self.received += piece
-            if len(self.received) > REPLY_BYTES:
-                raise ValueError(f"more than {REPLY_BYTES} bytes")
-        line, _, self.received = self.received.partition(b"\n")
+        Raises:
+            TimeoutError: there is none in time.
+            EOFError: the process ended.
+            ValueError: it is too long.
+        """
+        connection, replies = self.socket, self.replies  # not `self`, whose last reference ends the process
+
+        def exchange() -> bytes:
+            # An exception in a future would be a reference cycle that holds `self`.
+            with contextlib.suppress(OSError):
+                connection.sendall(request.encode())
+                return replies.readline(REPLY_BYTES)
+            return b""
+
+        line = in_thread(exchange, name="isolated reward").result(seconds)
+        if not line:
+            raise EOFError
+        if not line.endswith(b"\n"):
+            raise ValueError(f"more than {REPLY_BYTES} bytes, or half a line")
         return line
 
 
 def checked_reply(line: bytes) -> dict[str, Any]:
-    """What the worker says about one completion. It may have been written by what the function ran.
+    """The reply in a line, which code that the function ran may have written.
 
     Raises:
-        ValueError: the trainer could not go on with it.
+        ValueError: it is not a reply: {"error": text}, or the value of one completion and what was logged for it.
     """
     reply = json.loads(line)
-    json.dumps(reply, ensure_ascii=False).encode()  # half a surrogate pair cannot be written to rollouts.jsonl
+    json.dumps(reply, ensure_ascii=False).encode()  # a lone surrogate cannot be written to rollouts.jsonl
     match reply:
         case {"error": str(error)}:
             return {"error": error}
         case {"value": None | float() as value, "extra": dict(extra), "metrics": dict(metrics)}:
-            if value is not None and not abs(value) <= FLOAT32_MAX:
-                raise ValueError(f"the reward {value}")
-            if len(extra) + len(metrics) > LOGGED_NAMES:
-                raise ValueError(f"more than {LOGGED_NAMES} columns and metrics")
-            if _nests(extra, LOGGED_LEVELS):
-                raise ValueError(f"columns of more than {LOGGED_LEVELS} levels")
-            columns = all(isinstance(logged, list) and len(logged) == 1 for logged in extra.values())
-            numbers = (
-                isinstance(logged, list) and all(type(n) is float for n in logged) for logged in metrics.values()
-            )
-            if columns and all(numbers):
+            lists = all(isinstance(logged, list) for logged in (*extra.values(), *metrics.values()))
+            one_each = lists and all(len(logged) == 1 for logged in extra.values())
+            numbers = lists and all(type(number) is float for logged in metrics.values() for number in logged)
+            if one_each and numbers and (value is None or abs(value) <= FLOAT32_MAX):
                 return {"value": value, "extra": extra, "metrics": metrics}
-    raise ValueError("something that is no answer")
-
-
-def _nests(value: Any, levels: int) -> bool:
-    """Whether lists and dicts lie in one another deeper than that."""
-    inner = value.values() if isinstance(value, dict) else value
-    return isinstance(value, dict | list) and (levels == 0 or any(_nests(item, levels - 1) for item in inner))
-
-
-def _wait_for(descriptor: int, event: int, deadline: float) -> None:
-    """Until a pipe can be read or written. TimeoutError: not in time."""
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
+    raise ValueError("something that is not an answer")
 
 
 def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
-    """The variables of which neither name nor value looks like a secret, and those to keep."""
+    """The environment without variables whose names or values look like secrets, except for those to keep."""
     return {
         name: value
         for name, value in environment.items()
@@ -290,26 +268,31 @@ def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = (
     }
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # ends a thread that still reads or writes
+    replies.close()
+    connection.close()
     process.wait()
 
 
 def _reference(function: RewardFunction) -> str:
-    """The name under which a new process finds the function."""
+    """The name by which a new process imports the function.
+
+    Raises:
+        InputError: it has none.
+    """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    home = sys.modules.get(module or "")
-    if home is None or getattr(home, name, None) is not function:
+    source = sys.modules.get(module or "")
+    if source is None or getattr(source, name, None) is not function:
         raise InputError(
             f"got {function!r}, which a new process cannot import; "
             "fix: a function at the top level of a module, or its name as 'module:name' or 'path.py:name'"
         )
     if module != "__main__":
         return f"{module}:{name}"
-    if not str(getattr(home, "__file__", "")).endswith(".py"):
+    if not str(getattr(source, "__file__", "")).endswith(".py"):
         raise InputError(f"got {name}, defined in no file; fix: put it into a module, for a new process to import it")
-    return f"{home.__file__}:{name}"
+    return f"{source.__file__}:{name}"

@@ -1,4 +1,4 @@
-"""Ready-made rewards. Completions may be strings or lists of messages."""
+"""Ready-made reward functions. Completions are strings or lists of messages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
-# What math-verify may take for one answer, in seconds and bytes.
-MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30
+MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30  # limits of math-verify for one answer, in seconds and bytes
 
 
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: Callable[..., None] | None = None, **columns: Any
 ) -> list[float | None]:
-    """1.0 where the answer equals the "solution" column mathematically, else 0.0; None where that column has no answer.
+    """1.0 if the answer equals the "solution" column mathematically, else 0.0; None if that column has no answer.
 
-    Equals TRL's reward of that name, but runs math-verify in a process of its own: an answer that takes more than
-    10 s, or too much memory, is wrong.
+    Equals TRL's reward of that name, but math-verify runs in a process of its own: an answer that exceeds its limits
+    of time (10 s) or memory gets 0.0.
 
     Raises:
         UnavailableError: math-verify is not installed.
@@ -43,10 +42,10 @@ def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 
 def length_reward(target_length: int) -> Callable[..., list[float]]:
-    """A reward for completions of `target_length` tokens: 0.0 there, falling by 1 per target length in both directions.
+    """A reward function: minus the distance of a completion's length from `target_length`, in target lengths.
 
     Raises:
-        InputError: a target that is not positive.
+        InputError: `target_length` is not positive.
     """
     if target_length <= 0:
         raise InputError(f"got target_length={target_length}, want tokens > 0")
@@ -58,7 +57,7 @@ def length_reward(target_length: int) -> Callable[..., list[float]]:
 
 
 def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """DAPO's punishment of length: 0 up to `max - cache` tokens, then falling to -1 at `max`, and -1 beyond.
+    """A reward function: DAPO's length penalty, 0 up to `max - cache` tokens, then linear down to -1 at `max` tokens.
 
     Source: DAPO (arXiv 2503.14476), equation 13. Equals TRL's `get_soft_overlong_punishment`.
 
@@ -73,14 +72,14 @@ def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int)
 
     def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         over = (len(ids) - (max_completion_length - soft_punish_cache) for ids in completion_ids)
-        # With an empty cache, the fall is a step.
+        # With an empty cache the penalty is a step.
         return [0.0 if n <= 0 else -min(1.0, n / soft_punish_cache) if soft_punish_cache else -1.0 for n in over]
 
     return soft_overlong_punishment_reward
 
 
 def text_of(completion: Any) -> str:
-    """What the model wrote: the completion, or the content of its last message."""
+    """The text of a completion: itself, or the content of its last message."""
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 

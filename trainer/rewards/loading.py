@@ -14,18 +14,19 @@ from fused_grpo.trainer.rewards.calling import RewardFunction
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function of that name. Its module is imported, or the file run.
+    """The function of that name. Its module is imported, or its file is run.
 
     Raises:
-        InputError: not of a form that names a function, or nothing callable there.
+        InputError: the name has none of these forms, or there is nothing callable of that name.
     """
     source, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not source:
         raise InputError(f"got reward function {name!r}, want module:name, module.name or path.py:name")
+    _search_working_directory()
     try:
-        module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
+        module = _run_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         function: Any = getattr(module, attribute)
-    except Exception as error:  # whatever the file does when it runs
+    except Exception as error:  # anything that the module raises when it is imported
         raise InputError(f"got reward function {name!r}, which cannot be loaded: {error}") from error
     if not callable(function):
         raise InputError(f"got reward function {name!r}, which is a {type(function).__name__}, want something callable")
@@ -34,13 +35,13 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def names_a_function(name: str) -> bool:
-    """Whether a string is the name of a function: it has a colon, or is `module.name` of a module that exists."""
+    """True for a string with a colon and for `module.name` of a module that exists, unless it is a path that exists."""
     module, _, attribute = name.rpartition(".")
     if Path(name).exists() or ":" in name:
         return not Path(name).exists()
     if not (module and name.replace(".", "").isidentifier() and attribute):
         return False
-    _search_here()
+    _search_working_directory()
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -48,7 +49,7 @@ def names_a_function(name: str) -> bool:
 
 
 def _run_file(path: Path) -> ModuleType:
-    # Under a name of its own: a user's file may be called json.py without becoming the json of everybody else.
+    # A prefix keeps a user's json.py from replacing the module json.
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -57,12 +58,7 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _import(name: str) -> ModuleType:
-    _search_here()
-    return importlib.import_module(name)
-
-
-def _search_here() -> None:
-    """Modules beside the user are found, as `python -m` finds them."""
+def _search_working_directory() -> None:
+    """Import modules from the working directory too, as `python -m` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -1,7 +1,7 @@
-"""Mathematical answers compared by math-verify. It runs isolated: what it parses was written by a model.
+"""Mathematical answers compared by math-verify, in the worker process of `accuracy_reward`.
 
-Both sides are parsed as TRL's `accuracy_reward` parses them: an answer has to be correct LaTeX, and a boxed one is
-looked for first. The package's own timeouts are off; they are signals, and the process around this is killed anyway.
+Both sides are parsed as TRL's `accuracy_reward` parses them: an answer has to be correct LaTeX, and a boxed answer
+comes first. The package's own timeouts, which are signals, are off: the worker process has a time limit.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Without stubs, and no dependency of this package: imported by name, so that its types are unknown everywhere alike.
+# An optional dependency without type stubs: `import_module` gives mypy the same result with and without it.
 math_verify: Any = importlib.import_module("math_verify")
 latex2sympy: Any = importlib.import_module("latex2sympy2_extended")
-for module in ("parser", "grader"):  # each says once that its timeouts are off
+for module in ("parser", "grader"):  # each warns that its timeouts are off
     logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
 
 def grade(
     completions: Sequence[str], solution: Sequence[str], log_extra: Callable[[str, list[Any]], None]
 ) -> list[float | None]:
-    """1.0 where the completion's answer equals the solution, 0.0 where not; None where the solution has none."""
+    """1.0 if the completion's answer equals the solution, else 0.0; None if the solution has no answer."""
     extraction = math_verify.LatexExtractionConfig(
         normalization_config=latex2sympy.NormalizationConfig(units=True),
         boxed_match_priority=0,

@@ -1,8 +1,7 @@
-"""Reward models: a sequence-classification model with one output, as a reward function.
+"""Reward models: a sequence-classification model with one label as a reward function.
 
-The text that is scored is prompt + completion, or the whole conversation in the model's own chat template; no special
-tokens are added to it. The model reads its score off the last token that is no padding, so its config is told which
-token that is.
+It scores the text of prompt + completion, or the whole conversation in the model's own chat template, without further
+special tokens. The model takes the score at the last token that is not padding, so its config needs `pad_token_id`.
 """
 
 from __future__ import annotations
@@ -15,22 +14,21 @@ from torch import nn
 
 from fused_grpo.errors import InputError
 
-# Sequences in one forward pass. More would need more memory, and rewards are a small part of a step.
-BATCH_SIZE = 16
+BATCH_SIZE = 16  # sequences in one forward pass
 
 
 class RewardModel:
-    """A reward function that asks a model.
+    """A reward function that returns the scores of a model.
 
     Args:
         model: a sequence-classification model of transformers, with one label.
-        processing_class: its tokenizer. None: the one at the place the model was loaded from.
-        device: where the model is moved. None: it stays where it is.
-        chat_template_kwargs: of the chat template, in conversations.
+        processing_class: its tokenizer. None: the tokenizer saved with the model.
+        device: the model is moved to this device. None: it stays where it is.
+        chat_template_kwargs: variables for the chat template, in conversations.
         trust_remote_code: run tokenizer code that comes with the model.
 
     Raises:
-        InputError: a model from which no tokenizer can be found, or a tokenizer that cannot pad.
+        InputError: there is no tokenizer with the model, or it has no padding token.
     """
 
     def __init__(
@@ -91,10 +89,10 @@ class RewardModel:
 def load_reward_model(
     name: str, processing_class: Any = None, *, trust_remote_code: bool = False, **options: Any
 ) -> RewardModel:
-    """A reward model from a path or hub id; `options` are those of `RewardModel`.
+    """A reward model from a path or hub id, with the `options` of `RewardModel`.
 
     Raises:
-        InputError: no model there, or one without a trained score: its rewards would be random.
+        InputError: there is no such model, or its score layer has no trained weights.
     """
     from transformers import AutoModelForSequenceClassification
 

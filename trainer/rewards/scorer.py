@@ -1,55 +1,61 @@
 """All reward functions of a run, called on a batch.
 
-Functions are called one after another, those that are `async` all at once and meanwhile. Each has its own time, its own
-call and its own failures; a group that any of them drops is dropped for all, because the sum of what is left would
-compare its members by other measures than those of the groups beside it.
+Plain functions are called one after another, `async` functions concurrently and at the same time. Each call has its
+own timeout. `reward_failure` chooses the policy for a call that fails:
+
+    fail    the error ends the run
+    retry   the call is repeated up to `retries` times, with exponential backoff; then as above
+    drop    the groups for which the call fails leave the batch
+
+To find the failing groups, the function is called for each group alone. A group is dropped whole and for all functions:
+an advantage compares the members of a group, and without one member or one function the others would have another
+baseline.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.calling import (
     RewardCaller,
     RewardFunction,
     RewardInputs,
     Scores,
     event_loop,
-    in_thread,
     reward_name,
 )
-from fused_grpo.trainer.rewards.failures import FailurePolicy, call_dropping_groups, call_with_retries
 from fused_grpo.trainer.rewards.loading import load_reward, names_a_function
 from fused_grpo.trainer.rewards.models import RewardModel, load_reward_model
+
+FailurePolicy = Literal["fail", "retry", "drop"]
+FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOutput:
-    """What F functions gave for B completions."""
+    """The scores of F functions for B completions."""
 
     per_function: Tensor  # [B, F] fp32; NaN: not scored by that function
-    dropped: Tensor  # [B] bool, whole groups: a function failed there, and they must not reach the loss
+    dropped: Tensor  # [B] bool, whole groups for which a function failed: they must not reach the loss
     seconds: dict[str, float]  # by function
-    metrics: dict[str, float]  # from log_metric, the mean where there were several
+    metrics: dict[str, float]  # from log_metric, the mean of all values
     extra: dict[str, list[Any]]  # B each, from log_extra
     failure: RewardError | None = None  # the first, where groups were dropped
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    scores: Scores
-    failures: dict[int, RewardError]  # by group
-    seconds: float
 
 
 class Rewards:
@@ -58,17 +64,17 @@ class Rewards:
     Args:
         functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
             "path.py:name"; a sequence-classification model, or its path or hub id.
-        weights: one per function, of their sum. None: all 1.
-        processing_classes: tokenizers of reward models, one per function (None: the one beside the model).
-        failure: what becomes of a call that failed: "fail", "retry" or "drop" (the groups that it touches).
+        weights: one per function, for the weighted sum. None: all 1.
+        processing_classes: tokenizers of reward models, one per function (None: the tokenizer saved with the model).
+        failure: what to do when a call fails: "fail", "retry" or "drop" (docs/rewards.md).
         retries: calls after the first one, with "retry".
         timeout: seconds that a call may take. None: no limit.
-        device: where reward models run. None: where they are, which is the CPU for those given by name.
-        chat_template_kwargs: of the chat templates of reward models.
+        device: the device of reward models. None: a model given by name stays on the CPU, a module where it is.
+        chat_template_kwargs: variables for the chat templates of reward models.
         trust_remote_code: run code that comes with a reward model.
 
     Raises:
-        InputError: nothing that can be called, or options that do not go together.
+        InputError: something that is not callable, or options that contradict each other.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Rewards:
         ]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Whether a dataset with these columns has what the functions ask for.
+        """Check that a dataset with these columns has what the functions need.
 
         Raises:
             InputError: a function has a parameter without a default that no column fills.
@@ -126,14 +132,14 @@ class Rewards:
 
         Args:
             rows: B, the dataset row of each completion.
-            completions: B strings; in a conversation, B lists of messages.
+            completions: B strings; in conversations, B lists of messages.
             completion_ids: B lists of token ids.
             num_generations: completions per group.
-            trainer_state: handed to functions that name it.
+            trainer_state: passed to functions that have a parameter of that name.
 
         Raises:
-            RewardError: a call failed, and `failure` does not say to drop its groups; or no group was left.
-            InputError: a function asks for a column that is not there.
+            RewardError: a call failed, and `failure` is not "drop".
+            InputError: a function has a parameter without a default that no column fills.
         """
         if not rows or len(rows) % num_generations or not len(rows) == len(completions) == len(completion_ids):
             raise InputError(
@@ -147,49 +153,103 @@ class Rewards:
             "completion_ids": list(completion_ids),
         }
         inputs = RewardInputs(columns=columns, trainer_state=trainer_state)
-        return self._output(self._call_all(inputs, num_generations), num_generations)
-
-    def _call_all(self, inputs: RewardInputs, num_generations: int) -> list[_Outcome]:
-        works = [functools.partial(self._call, caller, inputs, num_generations) for caller in self._callers]
         if any(caller.is_async for caller in self._callers):
-            event_loop()  # before threads ask for it at once
-        pending = {index: in_thread(work) for index, work in enumerate(works) if self._callers[index].is_async}
-        done = {index: work() for index, work in enumerate(works) if index not in pending}
-        return [pending[index].result() if index in pending else done[index] for index in range(len(works))]
+            event_loop()  # made here, because two threads at once would each make one
+        call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
+        pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
+        done = {one: call(one) for one in self._callers if one not in pending}
+        outcomes = [pending[one].result() if one in pending else done[one] for one in self._callers]
+        scores, seconds = zip(*outcomes, strict=True)
+        return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 
-    def _call(self, caller: RewardCaller, inputs: RewardInputs, num_generations: int) -> _Outcome:
-        start, failures = time.perf_counter(), dict[int, RewardError]()
+    def _call(self, caller: RewardCaller, inputs: RewardInputs, num_generations: int) -> tuple[Scores, float]:
+        start = time.perf_counter()
         match self.failure:
             case "fail":
                 scores = caller(inputs)
             case "retry":
-                scores = call_with_retries(caller, inputs, retries=self.retries)
+                scores = _call_with_retries(caller, inputs, retries=self.retries)
             case "drop":
-                scores, failures = call_dropping_groups(caller, inputs, num_generations)
-        return _Outcome(scores=scores, failures=failures, seconds=time.perf_counter() - start)
+                scores = _call_dropping_groups(caller, inputs, num_generations)
+        return scores, time.perf_counter() - start
 
-    def _output(self, outcomes: list[_Outcome], num_generations: int) -> RewardOutput:
-        per_function = torch.tensor([outcome.scores.values for outcome in outcomes], dtype=torch.float32).T.contiguous()
-        failed = {number: error for outcome in outcomes for number, error in outcome.failures.items()}
+    def _output(self, scores: Sequence[Scores], seconds: dict[str, float], num_generations: int) -> RewardOutput:
+        per_function = torch.tensor([one.values for one in scores], dtype=torch.float32).T.contiguous()
+        failures = {number: error for one in scores for number, error in one.failures.items()}
         dropped = torch.zeros(len(per_function) // num_generations, dtype=torch.bool)
-        dropped[list(failed)] = True
+        dropped[list(failures)] = True
         dropped = dropped.repeat_interleave(num_generations)
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
-        for name, outcome in zip(self.names, outcomes, strict=True):
-            for column, values in outcome.scores.extra.items():
+        for name, one in zip(self.names, scores, strict=True):
+            for column, values in one.extra.items():
                 extra[column if column not in extra else f"{name}/{column}"] = values
-            for metric, logged in outcome.scores.metrics.items():
+            for metric, logged in one.metrics.items():
                 metrics.setdefault(metric, []).extend(logged)
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
-            seconds={name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)},
+            seconds=seconds,
             metrics={metric: math.fsum(logged) / len(logged) for metric, logged in metrics.items()},
             extra=extra,
-            failure=failed[min(failed)] if failed else None,
+            failure=failures[min(failures)] if failures else None,
         )
+
+
+def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
+    """The scores of the first of `1 + retries` calls that succeeds.
+
+    Raises:
+        RewardError: the error of the last call.
+    """
+    for attempt in range(retries):
+        try:
+            return call(inputs, pinpoint=False)
+        except RewardError as error:
+            _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, retries + 1)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    try:
+        return call(inputs)
+    except RewardError as error:
+        raise RewardError(f"{error} (call {retries + 1} of {retries + 1})") from error
+
+
+def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
+    """The scores, NaN in groups where the function fails, with the errors by group."""
+
+    def attempt(start: int) -> Scores:
+        try:
+            return call(inputs.part(start, num_generations), pinpoint=False)
+        except RewardError as error:
+            return Scores(failures={start // num_generations: error})
+
+    try:
+        return call(inputs, pinpoint=False)
+    except RewardError as error:
+        groups = [Scores(failures={0: error})]
+    starts = range(0, len(inputs), num_generations)
+    if len(starts) > 1 and call.is_async:
+        pending = [in_thread(functools.partial(attempt, start), name="reward") for start in starts]
+        groups = [outcome.result() for outcome in pending]
+    elif len(starts) > 1:
+        groups = [attempt(start) for start in starts]
+    return _joined(groups, num_generations)
+
+
+def _joined(groups: list[Scores], num_generations: int) -> Scores:
+    """The scores of a batch from those of its groups. A failed group has values NaN and logged columns None."""
+    joined = Scores(extra={name: [] for group in groups for name in group.extra})
+    for group in groups:
+        joined.values.extend(group.values or [math.nan] * num_generations)
+        for name, values in joined.extra.items():
+            values.extend(group.extra.get(name, [None] * num_generations))
+        for name, logged in group.metrics.items():
+            joined.metrics.setdefault(name, []).extend(logged)
+        for number, failure in group.failures.items():
+            _log.warning("%s (its group is dropped)", failure)
+            joined.failures[number] = failure
+    return joined
 
 
 def _check_options(
@@ -231,12 +291,9 @@ def _resolve(function: Any, processing_class: Any, model_options: Mapping[str, A
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """The names, a second "f" as "f_2"."""
-    taken: list[str] = []
+    """The names, with a suffix where one is repeated: f, f_2, f_3."""
+    unique: list[str] = []
     for name in names:
-        number, unique = 1, name
-        while unique in taken:
-            number += 1
-            unique = f"{name}_{number}"
-        taken.append(unique)
-    return taken
+        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        unique.append(next(candidate for candidate in candidates if candidate not in unique))
+    return unique

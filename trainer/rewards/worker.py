@@ -1,10 +1,10 @@
-"""The other end of `isolated`: a process that calls one reward function, as it is told on stdin.
+"""The worker process of `isolated`: calls one reward function for requests that it reads from stdin.
 
     python -m fused_grpo.trainer.rewards.worker <function> <seconds> <bytes>
 
-A request is a line: its number, and in JSON the columns of one completion. The number is repeated before anything else;
-then comes the reply, a line of JSON with the completion's value, or with an error. Both pipes are kept out of the
-function's way: what it prints goes to stderr, and it reads an empty stdin.
+A request is a line: its number, and the columns of one completion as JSON. The worker echoes the number before it
+calls the function; then it replies with a line of JSON: the value of the completion, or an error. The function itself
+has an empty stdin, and its stdout is stderr.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from typing import Any
 from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, reward_name
 from fused_grpo.trainer.rewards.loading import load_reward
 
-# Of one file: far more than a function that looks at one completion has to write, far less than a disk.
-FILE_BYTES = 1 << 30
-# Of an error: it quotes the prompt, which may be longer than a reply may be.
-ERROR_CHARACTERS = 20_000
+FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
+ERROR_CHARACTERS = 20_000  # an error quotes the prompt, which may be longer than a reply may be
 
 
 def main(reference: str, seconds: float, memory: int) -> None:
@@ -31,8 +29,7 @@ def main(reference: str, seconds: float, memory: int) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # Of a process that is killed, a dump would hold prompts and columns. Writing beyond the limit raises OSError.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold prompts and columns
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     try:
         function = load_reward(reference)
@@ -44,7 +41,7 @@ def main(reference: str, seconds: float, memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     print(json.dumps({"ready": True}), file=replies)
     for request in requests:
-        # Should the trainer be gone by then, nobody else ends a call that never returns.
+        # Ends a call that never returns where the trainer, which would kill it, has ended.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
         number, columns = request.split(" ", 1)
         print(number, file=replies)
@@ -55,7 +52,7 @@ def main(reference: str, seconds: float, memory: int) -> None:
 
 def answer(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
     """The reply to one request."""
-    # The caller tells B by the prompts, which the function may not have asked for.
+    # `RewardInputs` counts the prompts, and the function may not take any.
     columns = columns if "prompts" in columns else {**columns, "prompts": next(iter(columns.values()))}
     try:
         scores = call(RewardInputs(columns=columns), pinpoint=False)

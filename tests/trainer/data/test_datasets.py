@@ -41,7 +41,7 @@ def some_stream(count: int) -> IterableDataset:
 
 
 class Unsized:
-    """An iterable of somebody else's."""
+    """An iterable that is not of the package datasets."""
 
     def __init__(self, count: int) -> None:
         self.count = count

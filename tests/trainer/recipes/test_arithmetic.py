@@ -45,11 +45,6 @@ def test_no_pair_of_terms_is_in_two_splits_in_either_order(splits):
     assert 256 <= len(splits.heldout) <= 512
 
 
-def test_splits_are_the_same_in_every_process(splits):
-    assert splits == arithmetic.build_splits()
-    assert splits.heldout != sorted(splits.heldout, key=lambda row: row["prompt"])
-
-
 def test_answers_are_the_sums_least_significant_digit_first(splits):
     for row in splits.train + splits.dev + splits.heldout:
         first, second = map(int, row["prompt"].rstrip("=").split("+"))
@@ -76,13 +71,6 @@ def test_text_survives_the_tokenizer_one_token_per_character():
     assert tokenizer.decode(ids) == "58+67=521"
 
 
-def test_the_end_and_padding_vanish_from_decoded_text():
-    tokenizer = arithmetic.build_tokenizer()
-    ids = [*tokenizer("521")["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "521"
-
-
 def test_the_tokenizer_is_the_same_after_a_save(tmp_path):
     tokenizer = arithmetic.build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
@@ -105,11 +93,6 @@ def test_rewards_stay_beside_their_completions():
     assert arithmetic.accuracy_reward(completions=["64", "64"], answer=["64", "521"], **inputs) == [1.0, 0.0]
 
 
-def test_fewer_answers_than_completions_is_an_error():
-    with pytest.raises(ValueError, match="shorter"):
-        arithmetic.accuracy_reward(prompts=["1", "2"], completions=["64", "64"], answer=["64"])
-
-
 def test_the_head_is_its_own_weight(base):
     # The CPU build of vLLM keeps serving the old head of a tied model after a weight sync.
     model, _ = base
@@ -120,11 +103,6 @@ def test_the_same_seed_makes_the_same_base_model():
     first, again, other = short_base(3), short_base(3), short_base(4)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-
-
-def test_the_seed_decides_the_first_weights_too():
-    first, other = (arithmetic.make_base_model(seed=seed, max_batches=0)[0] for seed in (3, 4))
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
 def test_the_supervised_stage_leaves_the_global_generator_alone():
@@ -165,16 +143,6 @@ def test_the_accuracy_that_stops_the_supervised_stage_is_that_of_greedy_decoding
     forced = arithmetic._greedy_accuracy(model, *arithmetic._encode(tokenizer, splits.dev))
     assert forced == pytest.approx(sum(right) / len(right), abs=1e-6)
     assert forced >= 0.42
-
-
-def test_a_wrong_last_token_makes_an_answer_wrong(base, splits):
-    model, tokenizer = base
-    completions = generate(model, tokenizer, [row["prompt"] for row in splits.dev])
-    solved = [row for row, text in zip(splits.dev, completions, strict=True) if text == row["answer"]]
-    prompts, answers = arithmetic._encode(tokenizer, solved)
-    assert arithmetic._greedy_accuracy(model, prompts, answers) == 1.0
-    wrong = answers.masked_fill(answers == tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("="))
-    assert arithmetic._greedy_accuracy(model, prompts, wrong) == 0.0
 
 
 def test_progress_tells_batch_and_accuracy():

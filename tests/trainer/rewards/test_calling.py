@@ -1,4 +1,4 @@
-"""What a function is called with, and what may come back."""
+"""The arguments of a reward function, and the values that it may return."""
 
 from __future__ import annotations
 

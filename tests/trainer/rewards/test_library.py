@@ -1,4 +1,4 @@
-"""The ready-made rewards are those of TRL, in our way of running them."""
+"""The ready-made rewards equal TRL's."""
 
 from __future__ import annotations
 
@@ -39,11 +39,6 @@ def test_the_format_is_that_of_trl(trl, parts):
     assert format_reward([text]) == format_reward([[{"role": "assistant", "content": text}]]) == [expected]
 
 
-def test_the_format_is_a_block_of_thought_and_then_an_answer():
-    texts = ["<think>\n1+1\n</think>\n2", "<think>1", "2", "<think>1</think><think>2</think>", " <think>1</think>2"]
-    assert format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
 @given(length=integers(0, 40), longest=integers(0, 30), cache=integers(0, 30))
 def test_the_overlong_punishment_is_that_of_trl(trl, length, longest, cache):
     if cache > longest:
@@ -82,28 +77,3 @@ def test_answers_are_compared_as_mathematics():
     assert logged["solution"] == solutions
     assert [len(values) for values in logged.values()] == [4, 4, 4]
     assert logged["answer_parsed"][2:] == ["[unparseable]", "[skipped]"]
-
-
-def test_an_answer_that_takes_for_ever_is_wrong(monkeypatch, caplog):
-    pytest.importorskip("math_verify")
-    monkeypatch.setattr(library, "MATH_TIMEOUT", 2.0)
-    library._grader.cache_clear()
-    assert accuracy_reward([r"\boxed{9^{9^{9^{9}}}}"], ["$2$"]) == [0.0]
-    library._grader.cache_clear()
-    assert "took longer than 2.0 s and was killed" in caplog.text
-
-
-def test_grades_are_those_of_the_worker_without_one():
-    """`accuracy_reward` calls this in a process of its own; here its answers are looked at one by one."""
-    from fused_grpo.trainer.rewards.math_answers import grade
-
-    logged = []
-    completions = [r"so \boxed{\frac{1}{2}}", r"\boxed{0.25}", "no answer", r"\boxed{1}"]
-    solutions = ["$0.5$", "$0.5$", "$0.5$", "nothing to parse"]
-    assert grade(completions, solutions, lambda column, values: logged.append((column, values[0]))) == [
-        1.0,
-        0.0,
-        0.0,
-        None,
-    ]
-    assert logged[-2:] == [("gold_parsed", "[unparseable]"), ("answer_parsed", "[skipped]")]

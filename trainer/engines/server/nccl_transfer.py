@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines.server.facts import ServerFacts
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, understood
 from fused_grpo.trainer.engines.server.weight_transfer import WeightTransfer
-from fused_grpo.trainer.rewards.calling import in_thread
 
 _SECONDS_TO_PART = 10.0
 
