@@ -45,7 +45,7 @@ def main() -> None:
     if FAULT == "row":
         rows[3] = {"prompt": "1+1=" * 5}
     engine = None if FAULT == "start" else EngineByPrompt(model)
-    loop.choose_engine = lambda *_: no_engine() if is_here() else EngineByPrompt(model)
+    loop.choose_engine = lambda *_, **__: no_engine() if is_here() else EngineByPrompt(model)
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
     break_it(trainer)
     try:

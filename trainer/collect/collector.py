@@ -30,7 +30,7 @@ from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.distributed.failures import anywhere, together
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.answers import complete
+from fused_grpo.trainer.engines.response_checks import complete
 from fused_grpo.trainer.logging.run_output import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.calling import in_thread

@@ -1,0 +1,25 @@
+"""Work in a daemon thread, with its result as a future."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T], name: str = "reward") -> Future[T]:
+    """Start `work` in a daemon thread: unlike a thread of an executor, it does not keep the process alive."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # a running future cannot be cancelled
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
