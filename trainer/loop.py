@@ -138,14 +138,13 @@ class GRPOTrainer:
             self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
             self.model = adapt(self.model, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
-            of_trainer = rollout_engine is None and rollout_func is None and self.engine_name == "transformers"
             self.learner = Learner(
                 self.model,
                 args,
                 self.accelerator,
                 max_steps=self.max_steps,
                 optimizers=optimizers,
-                corrected=not of_trainer,
+                corrected=not (rollout_engine is None and rollout_func is None and self.engine_name == "transformers"),
             )
             vocab_size = self.model.config.get_text_config().vocab_size
             self.collector = Collector(

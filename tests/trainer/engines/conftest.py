@@ -126,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedM
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = model_class(config).float()
-        # As published models do: a second stop token, and sampling habits that must not leak into training.
+        # As in published models: a second stop token, and sampling defaults that must not be used in training.
         model.generation_config.update(
             eos_token_id=[1, SECOND_STOP_ID], do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[5]
         )

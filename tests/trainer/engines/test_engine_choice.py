@@ -24,6 +24,10 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
 
 
+def stream() -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(ROWS))
+
+
 def lengths(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
@@ -47,7 +51,7 @@ def test_without_an_option_vllm_is_chosen_where_it_is_installed() -> None:
     assert engine_name(GRPOConfig()) == "vllm"
 
 
-@pytest.mark.parametrize("rows", [ROWS, IterableDataset.from_generator(lambda: iter(ROWS))], ids=["list", "stream"])
+@pytest.mark.parametrize("rows", [lambda: ROWS, stream])
 @pytest.mark.usefixtures("without_vllm")
 def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_another_engine(
     build_model, tokenizer, tmp_path, monkeypatch, caplog, rows
@@ -59,7 +63,7 @@ def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_ano
     shape = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}
     args = GRPOConfig(str(tmp_path / "run"), log_completions=False, **shape)
     with caplog.at_level(logging.INFO, logger="fused_grpo.trainer.engines"):
-        trainer = GRPOTrainer(build_model(tied=False), lengths, args, rows, processing_class=tokenizer)
+        trainer = GRPOTrainer(build_model(tied=False), lengths, args, rows(), processing_class=tokenizer)
     assert isinstance(trainer.engine, TransformersEngine)
     assert "rollout engine: transformers" in caplog.text
     assert trainer.learner.loss_config == args.loss_config(corrected=False) != args.loss_config(corrected=True)
@@ -73,6 +77,5 @@ def test_asking_for_vllm_where_it_is_missing_names_the_command(build_model, toke
 
 
 def test_a_stream_whose_longest_prompt_an_engine_needs_is_refused(build_model, tokenizer) -> None:
-    stream = IterableDataset.from_generator(lambda: iter(ROWS))
     with pytest.raises(InputError, match=r"without random access; fix: set vllm_max_model_length"):
-        choose_engine("server", GRPOConfig(vllm_mode="server"), build_model(), tokenizer, [stream])
+        choose_engine("server", GRPOConfig(vllm_mode="server"), build_model(), tokenizer, [stream()])
