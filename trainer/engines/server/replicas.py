@@ -4,7 +4,7 @@ All requests are coroutines under one deadline (`Replicas.run`), so no request n
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
 Responses are not trusted. A redirect is an error and is not followed, a response is read up to a size that fits the
-request, and the API key is removed from it, so that no error can quote the key.
+request, and errors quote it without the API key.
 
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once. Completions of a
@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """One request to one server failed. `status` is None where no response came."""
+    """One request to one server failed. `status` is None where no response came.
+
+    The message may quote the response: show it through `Replica.redacted`, and do not chain it to another exception.
+    """
 
     def __init__(self, message: str, *, status: int | None = None, retry: bool = False, is_down: bool = False) -> None:
         super().__init__(message)
@@ -52,9 +55,13 @@ class Replica:
     """One server."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url, self._key = url, (api_key or "").encode()
+        self.url, self._key = url, api_key
         self.in_flight = 0  # requests without a response so far
         self.last_error = "no answer"
+
+    def redacted(self, text: str) -> str:
+        """Text of a response for an error, without the API key."""
+        return text.replace(self._key, "...") if self._key else text
 
     async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> Json:
         """The JSON object of the response; an empty one where the response is empty.
@@ -67,19 +74,19 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
-            self.last_error = f"{type(error).__name__} ({error or 'connection lost'})"
+            self.last_error = self.redacted(f"{type(error).__name__} ({str(error) or 'connection lost'})")
             raise RequestError(self.last_error, retry=True, is_down=isinstance(error, httpx.ConnectError)) from error
         finally:
             self.in_flight -= 1
-        text = (content.replace(self._key, b"...") if self._key else content).decode(errors="replace")
         if not response.is_success:
-            status = response.status_code
+            status, text = response.status_code, self.redacted(content.decode(errors="replace"))
             self.last_error = f"status {status} from {path}: {text[:500]!r}"
             retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
             raise RequestError(self.last_error, status=status, retry=retry)
         try:
-            answer = json.loads(text or "{}")
+            answer = json.loads(content or b"{}")
         except (ValueError, RecursionError):
+            text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
         return answer if isinstance(answer, dict) else {"answer": answer}
 
@@ -185,9 +192,9 @@ class Replicas:
                 return await work(replica)
             except RequestError as error:
                 raise UnavailableError(
-                    f"got {str(error)[:1000]} at {replica.url}, want what was asked of it; fix: look at that "
-                    "server's log"
-                ) from error
+                    f"got {replica.redacted(str(error))[:1000]} at {replica.url}, want what was asked of it; fix: look "
+                    "at that server's log"
+                ) from None
 
         return await asyncio.gather(*map(on_one, self.all))
 
@@ -244,7 +251,7 @@ class Replicas:
                 with parsing("/v1/completions"):
                     return replica, read(body, answer)
             except RequestError as error:
-                last = f"{str(error)[:1000]} at {replica.url}"
+                last = f"{replica.redacted(str(error))[:1000]} at {replica.url}"
                 if error.is_down:
                     _leave_out(replica, live)
                 if not error.retry:
