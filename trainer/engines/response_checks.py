@@ -132,12 +132,11 @@ def _wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
     return next((f"token id {token!r}" for token in wrong), None)
 
 
-def _wrong_logprobs(values: list[float], count: int, *, nan_allowed: bool) -> str | None:
+def _wrong_logprobs(values: list[Any], count: int, *, nan_allowed: bool) -> str | None:
     if len(values) != count:
         return f"{len(values)} log-probs for {count} tokens"
     for value in values:
-        if not isinstance(value, float | int):
-            return f"log-prob {value!r}"
-        if not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and math.isnan(value))):
+        is_number = isinstance(value, float | int)
+        if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and math.isnan(value))):
             return f"log-prob {value!r}"
     return None
