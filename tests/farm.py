@@ -141,9 +141,9 @@ def import_trainer() -> None:
 
 def import_vllm() -> None:
     """What an engine imports at its start, too; as quietly as the trainer starts it."""
-    from fused_grpo.trainer.engines.vllm.start import UNLESS_SET
+    from fused_grpo.trainer.engines.vllm.start import DEFAULT_ENVIRONMENT
 
-    for name, value in UNLESS_SET.items():
+    for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in (  # by name: a linter takes away what is imported and not used
         "entrypoints.llm",

@@ -53,10 +53,10 @@ from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
-from fused_grpo.trainer.engines import RolloutEngine, check_agreement
-from fused_grpo.trainer.engines.answers import sync
+from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.engines.response_checks import sync
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.metrics import rewind_logs
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
@@ -152,14 +152,14 @@ class GRPOTrainer:
             self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
             self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
             self.model = adapt(self.model, peft_config, args, self.accelerator)
-            of_trainer = rollout_engine is None and rollout_func is None and engine_name(self.args) == "transformers"
+            self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(
                 self.model,
                 args,
                 self.accelerator,
                 max_steps=self.max_steps,
                 optimizers=optimizers,
-                corrected=not of_trainer,
+                corrected=not (rollout_engine is None and rollout_func is None and self.engine_name == "transformers"),
             )
             vocab_size = self.model.config.get_text_config().vocab_size
             self.collector = Collector(
@@ -259,7 +259,7 @@ class GRPOTrainer:
     def _choose_engine(self, rollout_func: Any) -> RolloutEngine:
         datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
-        return choose_engine(self.args, self.model, self.processing_class, datasets, **options)
+        return choose_engine(self.engine_name, self.args, self.model, self.processing_class, datasets, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -328,7 +328,7 @@ class GRPOTrainer:
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
         if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
-            check_agreement(
+            check_same_weights(
                 metrics["sampling_difference_mean"],
                 metrics["sampling_difference_max"],
                 dtype=torch.bfloat16 if wants_bf16(self.args) else next(self.model.parameters()).dtype,

@@ -1,7 +1,7 @@
-"""Engines that fail under a run: it ends with the cause, in time, and the step that failed has trained nothing.
+"""Engines that fail during a run: it ends with the cause, in time, and the step that failed has trained nothing.
 
-Servers are processes of their own that say over HTTP what vLLM would (trainer/engines/fake_vllm.py), with one fault
-each. What a real server does when it dies is in trainer/engines/test_vllm_server.py.
+Servers are processes of their own with vLLM's HTTP routes (trainer/engines/fake_vllm.py), with one fault each.
+trainer/engines/test_vllm_server.py kills a real server.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_a_server_that_hangs(make_trainer, serve, time_limit) -> None:
 def test_a_server_that_dies_between_two_steps(make_trainer, serve, time_limit) -> None:
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve()), vllm_server_timeout=30)
     with time_limit(10) as clock, ends(trainer, WeightSyncError, rf"{url}", step=1):
-        trainer._check_agreement = lambda metrics: None  # what the fake says is not what the model would say
+        trainer._check_agreement = lambda metrics: None  # the fake's log-probs are not the model's
         record = trainer._record
         trainer._record = lambda *a: [record(*a), serve.process.kill(), clock.start()]
         trainer.train()
@@ -166,23 +166,15 @@ def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, time_li
     assert 16 << 20 < sent["bytes"] < sent["answers"] * (32 << 20)
 
 
-@pytest.mark.parametrize("quirk", ["ignores_weights", "forgets_tag"])
-def test_a_server_that_keeps_its_old_weights(make_trainer, serve, time_limit, quirk) -> None:
-    url = serve(**{quirk: True})
-    trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
-    with time_limit(10), ends(trainer, WeightSyncError, rf"at {url}"):
-        trainer.train()
-
-
 class Stale(TransformersEngine):
-    """Samples from weights that are never replaced, and says that they were."""
+    """Samples from weights that are never replaced, and reports the new version."""
 
     def __init__(self) -> None:
         super().__init__(tiny_model(), build_tokenizer())
 
 
-class Dishonest(Stale):
-    """Says so of what it returns, too."""
+class StaleVersion(Stale):
+    """Its rollouts have the old version."""
 
     def generate(self, *arguments: Any) -> Any:
         return replace(super().generate(*arguments), weight_version=0)
@@ -190,7 +182,7 @@ class Dishonest(Stale):
 
 @pytest.mark.parametrize(
     ("engine", "message"),
-    [(Dishonest, "got completions of weight version 0"), (Stale, "got a max difference")],
+    [(StaleVersion, "got completions of weight version 0"), (Stale, "got a max difference")],
     ids=["says-so", "does-not"],
 )
 def test_an_engine_of_the_users_with_stale_weights(make_trainer, time_limit, engine, message) -> None:
@@ -205,7 +197,7 @@ def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, m
     trainer = make_trainer(model=model, use_vllm=True)
     assert isinstance(trainer.engine, VLLMEngine)
     llm, called = trainer.engine._llm, []
-    # vLLM says yes to every sync, and has taken none but the first.
+    # vLLM reports success for every sync, and has loaded the first alone.
     monkeypatch.setattr(llm, "collective_rpc", lambda *a, **k: called.append(a))
     with (
         time_limit(20) as clock,

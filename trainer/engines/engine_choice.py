@@ -1,9 +1,11 @@
-"""Which rollout engine the options of a run ask for."""
+"""The rollout engine for the options of a run."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,19 +13,32 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_stream
 from fused_grpo.trainer.data.prompts import longest_prompt
-from fused_grpo.trainer.engines import EngineName, RolloutEngine, make_engine
+from fused_grpo.trainer.engines.engine import RolloutEngine
 from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.lora import VLLMAdapterEngine
+from fused_grpo.trainer.engines.vllm.start import check_installed
+from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
+
+EngineName = Literal["vllm", "server", "transformers"]
+
+_log = logging.getLogger(__name__)
 
 
 def engine_name(args: GRPOConfig) -> EngineName:
-    """What `make_engine` calls it."""
+    """The engine that the options select. `use_vllm=None` means vLLM where it is installed, transformers otherwise."""
     if args.vllm_mode == "server":
         return "server"
-    return "auto" if args.use_vllm is None else "vllm" if args.use_vllm else "transformers"
+    if args.use_vllm is not None:
+        return "vllm" if args.use_vllm else "transformers"
+    return "transformers" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
 def choose_engine(
+    name: EngineName,
     args: GRPOConfig,
     model: Any,
     tokenizer: Any,
@@ -32,49 +47,73 @@ def choose_engine(
     rollout_func: Any = None,
     trainer: Any = None,
 ) -> RolloutEngine:
-    """The engine, started; or the user's function, around an engine that was asked for by name.
+    """The engine called `name`, started; or the engine around a `rollout_func`.
 
     Args:
-        datasets: all whose prompts it will be given.
-        rollout_func: the user's function, which is handed the `trainer`.
+        name: the result of `engine_name`.
+        args: the options of the run.
+        model: the model that is trained.
+        tokenizer: its tokenizer.
+        datasets: all datasets whose prompts the engine will be given.
+        rollout_func: the user's function. It may use an engine that `args` asks for by name.
+        trainer: the argument of `rollout_func` of that name.
 
     Raises:
-        InputError: a dataset without random access, whose longest prompt is not known.
-        UnavailableError: the engine is not installed, cannot start here, or does not answer.
+        InputError: a dataset without random access, whose longest prompt is not known; options that do not fit.
+        UnsupportedError: an option that the engine does not have on this machine.
+        UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
     if rollout_func is None:
-        return _named_engine(args, model, tokenizer, datasets)
-    wants_inner = args.use_vllm or args.vllm_mode == "server"
-    inner = _named_engine(args, model, tokenizer, datasets) if wants_inner else None
+        return _make_engine(name, args, model, tokenizer, datasets)
+    needs_inner = args.use_vllm or args.vllm_mode == "server"
+    inner = _make_engine(name, args, model, tokenizer, datasets) if needs_inner else None
     return FunctionEngine(rollout_func, trainer, inner=inner)
 
 
-def _named_engine(args: GRPOConfig, model: Any, tokenizer: Any, datasets: Sequence[Any]) -> RolloutEngine:
-    urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    return make_engine(
-        engine_name(args),
-        model,
-        tokenizer,
-        max_model_len=args.vllm_max_model_length
-        or _longest_prompt(args, tokenizer, datasets) + args.max_completion_length,
-        dtype=torch.bfloat16 if wants_bf16(args) else torch.float32,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        seed=args.seed,
-        trust_remote_code=args.trust_remote_code,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        adapter_sync=args.vllm_adapter_sync,
-        engine_options=args.vllm_engine_kwargs,
-        base_urls=[urls] if isinstance(urls, str) else urls,
-        server_timeout=args.vllm_server_timeout,
-        allow_remote=args.vllm_server_allow_remote,
-        weight_transfer=args.vllm_weight_transfer,
-    )
+def _make_engine(
+    name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any, datasets: Sequence[Any]
+) -> RolloutEngine:
+    _log.info("rollout engine: %s", name)
+    if args.vllm_adapter_sync and not (name == "vllm" and is_adapted(model)):
+        raise InputError(
+            f"got vllm_adapter_sync with the engine {name!r} and a {type(model).__name__}, want vLLM in process and a "
+            "model with an adapter; fix: leave it out: other engines are given merged weights"
+        )
+    if name == "transformers":
+        return TransformersEngine(base_model(model), tokenizer, seed=args.seed)
+    if name == "vllm":
+        check_installed()
+    max_model_len = args.vllm_max_model_length
+    if max_model_len is None:
+        max_model_len = _longest_prompt(args, tokenizer, datasets) + args.max_completion_length
+    if name == "server":
+        urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return VLLMServerEngine(
+            base_model(model),
+            tokenizer,
+            base_urls=[urls] if isinstance(urls, str) else urls,
+            timeout=args.vllm_server_timeout,
+            max_model_len=max_model_len,
+            seed=args.seed,
+            allow_remote=args.vllm_server_allow_remote,
+            weight_transfer=args.vllm_weight_transfer,
+        )
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "dtype": torch.bfloat16 if wants_bf16(args) else torch.float32,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "seed": args.seed,
+        "trust_remote_code": args.trust_remote_code,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "engine_options": args.vllm_engine_kwargs,
+    }
+    if args.vllm_adapter_sync:
+        return VLLMAdapterEngine(model, tokenizer, **options)
+    return VLLMEngine(base_model(model), tokenizer, **options)
 
 
 def _longest_prompt(args: GRPOConfig, tokenizer: Any, datasets: Sequence[Any]) -> int:
-    """Tokens; of all datasets, so that none meets an engine that is too small for it."""
-    if engine_name(args) == "transformers":
-        return 0  # which has no limit to set
+    """Tokens of the longest prompt in all datasets."""
     if any(map(is_stream, datasets)):
         raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
     options: Any = {"chat_template_kwargs": args.chat_template_kwargs}

@@ -1,14 +1,14 @@
-"""A function of the user's in place of an engine: agents, environments, another inference server.
+"""A user's `rollout_func` in place of an engine: agents, environments, another inference server.
 
 `rollout_func(prompts, trainer)` is TRL's hook, with its shapes: it gets this process' prompts, each `num_generations`
-times in a row, and returns a dict with one entry per prompt it was given in each of
+times in a row, and returns a dict with one entry per prompt in each of
 
     "prompt_ids"       token ids of the prompt, the same within a group
     "completion_ids"   token ids of the completion
     "logprobs"         log-probs of those tokens as they were sampled; or None in place of the whole list
-    anything else      a column for the reward functions; a value that is no list is repeated
+    anything else      a column for the reward functions; a value that is not a list is repeated
 
-What it samples with is its own affair, so its log-probs need not be the trainer's.
+It may sample with any model, so its log-probs need not be the trainer's.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TAKEN = ("prompt", "prompts", "completion", "completions")
 
 
 class FunctionEngine(RolloutEngine):
-    """A RolloutEngine that asks a function.
+    """A RolloutEngine that calls a function.
 
     Args:
         rollout_func: `f(prompts, trainer)`, as above.
-        trainer: handed to it. Its `model` and `processing_class` say where completions stop.
-        inner: an engine that the function samples with (as `trainer.engine.inner`), kept in sync by the loop. None: the
-            function needs no weights, or takes them from `trainer.model`.
+        trainer: its second argument. The stop tokens are those of `trainer.model` and `trainer.processing_class`.
+        inner: an engine that the function samples with (as `trainer.engine.inner`); the loop syncs its weights. None:
+            the function needs no weights, or takes them from `trainer.model`.
     """
 
     name = "rollout_func"
@@ -50,7 +50,7 @@ class FunctionEngine(RolloutEngine):
 
     @property
     def weight_version(self) -> int:  # type: ignore[override]
-        """The inner engine's; without one, what `load_weights` was last told."""
+        """The inner engine's version; without one, that of the last `load_weights`."""
         return self._version if self.inner is None else self.inner.weight_version
 
     def generate(
@@ -60,44 +60,47 @@ class FunctionEngine(RolloutEngine):
         *,
         prompts: Sequence[Any] | None = None,
     ) -> Rollouts:
-        """`sampling.n` completions for each prompt, by the function; see RolloutEngine.
+        """Return `sampling.n` completions for each prompt from the function; see RolloutEngine.
 
         Args:
-            prompts: the dataset's prompts, which the function sees. None: `prompt_ids` decoded.
+            prompt_ids: P prompts as token ids.
+            sampling: how completions are sampled.
+            prompts: the dataset's prompts, which the function is given. None: `prompt_ids` decoded.
 
-        Errors:
+        Raises:
             DataError: a return value of another shape.
             UnsupportedError: prompts that differ within a group, or tokens of an environment in a completion.
         """
-        seen = self._decoded(prompt_ids) if prompts is None else list(prompts)
-        asked = [prompt for prompt in seen for _ in range(sampling.n)]
-        output = self._function(asked, self._trainer)
-        columns = _checked(output, len(asked))
+        if prompts is None:
+            prompts = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
+        repeated = [prompt for prompt in prompts for _ in range(sampling.n)]
+        output = self._function(repeated, self._trainer)
+        columns = _checked(output, len(repeated))
         ids = [[int(token) for token in tokens] for tokens in output["completion_ids"]]
-        stops = stop_token_ids(self._trainer.model, self._trainer.processing_class)
+        stops = set(stop_token_ids(self._trainer.model, self._trainer.processing_class))
         return Rollouts(
             prompt_ids=_one_per_group(output["prompt_ids"], sampling.n),
             completion_ids=ids,
-            sampling_logprobs=_logprobs(output["logprobs"], ids),
-            finish_reasons=["stop" if tokens[-1] in stops else "length" for tokens in ids],
+            sampling_logprobs=None if output["logprobs"] is None else list(map(_logprobs, output["logprobs"])),
+            finish_reasons=["stop" if stops & set(tokens[-1:]) else "length" for tokens in ids],
             num_generations=sampling.n,
             weight_version=self.weight_version,
             extra=columns,
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Hand them to the inner engine; without one, take note of the version."""
+        """Load them into the inner engine, where there is one, and store the version."""
         if self.inner is not None:
             self.inner.load_weights(named_weights, version)
         self._version = version
 
     def sleep(self) -> None:
-        """The inner engine's."""
+        """Let the inner engine sleep."""
         if self.inner is not None:
             self.inner.sleep()
 
     def wake(self) -> None:
-        """The inner engine's."""
+        """Wake the inner engine."""
         if self.inner is not None:
             self.inner.wake()
 
@@ -106,13 +109,9 @@ class FunctionEngine(RolloutEngine):
         if self.inner is not None:
             self.inner.close()
 
-    def _decoded(self, prompt_ids: Sequence[Sequence[int]]) -> list[Any]:
-        decoded: list[Any] = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
-        return decoded
-
 
 def _checked(output: Any, count: int) -> dict[str, list[Any]]:
-    """The extra columns, each with `count` values, of an output that has the required ones."""
+    """The extra columns of the function's output, each with `count` values. The required ones are checked."""
     if not isinstance(output, Mapping) or not set(_REQUIRED) <= output.keys():
         got = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise DataError(f"got {got} from rollout_func, want a dict with {', '.join(_REQUIRED)}; fix: return all three")
@@ -134,11 +133,6 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
                 f"got {len(values)} {name} from rollout_func for {count} prompts, want one each; fix: answer each "
                 "prompt once, since it comes num_generations times already"
             )
-    empty = next((index for index, ids in enumerate(output["completion_ids"]) if len(ids) == 0), None)
-    if empty is not None:
-        raise DataError(
-            f"got completion {empty} with no tokens from rollout_func, want at least one; fix: its last token"
-        )
     return columns
 
 
@@ -153,14 +147,6 @@ def _one_per_group(prompt_ids: Sequence[Sequence[int]], size: int) -> list[list[
     return lists[::size]
 
 
-def _logprobs(logprobs: Any, completion_ids: list[list[int]]) -> list[list[float]] | None:
-    if logprobs is None:
-        return None
-    lengths, wanted = [len(values) for values in logprobs], [len(ids) for ids in completion_ids]
-    if lengths != wanted:
-        raise DataError(
-            f"got logprobs of lengths {lengths[:8]} from rollout_func for completions of {wanted[:8]} tokens, want "
-            "one per token; fix: that, or None in place of all of them"
-        )
-    # None stands for a log-prob that the sampler could not compute.
-    return [[float("nan") if value is None else float(value) for value in values] for values in logprobs]
+def _logprobs(values: Sequence[float | None]) -> list[float]:
+    """NaN for None, a log-prob that the sampler could not compute."""
+    return [float("nan") if value is None else float(value) for value in values]

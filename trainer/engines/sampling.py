@@ -1,23 +1,21 @@
-"""What every engine means by a prompt, a stop token and a seed, so that swapping engines changes nothing else."""
+"""Prompts, stop tokens, seeds and sampling options, the same for all engines."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fused_grpo.trainer.types import SamplingParams
-
-
-# A child seed is its prompt's seed plus its index in the group; the top of the signed 64-bit range is left for that.
+# vLLM adds a completion's index in its group to its prompt's seed: 62 bits leave room for that in a signed int64.
 SEED_BITS = 62
 
-# What a user may pass on to vLLM. A list of what is allowed, because a server ignores a name that it does not know.
+# Options that vLLM is passed. A list of what is allowed, because a server ignores a name that it does not know.
 VLLM_EXTRAS = frozenset(
     {
         "allowed_token_ids",
@@ -43,9 +41,9 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_model_len: int | None = None) -> None:
-    """Refuse what an engine would answer with a crash or with a completion that is silently cut short.
+    """Refuse prompts for which an engine would crash or silently cut a completion short.
 
-    Errors:
+    Raises:
         InputError: an empty prompt, or a prompt that leaves no room for `max_tokens` more in `max_model_len`.
     """
     for index, prompt in enumerate(prompt_ids):
@@ -61,20 +59,10 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_m
             )
 
 
-def prompt_seeds(seed: int, count: int) -> list[int]:
-    """One seed for each of `count` prompts, far apart.
-
-    vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
-    neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
-    """
-    source = random.Random(seed)
-    return [source.getrandbits(SEED_BITS) for _ in range(count)]
-
-
 def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: str) -> None:
-    """Refuse what an engine decides itself, does not know, or would quietly ignore.
+    """Refuse options that an engine sets itself, does not know, or would ignore.
 
-    Errors:
+    Raises:
         InputError: a key of `sampling.extra` that is not in `allowed`.
     """
     unknown = sorted(sampling.extra.keys() - set(allowed))
@@ -83,3 +71,42 @@ def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: s
             f"got generation_kwargs with {', '.join(unknown)}, want only what the {engine} engine leaves open: "
             f"{', '.join(sorted(allowed))}; fix: use the option of the trainer where there is one, or leave it out"
         )
+
+
+def vllm_options(sampling: SamplingParams, *, seed: int, count: int) -> list[dict[str, Any]]:
+    """vLLM's sampling options for each of `count` prompts, in process and for servers, each with a seed of its own.
+
+    vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
+    neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
+    """
+    source = random.Random(seed)
+    # All of them: a server takes missing ones from the model's generation config.
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    same = {name: getattr(sampling, name) for name in names} | {"logprobs": 0} | sampling.extra
+    # Greedy completions of one prompt are equal, so one is sampled; `vllm_rollouts` repeats it.
+    same["n"] = sampling.n if sampling.temperature > 0 else 1
+    return [{**same, "seed": source.getrandbits(SEED_BITS)} for _ in range(count)]
+
+
+class Completion(NamedTuple):
+    """One completion."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+def vllm_rollouts(
+    prompts: list[list[int]], groups: Sequence[list[Completion]], sampling: SamplingParams, *, weight_version: int
+) -> Rollouts:
+    """Rollouts from the completions of each prompt."""
+    repeats = 1 if sampling.temperature > 0 else sampling.n
+    completions = [completion for group in groups for completion in group * repeats]
+    return Rollouts(
+        prompt_ids=prompts,
+        completion_ids=[completion.token_ids for completion in completions],
+        sampling_logprobs=[completion.logprobs for completion in completions],
+        finish_reasons=[completion.finish_reason for completion in completions],
+        num_generations=sampling.n,
+        weight_version=weight_version,
+    )

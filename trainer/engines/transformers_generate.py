@@ -1,12 +1,12 @@
-"""The engine that needs nothing beyond transformers: `model.generate` on the trainer's own model.
+"""An engine that needs only transformers: `model.generate` on the trainer's own model.
 
-It samples from the very tensors that the optimizer updates, so there is nothing to copy and nothing that can go stale:
-`load_weights` only takes note of the version. It is meant for small models and for machines without vLLM. All
-sequences of a call are in one batch, with one KV cache, unless `max_sequences` bounds it.
+It samples with the tensors that the optimizer updates, so weights are never copied and never stale: `load_weights`
+only stores the version. It is meant for small models and for machines without vLLM. All sequences of a call are in one
+batch, with one KV cache, unless `max_sequences` bounds it.
 
-Sampling is done in a logits processor rather than by `generate`: it draws the token, keeps its log-prob, and leaves
-`generate` no other choice. So the draw has its own generator (the global one is never touched), and the log-probs take
-B numbers a step instead of the [B, V] scores that `output_scores` would keep for each.
+A logits processor does the sampling: it samples the token, stores its log-prob, and masks all other tokens, so that
+`generate` can only choose this one. The processor has its own random generator (the global one is not used), and it
+stores B log-probs a step instead of the [B, V] scores that `output_scores` would store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Fields of GenerationConfig that a user may set: processors that come before the draw, and the cache.
+# Fields of GenerationConfig that a user may set: processors that come before the sampling, and the cache.
 _EXTRAS = frozenset(
     {
         "bad_words_ids",
@@ -52,12 +52,12 @@ class TransformersEngine(RolloutEngine):
     Args:
         model: the trainer's causal LM, not a copy.
         tokenizer: its tokenizer.
-        seed: of the calls whose sampling brings no seed.
+        seed: the seed of calls without `sampling.seed`.
         max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.
 
-    Errors:
+    Raises:
         InputError: `max_sequences` below 1.
-        UnsupportedError: a model that FSDP2 has divided.
+        UnsupportedError: a model that FSDP2 has sharded.
     """
 
     name = "transformers"
@@ -74,7 +74,7 @@ class TransformersEngine(RolloutEngine):
             raise InputError(f"got max_sequences={max_sequences}, want at least 1, or None for all of a call")
         if any(map(is_sharded, model.parameters())):
             raise UnsupportedError(
-                "got a model that is divided among processes, want a whole one: every token would gather all of it; "
+                "got a model that is sharded across ranks, want a whole one: every token would gather all of it; "
                 "fix: install vLLM, or launch with DDP"
             )
         self.weight_version = 0
@@ -85,9 +85,9 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """`sampling.n` completions for each prompt; see RolloutEngine.
+        """Sample `sampling.n` completions for each prompt; see RolloutEngine.
 
-        Errors:
+        Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
             UnsupportedError: structured outputs.
         """
@@ -95,36 +95,37 @@ class TransformersEngine(RolloutEngine):
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
         prompts = [list(prompt) for prompt in prompt_ids]
         rows = [prompt for prompt in prompts for _ in range(sampling.n)]
-        draw = _Draw(sampling, seed=self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed)
+        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        sampler = _Sampler(sampling, seed=seed)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
-        drawn = []
+        sampled = []
         for start in range(0, len(rows), at_once):
-            self._run(rows[start : start + at_once], draw, sampling=sampling, stop_ids=stop_ids)
-            drawn += draw.take()
-        lengths = [_completion_length(tokens, stop_ids) for tokens, _ in drawn]
-        completions = [tokens[:length] for (tokens, _), length in zip(drawn, lengths, strict=True)]
+            self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
+            sampled += sampler.take()
+        lengths = [_completion_length(tokens, stop_ids) for tokens, _ in sampled]
+        completions = [tokens[:length] for (tokens, _), length in zip(sampled, lengths, strict=True)]
         return Rollouts(
             prompt_ids=prompts,
             completion_ids=completions,
-            sampling_logprobs=[values[:length] for (_, values), length in zip(drawn, lengths, strict=True)],
+            sampling_logprobs=[values[:length] for (_, values), length in zip(sampled, lengths, strict=True)],
             finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take note of the version: the engine's weights are the trainer's. `named_weights` is not read."""
+        """Store the version: the engine's weights are the trainer's. `named_weights` is not read."""
         self.weight_version = version
 
     def close(self) -> None:
-        """Nothing to give back: the model is the trainer's."""
+        """Do nothing: the model is the trainer's."""
 
-    def _run(self, prompts: list[list[int]], draw: _Draw, *, sampling: SamplingParams, stop_ids: list[int]) -> None:
+    def _run(self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]) -> None:
         from transformers import GenerationConfig, LogitsProcessorList
 
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
-        asked = GenerationConfig(
+        config = GenerationConfig(
             do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
@@ -135,13 +136,13 @@ class TransformersEngine(RolloutEngine):
             self._model.generate(
                 input_ids,
                 attention_mask=attention_mask,
-                generation_config=asked,
-                logits_processor=LogitsProcessorList([draw]),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
             )
 
 
-class _Draw:
-    """A logits processor that samples: it records token and log-prob, and returns scores that allow that token only."""
+class _Sampler:
+    """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
         self._sampling = sampling
@@ -161,7 +162,7 @@ class _Draw:
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def take(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs of each row since the last call, with what was drawn after the end of sequence."""
+        """Tokens and log-probs of each row since the last call, those after the end of sequence included."""
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, strict=True))
@@ -203,7 +204,7 @@ def _shaping(sampling: SamplingParams) -> list[Any]:
 
 def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
     width = max(len(prompt) for prompt in prompts)
-    # Padded with the row's own first token: masked in attention, and no new token for a repetition penalty to see.
+    # Padded with the row's own first token: attention masks it, and a repetition penalty counts it already.
     rows = [[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
@@ -231,7 +232,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_generation_defaults(model: Any) -> Iterator[None]:
-    """The model's own top_k, penalties and the like stay out: SamplingParams says it all, as it does with vLLM."""
+    """Ignore the model's own top_k, penalties and the like: as with vLLM, SamplingParams alone decides."""
     from transformers import GenerationConfig
 
     defaults = model.generation_config

@@ -1,16 +1,32 @@
-"""The trainer's weights under the names of a checkpoint, and what to do about a head that is the embedding.
+"""The trainer's weights as engines take them: under the names of a checkpoint, with a tied head untied, or as files.
 
-vLLM's CPU build repacks the head when it starts and, where the head is tied, never again: after a sync it would go on
-sampling from the old head (log-probs off by 0.2 to 0.6). So a tied model is served untied there: its engine's config
-says so, and `Tie.undo` feeds every new embedding to both. The price is one more [V, D] matrix in the engine.
+**Tied heads.** vLLM's CPU build repacks the head when it starts and, where the head is tied, never again: after a sync
+it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
+and `Tie.undo` gives every new embedding to both. The price is one more [V, D] matrix in the engine.
+
+**Files.** Another process reads new weights from a folder of safetensors. In /dev/shm that is a copy from memory to
+memory, without writes to a disk at every step. Containers often have 64 MB there; then the folder is in the temporary
+directory. The folder is removed after the sync. A process that was killed leaves its folder behind, so every folder is
+locked (the kernel releases the lock when its process ends), and the first folder of a process is preceded by removing
+unlocked ones of the same user. Process ids would not do: containers share memory and number their processes on their
+own. In a directory that the user names nothing is removed: other machines may share it without sharing locks.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fused_grpo.trainer.distributed.sharding import full_state_dict
@@ -19,11 +35,15 @@ from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_SHARED_MEMORY = "/dev/shm"
+_SHARD_BYTES = 2 << 30
+_PREFIX = "fused-grpo-weights-"
+
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
     """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
 
-    An adapter is merged into them. What FSDP2 has divided is gathered in every process, and they all have to ask.
+    An adapter is merged. Weights that FSDP2 has sharded are gathered in every process: all of them have to call this.
     Equals, without either,
         model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
     """
@@ -59,5 +79,80 @@ class Tie:
                 yield self.head, weight
 
 
+@contextmanager
+def published(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = None) -> Iterator[Path]:
+    """`weights` as safetensors in a new folder, which is removed afterwards.
+
+    Args:
+        weights: names and full tensors, on any device.
+        directory: the parent of the folder. None: shared memory, or the temporary directory where they do not fit.
+    """
+    named = [(name, weight.detach()) for name, weight in weights]
+    if directory is None:
+        fits = _fits_in_shared_memory(sum(weight.nbytes for _, weight in named))
+        directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
+        remove_abandoned(directory)
+    folder, lock = _locked_folder(directory)
+    try:
+        write_weights(named, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+@cache
+def remove_abandoned(directory: str) -> None:
+    """Remove the folders in `directory` whose process was killed, and none that is in use; once for each directory."""
+    for folder in Path(directory).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # of another user, locked, gone, or on a file system without locks
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write safetensors files of about 2 GiB, so that one of them at a time is on the CPU besides the model."""
+    shard: dict[str, Tensor] = {}
+    written = pending = 0
+    for name, weight in weights:
+        if pending + weight.nbytes > _SHARD_BYTES and shard:
+            save_file(shard, folder / f"model-{written:05}.safetensors")
+            shard, written, pending = {}, written + 1, 0
+        shard[name] = _unshared(weight, shard.values())
+        pending += weight.nbytes
+    save_file(shard, folder / f"model-{written:05}.safetensors")
+
+
 def _name_of(module: nn.Module, model: nn.Module) -> str:
     return next(str(name) for name, candidate in model.named_modules() if candidate is module)
+
+
+def _locked_folder(directory: str) -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+        with suppress(FileNotFoundError):  # another process removed it before it was locked
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a file system without locks, where no process removes it either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """On the CPU, contiguous, in memory that none of `others` uses: what safetensors can write."""
+    weight = weight.detach().cpu().contiguous()
+    storage = weight.untyped_storage().data_ptr()
+    shared = any(storage == other.untyped_storage().data_ptr() for other in others)
+    return weight.clone(memory_format=torch.contiguous_format) if shared else weight
+
+
+def _fits_in_shared_memory(size: int) -> bool:
+    # With a margin: vLLM's own processes use shared memory too.
+    return os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size

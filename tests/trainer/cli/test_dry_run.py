@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli.dry_run import batch_arithmetic, dry_run, engine_name, resolved
+from fused_grpo.trainer.cli.dry_run import batch_arithmetic, dry_run, resolved
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.memory_estimate import memory_terms, micro_batch_tokens, model_shape
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
@@ -153,9 +153,3 @@ def test_the_demo_is_shown_and_nothing_is_written(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("RANK", "1")
     main(["train", "--dry-run"])
     assert capsys.readouterr().out == ""
-
-
-def test_the_engine_is_the_one_that_the_options_ask_for():
-    assert engine_name(TrainOptions(vllm_mode="server")) == "server"
-    assert engine_name(TrainOptions(use_vllm=False)) == "transformers"
-    assert engine_name(TrainOptions(use_vllm=True)) == "vllm"

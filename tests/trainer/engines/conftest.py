@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
+import runpy
 import signal
 import string
 import subprocess
@@ -126,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedM
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = model_class(config).float()
-        # As published models do: a second stop token, and sampling habits that must not leak into training.
+        # As in published models: a second stop token, and sampling defaults that must not be used in training.
         model.generation_config.update(
             eos_token_id=[1, SECOND_STOP_ID], do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[5]
         )
@@ -172,7 +172,7 @@ def plain_logprobs(plain_logits) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
-    """What the engine says they are, end to end."""
+    """The engine's, end to end."""
 
     def collect(rollouts: Rollouts) -> torch.Tensor:
         return torch.tensor([value for values in rollouts.sampling_logprobs for value in values])
@@ -182,10 +182,5 @@ def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
 
 @pytest.fixture
 def servers() -> Iterator[list[Any]]:
-    """Two servers that speak as vLLM does, and fail as they are told. See fake_vllm.py."""
-    spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).with_name("fake_vllm.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    fake_vllm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fake_vllm)
-    yield from fake_vllm.serving(2)
+    """Two servers with vLLM's routes, which fail as a test wants. See fake_vllm.py."""
+    yield from runpy.run_path(str(Path(__file__).with_name("fake_vllm.py")))["serving"](2)

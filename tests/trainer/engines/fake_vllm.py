@@ -1,4 +1,4 @@
-"""What a vLLM server says over HTTP, with failures on order: from a thread (test_replicas), or as a script.
+"""A fake vLLM server over HTTP whose failures a test chooses: in a thread (test_replicas), or as a script.
 
 As a script it prints its URL, then the time (of the monotonic clock) of each fault, and serves until it is killed:
 
@@ -8,7 +8,6 @@ As a script it prints its URL, then the time (of the monotonic clock) of each fa
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -43,15 +42,13 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.tag, self.faults, self.seen, self.served = "default", iter(()), [], 0
+        self.weight_version, self.faults, self.seen, self.served = "default", iter(()), [], 0
         self.weights: dict[str, Any] = {}
         self.folder = Path()
         self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
-        self.ignores_weights, self.forgets_tag, self.transfer, self.elsewhere = False, False, None, ""
+        self.transfer, self.elsewhere = None, ""
         self.sent = 0  # bytes
-        self.repacked: set[str] = set()  # names of weights that are kept in another form
-        self.behind: set[str] = set()  # names of weights that the first of two workers has not taken
-        self.max_model_len, self.dtype, self.old, self.hides_weights = 64, "torch.float32", False, False
+        self.max_model_len, self.old = 64, False
         self.calls: list[tuple[str, Any]] = []
         self.wire: list[tuple[str, Any]] = []  # what was broadcast, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
@@ -90,21 +87,12 @@ class FakeServer(ThreadingHTTPServer):
             case dict():
                 choices[0] |= fault
             case "new weights":
-                self.tag = "another trainer's"
+                self.weight_version = "another trainer's"
         return {"choices": choices[::-1]}
-
-    def held(self, name: str, weight: Any) -> Any:
-        return weight * 2 if name in self.repacked else weight
-
-    def checksums(self) -> dict[str, str]:
-        held = {"model.embed_tokens.weight": ""} | ({} if self.tied else {"lm_head.weight": ""})
-        held |= {name: hashlib.sha256(weight.numpy().data).hexdigest() for name, weight in self.weights.items()}
-        first = {f"dp0:pp0:pcp0:tp0:{name}": "" if name in self.behind else sha for name, sha in held.items()}
-        return first | {f"dp0:pp0:pcp0:tp1:{name}": sha for name, sha in held.items()}
 
     def get(self, path: str) -> dict[str, Any] | int:
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": self.dtype},
+            "model_config": {"logprobs_mode": self.logprobs_mode},
             "device_config": {"device": "cpu"},
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
@@ -113,7 +101,7 @@ class FakeServer(ThreadingHTTPServer):
             "/version": {"version": "0.0"},
             "/v1/models": {"data": [{"id": "model", "max_model_len": self.max_model_len}]},
             "/server_info?config_format=json": {"vllm_config": config} if self.dev_mode else 404,
-            "/weight_info": {"weight_version": self.tag},
+            "/weight_info": 404 if self.old else {"weight_version": self.weight_version},
             "/get_world_size": {"world_size": 2},
             "/sent": {"bytes": self.sent, "answers": self.served},
         }.get(path, 404)
@@ -125,16 +113,19 @@ class FakeServer(ThreadingHTTPServer):
                 return self.complete(body)
             case "/collective_rpc":
                 self.folder = Path(body["kwargs"]["weights_path"])
-                for file in () if self.ignores_weights else self.folder.glob("*.safetensors"):
-                    self.weights |= {name: self.held(name, weight) for name, weight in load_file(file).items()}
+                for file in self.folder.glob("*.safetensors"):
+                    self.weights |= load_file(file)
                 return 500 if self.refuses_weights else {"results": [None]}
             case "/reset_prefix_cache":
                 return {"success": True}
+            case "/update_weight_version" | "/weight_checker" if self.old:
+                return 404
             case "/update_weight_version":
-                self.tag = self.tag if self.forgets_tag else body["new_version"]
+                self.weight_version = body["new_version"]
                 return {}
             case "/weight_checker":
-                return 404 if self.old else {"checksums": {} if self.hides_weights else self.checksums()}
+                held = ["model.embed_tokens.weight", *([] if self.tied else ["lm_head.weight"])]
+                return {"checksums": {f"dp0:pp0:pcp0:tp{rank}:{name}": "" for rank in (0, 1) for name in held}}
             case "/finish_weight_update":
                 self.weights |= dict(self.wire)
                 return {}

@@ -2,7 +2,7 @@
 
 On a CPU vLLM spawns them: each imports everything anew, which takes most of the half minute of a start. Here they come
 from Python's fork server, itself a fork of this process before it has a thread: forked from a process with threads, one
-child in dozens waits for ever for a lock that nobody holds any more.
+child in dozens waits for ever for a lock whose thread was not forked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the loop relies on, asked of every engine."""
+"""What the loop relies on, for every engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines import RolloutEngine, checkpoint_weights, make_engine
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.engines import RolloutEngine, checkpoint_weights
+from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.types import SamplingParams
 
 PLAIN = SamplingParams(n=4, max_tokens=8, seed=11)
@@ -24,8 +26,9 @@ def model(build_model):
 
 @pytest.fixture(scope="module", params=["transformers", *(pytest.param(n, marks=pytest.mark.engine) for n in VLLM)])
 def engine(request, model, tokenizer) -> Iterator[RolloutEngine]:
-    urls = [request.getfixturevalue("server").url] if request.param == "server" else []
-    engine = make_engine(request.param, model, tokenizer, max_model_len=192, dtype="float32", base_urls=urls)
+    urls = [request.getfixturevalue("server").url] if request.param == "server" else None
+    args = GRPOConfig(vllm_max_model_length=192, vllm_server_base_url=urls)
+    engine = choose_engine(request.param, args, model, tokenizer, [])
     engine.load_weights(checkpoint_weights(model), version=0)
     yield engine
     engine.close()

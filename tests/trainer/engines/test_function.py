@@ -1,4 +1,4 @@
-"""rollout_func: TRL's shapes in, our rollouts out, and a clear word about everything else."""
+"""rollout_func: TRL's shapes in, our rollouts out, and an error that explains everything else."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ def test_a_function_that_does_not_know_its_logprobs_says_none(engine) -> None:
     ("changes", "error", "message"),
     [
         ({"completion_ids": [[9]] * 2}, DataError, r"2 completion_ids .* for 4 prompts"),
-        ({"completion_ids": [[9, 1], [9], [], [8]]}, DataError, "completion 2 with no tokens"),
-        ({"logprobs": [[-0.1]] * 4}, DataError, r"lengths \[1, 1, 1, 1\] .* of \[2, 1, 3, 1\] tokens"),
         ({"score": [1.0]}, DataError, "1 score .* for 4 prompts"),
         ({"completions": ["a"] * 4}, DataError, r"columns \['completions'\]"),
         ({"prompt_ids": [[6], [7], [4, 5], [4, 5]]}, UnsupportedError, "other prompt_ids for completion 1"),

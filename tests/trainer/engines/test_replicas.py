@@ -1,9 +1,8 @@
-"""The server engine against servers that fail: nothing is counted twice, nothing hangs, nothing stale is sampled."""
+"""The server engine with servers that fail: no completion is counted twice or stale, and no call hangs."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import traceback
 from collections.abc import Callable
@@ -51,7 +50,7 @@ def test_prompts_are_spread_over_replicas_each_with_its_own_seed(connect, server
     assert len({body["seed"] for server in servers for body in server.seen}) == len(PROMPTS)
 
 
-def test_a_request_says_all_that_a_server_would_otherwise_take_from_the_model(connect, servers) -> None:
+def test_a_request_sets_all_options_that_a_server_would_otherwise_take_from_the_model(connect, servers) -> None:
     sampling = SamplingParams(
         n=2, max_tokens=8, temperature=0.7, top_p=0.9, structured_outputs_regex="a+", extra={"stop": ["."]}
     )
@@ -59,16 +58,9 @@ def test_a_request_says_all_that_a_server_would_otherwise_take_from_the_model(co
     sent = servers[0].seen[0]
     assert sent["stop_token_ids"] == [1, 7]
     assert sent["structured_outputs"] == {"regex": "a+"}
-    given = {
-        "n": 2,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "stop": ["."],
-    }
-    assert given.items() <= sent.items()
+    given = {"n": 2, "temperature": 0.7, "top_p": 0.9, "stop": ["."]}
+    defaults = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert (given | defaults).items() <= sent.items()
 
 
 @pytest.mark.parametrize("fault", ["no answer", "cut off", 500, 503, 429, {"finish_reason": "abort"}])
@@ -86,16 +78,11 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ("one too few", r"completions \[0, 1\] where 3 were asked for"),
         ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
         ({"token_ids": []}, "0 token ids with 2 log-probs"),
-        ({"token_ids": None}, "0 token ids with 2 log-probs"),
         ({"logprobs": {"token_logprobs": [-1.0]}}, "2 token ids with 1 log-probs"),
-        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "token ids or log-probs that are no numbers"),
-        ({"token_ids": [4, "5"]}, "token ids or log-probs that are no numbers"),
         (400, "status 400 from /v1/completions"),
         ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
-        ("nested", "an answer from /v1/completions that is not JSON"),
         ("json of another kind", r"completions \[\] where 3 were asked for"),
         ({"index": None}, "an answer from /v1/completions that vLLM does not give"),
-        ({"token_ids": 7}, "an answer from /v1/completions that vLLM does not give"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused_at_once(connect, servers, fault, message) -> None:
@@ -126,7 +113,7 @@ def test_no_replica_left_is_an_error_that_comes_soon(connect, servers) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_server_that_says_nothing_is_an_error_at_the_deadline(connect, servers) -> None:
+def test_a_server_that_hangs_is_an_error_at_the_deadline(connect, servers) -> None:
     engine = connect(1, timeout=1.0)
     servers[0].faults = iter(["silence"] * 99)
     start = time.monotonic()
@@ -142,25 +129,18 @@ def test_a_server_that_never_comes_up_is_an_error_at_the_deadline(model, tokeniz
         VLLMServerEngine(model, tokenizer, base_urls=["http://127.0.0.1:9"], timeout=1.0)
 
 
-def test_a_server_restarted_since_the_sync_is_not_sampled_from(connect, servers) -> None:
+def test_what_a_server_restarted_since_the_sync_sampled_is_sampled_again_elsewhere(connect, servers) -> None:
     engine = connect()
-    servers[0].tag = "default"
+    servers[0].weight_version = "default"
     assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
-    assert servers[0].served == 0
-    servers[1].tag = "default"
+    assert sorted(body["prompt"] for body in servers[1].seen) == PROMPTS
+    servers[1].weight_version = "default"
     with pytest.raises(UnavailableError, match="none of them up with the weights of the last sync"):
         engine.generate(PROMPTS, SAMPLING)
 
 
-def test_weights_that_change_while_sampling_are_noticed(connect, servers) -> None:
-    engine = connect(1)
-    servers[0].faults = iter(["new weights"])
-    with pytest.raises(UnavailableError, match=r"none of them up with the weights of the last sync.*one trainer per"):
-        engine.generate(PROMPTS, SAMPLING)
-
-
 @pytest.mark.parametrize("then", [500, None], ids=["then it fails", "then it goes on"])
-def test_what_a_server_sampled_while_its_weights_changed_is_asked_again_elsewhere(connect, servers, then) -> None:
+def test_what_a_server_sampled_while_its_weights_changed_is_sampled_again_elsewhere(connect, servers, then) -> None:
     engine = connect(max_concurrency=4)
     servers[0].faults = iter([None, "new weights", None, *[then] * 99])
     assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
@@ -187,12 +167,9 @@ def test_a_prompt_is_asked_five_times_with_a_growing_pause_before_each_but_the_f
     assert pauses == [0, 0.1, 0.2, 0.4, 0.8]
 
 
-def test_a_server_without_checksums_is_warned_of_once_and_synced(connect, servers, model, caplog) -> None:
+def test_a_server_without_the_newer_routes_is_synced_and_sampled_from(connect, servers) -> None:
     servers[0].old = True
-    engine = connect(1)
-    engine.load_weights(checkpoint_weights(model), version=1)
-    assert engine.weight_version == 1
-    assert caplog.text.count(f"{servers[0].url} has no /weight_checker") == 1
+    assert connect(1).generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
 
 
 def test_every_server_reads_every_weight_and_the_files_are_gone_afterwards(connect, servers, model) -> None:
@@ -201,7 +178,7 @@ def test_every_server_reads_every_weight_and_the_files_are_gone_afterwards(conne
     for server in servers:
         assert server.weights.keys() == expected.keys()
         assert all(torch.equal(server.weights[name], expected[name]) for name in expected)
-        assert server.tag.endswith(":3")
+        assert server.weight_version.endswith(":3")
         assert server.folder.name.startswith("fused-grpo-weights-")
         assert not server.folder.exists()
 
@@ -216,7 +193,7 @@ def test_a_sync_that_one_server_refuses_is_an_error_and_no_rollouts_follow(conne
         engine.generate(PROMPTS, SAMPLING)
 
 
-def test_a_new_engine_asks_for_weights_first(connect) -> None:
+def test_a_new_engine_needs_weights_first(connect) -> None:
     engine = connect(synced=False)
     assert engine.weight_version == -1
     with pytest.raises(WeightSyncError, match=r"fix: load_weights"):
@@ -237,18 +214,9 @@ def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, serve
         connect()
 
 
-@pytest.mark.parametrize(
-    ("says", "error"),
-    [
-        ({"max_model_len": math.inf}, "OverflowError"),
-        ({"max_model_len": "many"}, "ValueError"),
-        ({"dtype": "float17"}, "AttributeError"),
-        ({"dtype": "nn"}, "TypeError"),
-    ],
-)
-def test_a_server_that_says_of_itself_what_vllm_does_not_is_refused(connect, servers, says, error) -> None:
-    vars(servers[0]).update(says)
-    with pytest.raises(UnavailableError, match=rf"that vLLM does not give \({error}: .*\) at {servers[0].url}"):
+def test_a_server_that_reports_what_vllm_does_not_is_refused(connect, servers) -> None:
+    servers[0].max_model_len = "many"
+    with pytest.raises(UnavailableError, match=rf"that vLLM does not give \(ValueError: .*\) at {servers[0].url}"):
         connect()
 
 
@@ -265,14 +233,6 @@ def test_no_server_and_one_server_twice_are_refused(urls) -> None:
         Replicas(urls)
 
 
-def test_a_redirect_is_an_error_and_is_not_followed(connect, servers) -> None:
-    engine = connect(1)
-    servers[0].faults, servers[0].elsewhere = iter([307] * 9), servers[1].url + "/v1/completions"
-    with pytest.raises(UnavailableError, match=rf"got status 307 .* at {servers[0].url}"):
-        engine.generate(PROMPTS[:1], SAMPLING)
-    assert servers[1].calls == []
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -280,36 +240,16 @@ def test_a_redirect_is_an_error_and_is_not_followed(connect, servers) -> None:
         ("not json", r"It works! Bearer \.\.\."),
         ("long page", r"--Bearer \.\.\.'"),
         ({"finish_reason": KEY}, r"ended with '\.\.\.'"),
-        ({"token_ids": [KEY, 4]}, "no numbers"),
     ],
-    ids=["error", "page", "long page", "reason", "token"],
+    ids=["error", "page", "long page", "reason"],
 )
-def test_the_key_is_sent_to_the_server_and_said_nowhere_else(
-    connect, servers, caplog, monkeypatch, fault, said
-) -> None:
+def test_the_key_is_sent_to_the_server_and_shown_nowhere(connect, servers, caplog, monkeypatch, fault, said) -> None:
     monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
     engine = connect(1, api_key=KEY)
     servers[0].faults = iter([fault] * 9)
     with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=said) as raised:
         engine.generate(PROMPTS[:1], SAMPLING)
     assert "sk-" not in "".join(traceback.format_exception(raised.value)) + f"{caplog.text}{vars(engine)}"
-
-
-@pytest.mark.parametrize("where", ["logprobs_mode", "max_model_len"])
-def test_the_key_in_what_a_server_says_of_itself_is_not_repeated(connect, servers, where) -> None:
-    setattr(servers[0], where, KEY)
-    with pytest.raises((InputError, UnavailableError), match=r"\.\.\.") as raised:
-        connect(1, api_key=KEY)
-    assert "sk-" not in "".join(traceback.format_exception(raised.value))
-
-
-def test_an_answer_without_an_end_is_read_no_further_than_it_can_be_meant(connect, servers) -> None:
-    engine = connect(1)
-    servers[0].faults = iter(["endless"] * 9)
-    limit = (16 << 20) + 1024 * SAMPLING.n * SAMPLING.max_tokens
-    with pytest.raises(UnavailableError, match=f"an answer from /v1/completions of more than {limit} bytes"):
-        engine.generate(PROMPTS[:1], SAMPLING)
-    assert servers[0].sent < 2 * limit
 
 
 def test_it_works_where_an_event_loop_runs_already(connect) -> None:

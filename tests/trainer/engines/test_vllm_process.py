@@ -1,4 +1,4 @@
-"""vLLM as a guest in the trainer's process: what it may not change, use up or leave behind."""
+"""vLLM in the trainer's process: the state of the process is restored, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real vLLM server in processes of its own: sampled from, kept in step, trained with, killed and started again.
+"""A real vLLM server in processes of its own: sampling, weight sync, training, kill -9 and restart.
 
 One file has all of it, in an order that needs two: a start takes seconds.
 """
@@ -18,7 +18,7 @@ import torch
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.engines import checkpoint_weights, make_engine
+from fused_grpo.trainer.engines import checkpoint_weights
 from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
@@ -71,7 +71,7 @@ def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, 
 
 
 def test_the_same_seeds_draw_what_the_engine_in_process_draws(synced, model, tokenizer, prompts) -> None:
-    inside = make_engine("vllm", model, tokenizer, max_model_len=192, dtype="float32")
+    inside = VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
     for sampling in (SAMPLING, replace(SAMPLING, temperature=0.0), replace(SAMPLING, top_k=5, seed=3)):
         there, here = synced.generate(prompts, sampling), inside.generate(prompts, sampling)
         assert there.completion_ids == here.completion_ids

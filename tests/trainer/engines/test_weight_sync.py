@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines import check_agreement, checkpoint_weights
+from fused_grpo.trainer.engines import check_same_weights, checkpoint_weights
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 
@@ -72,7 +72,7 @@ def test_a_forgotten_sync_is_noticed(served, prompts, plain_logprobs, sampled_lo
     difference = (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs()
     mean, largest = difference.mean().item(), difference.max().item()
     with pytest.raises(WeightSyncError, match="weight version 6"):
-        check_agreement(mean, largest, dtype=torch.float32, engine="vllm", version=rollouts.weight_version)
+        check_same_weights(mean, largest, dtype=torch.float32, engine="vllm", version=rollouts.weight_version)
 
 
 def test_weights_that_do_not_fit_are_refused_and_close_the_engine(served, prompts) -> None:

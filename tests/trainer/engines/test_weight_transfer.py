@@ -1,4 +1,4 @@
-"""Weights on their way to servers: by files or by NCCL, and looked at when they are there."""
+"""Weights for servers: through files or by NCCL."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import checkpoint_weights
-from fused_grpo.trainer.engines.server import nccl_transfer
-from fused_grpo.trainer.engines.server.choose_transfer import choose_transfer
+from fused_grpo.trainer.engines.server import nccl_transfer, weight_transfer
 from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.weight_transfer import choose_transfer
 
 
 @pytest.fixture(scope="module")
@@ -29,52 +29,6 @@ def model(build_model):
 def connect(servers, model, tokenizer) -> Callable[..., VLLMServerEngine]:
     urls = [server.url for server in servers]
     return lambda **options: VLLMServerEngine(model, tokenizer, base_urls=urls, timeout=20, **options)
-
-
-@pytest.mark.parametrize(("fault", "said"), [("ignores_weights", "other values of"), ("forgets_tag", "weight version")])
-@pytest.mark.parametrize("synced_before", [False, True])
-def test_a_server_that_only_says_that_it_took_the_weights_is_found_out(
-    connect, servers, model, fault, said, synced_before
-) -> None:
-    engine = connect()
-    if synced_before:
-        engine.load_weights(checkpoint_weights(model), version=0)
-    setattr(servers[1], fault, True)
-    changed = [(name, weight + 1) for name, weight in checkpoint_weights(model)]
-    with pytest.raises(WeightSyncError, match=rf"version 1 not on every server: got {said}.* at {servers[1].url}"):
-        engine.load_weights(changed, version=1)
-    assert engine.weight_version == -1
-
-
-def test_weights_that_a_server_keeps_in_another_form_are_not_compared(connect, servers, model) -> None:
-    engine = connect()
-    servers[0].repacked = {"model.norm.weight"}
-    for version in range(3):
-        engine.load_weights([(name, weight + version) for name, weight in checkpoint_weights(model)], version)
-        assert engine.weight_version == version
-    # One that was kept as it came, and no longer is.
-    servers[0].repacked = {"model.norm.weight", "lm_head.weight"}
-    with pytest.raises(WeightSyncError, match=r"other values of lm_head\.weight than it was sent"):
-        engine.load_weights(checkpoint_weights(model), version=3)
-
-
-def test_every_worker_of_a_server_has_to_have_the_weights(connect, servers, model) -> None:
-    engine = connect()
-    engine.load_weights(checkpoint_weights(model), version=0)
-    servers[0].behind = {"model.norm.weight"}
-    with pytest.raises(WeightSyncError, match=r"other values of model\.norm\.weight than it was sent"):
-        engine.load_weights(checkpoint_weights(model), version=1)
-
-
-def test_a_server_of_which_nothing_can_be_compared_is_warned_of_or_refused(connect, servers, caplog) -> None:
-    engine, weights = connect(), [("of.another.name", torch.ones(1))]
-    for server in servers:
-        server.ignores_weights = True
-    engine.load_weights(weights, version=0)
-    assert all(f"{server.url} has no weight of a name that it was sent" in caplog.text for server in servers)
-    servers[1].hides_weights = True
-    with pytest.raises(WeightSyncError, match=f"no checksum of any weight .* at {servers[1].url}"):
-        engine.load_weights(weights, version=1)
 
 
 def test_nccl_that_cannot_run_here_is_refused_with_the_reason(connect, servers) -> None:
@@ -99,7 +53,7 @@ def test_auto_takes_files_where_nccl_cannot_run(connect, servers, model) -> None
 
 
 def test_auto_opens_no_group_with_another_machine(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(nccl_transfer, "why_not", lambda *_: None)
+    monkeypatch.setattr(weight_transfer, "why_not_nccl", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     far = Replicas(["http://127.0.0.1:8000", "http://192.0.2.1:8000"], allow_remote=True)
     assert choose_transfer("auto", far, []).name == "files"
@@ -109,13 +63,13 @@ def test_auto_opens_no_group_with_another_machine(monkeypatch, caplog) -> None:
 
 def test_a_server_that_only_ipv6_reaches_is_no_member_of_a_group(servers) -> None:
     started_for_it = [SimpleNamespace(weight_transfer="nccl")]
-    assert nccl_transfer.why_not(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
+    assert nccl_transfer.why_not_nccl(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
     port = servers[0].server_port
-    assert "no IPv4 connection" in nccl_transfer.why_not(Replicas([f"http://[::1]:{port}"]), started_for_it)
+    assert "no IPv4 connection" in nccl_transfer.why_not_nccl(Replicas([f"http://[::1]:{port}"]), started_for_it)
 
 
 class Communicator:
-    """In place of vLLM's, which needs GPUs."""
+    """Replaces vLLM's, which needs GPUs."""
 
     closed = False
 
@@ -144,7 +98,7 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
 @pytest.fixture
 def by_nccl(connect, servers, wire, monkeypatch) -> VLLMServerEngine:
     """An engine that was made where NCCL can run."""
-    monkeypatch.setattr(nccl_transfer, "why_not", lambda *_: None)
+    monkeypatch.setattr(weight_transfer, "why_not_nccl", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     engine = connect(weight_transfer="auto")
     assert isinstance(engine._transfer, NCCLTransfer)
@@ -153,7 +107,7 @@ def by_nccl(connect, servers, wire, monkeypatch) -> VLLMServerEngine:
 
 
 @pytest.mark.engine
-def test_nccl_opens_one_group_of_all_workers_and_brings_every_weight(by_nccl, servers, wire, model) -> None:
+def test_nccl_opens_one_group_of_all_workers_and_sends_every_weight(by_nccl, servers, wire, model) -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     for version in (0, 1):
@@ -162,7 +116,7 @@ def test_nccl_opens_one_group_of_all_workers_and_brings_every_weight(by_nccl, se
         for server in servers:
             assert server.weights.keys() == dict(weights).keys()
             assert all(torch.equal(server.weights[name], weight) for name, weight in weights)
-            assert server.tag.endswith(f":{version}")
+            assert server.weight_version.endswith(f":{version}")
     assert [info.world_size for info in wire.met] == [5]
     # What vLLM's workers make of what they were sent.
     calls = [dict(server.calls) for server in servers]
@@ -195,7 +149,7 @@ def test_after_nccl_failed_on_a_server_the_next_sync_opens_a_new_group(by_nccl, 
     assert len(wire.met) == 2
 
 
-def test_a_broadcast_that_hangs_is_given_up_on(servers, monkeypatch) -> None:
+def test_a_broadcast_that_hangs_ends_at_the_timeout(servers, monkeypatch) -> None:
     transfer = NCCLTransfer(Replicas([servers[0].url], timeout=0.3), device=torch.device("cpu"))
     monkeypatch.setattr(transfer, "_send", lambda *_: servers[0].released.wait(30))
     start = time.monotonic()
@@ -204,7 +158,7 @@ def test_a_broadcast_that_hangs_is_given_up_on(servers, monkeypatch) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_sync_that_was_given_up_on_sends_nothing_later(monkeypatch) -> None:
+def test_a_sync_that_timed_out_sends_nothing_later(monkeypatch) -> None:
     transfer = NCCLTransfer(Replicas(["http://127.0.0.1:9"], timeout=0.2), device=torch.device("cpu"))
     senders, met = [Mock(), Mock()], threading.Event()
     waits = iter([lambda: met.wait(30), lambda: None])
@@ -221,7 +175,7 @@ def test_a_sync_that_was_given_up_on_sends_nothing_later(monkeypatch) -> None:
 
 
 @pytest.mark.engine
-def test_vllm_still_has_the_routes_that_a_sync_calls() -> None:
+def test_vllm_has_the_routes_that_a_sync_calls() -> None:
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource
     from vllm.entrypoints.rl.online.api_router import router
 
@@ -231,4 +185,4 @@ def test_vllm_still_has_the_routes_that_a_sync_calls() -> None:
     assert {f"/{name}" for name in {*weights, *checks, "shutdown_weight_transfer_engine"}} <= routes
     assert weights == {name for name in vars(VLLMWeightSyncClient) if not name.startswith("_")}
     assert WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
-    assert all(hasattr(nccl_transfer.ControlPlane, name) for name in weights)
+    assert all(hasattr(nccl_transfer.SyncClient, name) for name in weights)

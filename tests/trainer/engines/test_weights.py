@@ -1,20 +1,24 @@
-"""Weights under their checkpoint names, and a tied head served as one of its own."""
+"""Weights for an engine: their checkpoint names, a tied head, and files that are removed after use."""
 
 from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fused_grpo.trainer.engines import checkpoint_weights
-from fused_grpo.trainer.engines.weights import Tie
+from fused_grpo.trainer.engines import checkpoint_weights, weights
+from fused_grpo.trainer.engines.weights import Tie, published
 
 
 @pytest.mark.parametrize("source", ["named_parameters", "state_dict"])
 def test_an_untied_head_gets_the_embedding_exactly_once(build_model, source) -> None:
     model = build_model("llama", tied=True)
-    weights = model.named_parameters() if source == "named_parameters" else model.state_dict().items()
-    untied = list(Tie.of(model).undo(weights))
+    named = model.named_parameters() if source == "named_parameters" else model.state_dict().items()
+    untied = list(Tie.of(model).undo(named))
     heads = [weight for name, weight in untied if name == "lm_head.weight"]
     assert len(heads) == 1
     assert torch.equal(heads[0], model.model.embed_tokens.weight)
@@ -32,3 +36,37 @@ def test_checkpoint_weights_are_those_that_save_pretrained_writes(build_model, t
     given = dict(checkpoint_weights(model))
     assert given.keys() == saved.keys()
     assert all(torch.equal(given[name], saved[name]) for name in saved)
+
+
+def test_views_ties_and_strides_arrive_as_they_are_and_the_files_are_removed(tmp_path) -> None:
+    matrix = torch.arange(12.0).view(3, 4)
+    given = {"a": matrix, "tied": matrix, "row": matrix[1], "transposed": matrix.T, "half": matrix.bfloat16()}
+    with published(given.items(), directory=str(tmp_path)) as folder:
+        found = load_file(folder / "model-00000.safetensors")
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in given.items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(weights, "_SHARD_BYTES", 90)
+    given = {f"layer.{index}": torch.full((10 + 5 * index,), float(index)) for index in range(6)}
+    with published(given.items(), directory=str(tmp_path)) as folder:
+        files = [load_file(file) for file in folder.iterdir()]
+    found = {name: weight for file in files for name, weight in file.items()}
+    assert len(files) == 6
+    assert all(torch.equal(found[name], weight) for name, weight in given.items())
+
+
+@pytest.mark.parametrize(("free", "place"), [(1 << 30, "/dev/shm"), (64 << 10, None)])
+def test_a_shared_memory_that_is_too_small_is_not_used(tmp_path, monkeypatch, free, place) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
+    with published([("weight", torch.zeros(32 << 10))]) as folder:
+        assert folder.parent == Path(place or tmp_path)
+
+
+def test_files_are_removed_after_an_error_too(tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt), published([("weight", torch.zeros(2))], directory=str(tmp_path)):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []

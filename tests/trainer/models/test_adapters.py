@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.saved_weights import read_adapter
-from fused_grpo.trainer.engines import checkpoint_weights, make_engine
+from fused_grpo.trainer.engines import checkpoint_weights
+from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.adapter import VLLMAdapterEngine
+from fused_grpo.trainer.engines.vllm.lora import VLLMAdapterEngine
 from fused_grpo.trainer.models.adapters import as_reference, base_weights, files_of, merged_weights
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 
@@ -248,7 +249,7 @@ def test_dropout_before_the_adapter_does_not_look_like_a_stale_engine(make_lora_
 
 def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     model = adapted()
-    engine = make_engine("transformers", model, tokenizer, max_model_len=32, dtype="float32")
+    engine = choose_engine("transformers", GRPOConfig(), model, tokenizer, [])
     assert isinstance(engine, TransformersEngine)
     rollouts = engine.generate([[2, 3, 4]], SamplingParams(n=4, max_tokens=6, seed=0))
     batch = EffectiveBatch(
@@ -304,7 +305,8 @@ def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch
 @pytest.mark.parametrize(("adapter_sync", "tied"), [(False, False), (True, True)], ids=["merged", "adapter alone"])
 def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lora_trainer, adapter_sync, tied):
     model = get_peft_model(make_model(hidden_size=64, tie_word_embeddings=tied), LoraConfig(**PLAIN))
-    engine = make_engine("vllm", model, tokenizer, max_model_len=32, dtype="float32", adapter_sync=adapter_sync)
+    args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=adapter_sync)
+    engine = choose_engine("vllm", args, model, tokenizer, [])
     assert isinstance(engine, VLLMAdapterEngine) == adapter_sync
     trainer = make_lora_trainer(model, peft_config=None, engine=lambda *_: engine, max_steps=5)
     start = completion_logprobs(model, BATCH).detach()
@@ -324,5 +326,5 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
         with pytest.raises(UnsupportedError, match=message):
             VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
     with pytest.raises(InputError, match="vLLM in process"):
-        make_engine("transformers", adapted(), tokenizer, max_model_len=32, dtype="float32", adapter_sync=True)
+        choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer, [])
     assert dict(checkpoint_weights(adapted())).keys() == dict(merged_weights(adapted())).keys()

@@ -1,6 +1,9 @@
 """vLLM servers over HTTP.
 
-engine.py           the engine: replicas.py asks them, urls.py and facts.py say which they are
-choose_transfer.py  which way the weights go: weight_transfer.py through files, nccl_transfer.py by NCCL
-serve.py            how to start such a server
+engine.py           the rollout engine
+replicas.py         requests to one or several servers: retries, failover, one deadline
+urls.py             the check of server URLs: this machine only, unless the user allows others
+server_info.py      the configuration that a server reports, and whether a trainer can use it
+weight_transfer.py  weights to servers through files, or by NCCL (nccl_transfer.py)
+serve.py            the command that starts a server
 """

@@ -1,11 +1,11 @@
 """vLLM behind plain OpenAI servers that the user started: one or several replicas, on this machine by default.
 
-Nothing of ours runs in the server. It is asked for completions of token ids, with token ids and log-probs back, one
-request per prompt so that each has a seed of its own; with the same seeds it draws what the in-process engine draws.
-New weights go over through the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). `replicas` has what can
-go wrong in between, `vllm_serve` how to start a server, docs/engines.md the whole story.
+None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
+that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
+the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures, serve.py starts a
+server; see also docs/engines.md.
 
-In a run over several processes each of them samples its own prompts; the first one alone moves the weights.
+In a run over several processes each samples its own prompts, and the first one alone sends the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import httpx
 import torch
@@ -25,17 +25,18 @@ from fused_grpo.trainer.engines.engine import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,
+    Completion,
     check_extra,
     check_prompts,
-    prompt_seeds,
     stop_token_ids,
+    vllm_options,
+    vllm_rollouts,
 )
-from fused_grpo.trainer.engines.server.choose_transfer import choose_transfer
-from fused_grpo.trainer.engines.server.facts import ServerFacts, check_untied, facts_of
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.weight_transfer import SentValues, TransferName
+from fused_grpo.trainer.engines.server.server_info import ServerInfo, server_info
+from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.weights import Tie
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,19 +53,19 @@ class VLLMServerEngine(RolloutEngine):
     Args:
         model: the trainer's causal LM, which the servers serve an architecture of.
         tokenizer: its tokenizer.
-        base_urls: of the servers, as "http://127.0.0.1:8000".
+        base_urls: the servers, as "http://127.0.0.1:8000".
         timeout: seconds in which each call (start, generate, load_weights) ends, with a result or an error.
-        max_model_len: longest prompt plus completion that the servers must take. None: as much as they take.
-        seed: of the calls whose sampling brings no seed.
-        allow_remote: take URLs that are not on this machine.
-        api_key: what the servers' --api-key says. vLLM guards completions with it, but not weight sync.
-        weight_transfer: how weights go over: "files", "nccl" (GPUs), or "auto"; see choose_transfer.
-        weights_directory: of the files, a folder that the servers can read too. None: shared memory.
-        max_concurrency: prompts that the servers work on at a time.
+        max_model_len: longest prompt plus completion that the servers must accept. None: their own limit.
+        seed: the seed of calls without `sampling.seed`.
+        allow_remote: allow URLs that are not on this machine.
+        api_key: the servers' --api-key. vLLM protects completions with it, but not weight sync.
+        weight_transfer: the way of the weights: "files", "nccl" (GPUs), or "auto"; see choose_transfer.
+        weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
+        max_concurrency: the number of prompts that are sampled at a time.
 
-    Errors:
+    Raises:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
-        UnavailableError: a server that does not answer in time, or a weight transfer that cannot run here.
+        UnavailableError: a server that does not respond in time, or a weight transfer that cannot run here.
     """
 
     name = "vllm-server"
@@ -91,20 +92,19 @@ class VLLMServerEngine(RolloutEngine):
         self._stop_ids = stop_token_ids(model, tokenizer)
         self._seeds = random.Random(seed)
         self._closed = False
-        self.weight_version, self._tag = -1, ""
-        facts = self._replicas.run(lambda client: self._meet(client, max_model_len), doing="getting ready")
-        self._max_model_len = min(server.max_model_len for server in facts)
-        self._model_name = facts[0].model_name
-        self._transfer = choose_transfer(weight_transfer, self._replicas, facts, directory=weights_directory)
-        self._values = SentValues.of(model, facts[0].dtype)
+        self.weight_version, self._server_version = -1, ""
+        infos = self._replicas.run(lambda client: self._server_infos(client, max_model_len), doing="getting ready")
+        self._max_model_len = min(info.max_model_len for info in infos)
+        self._model_name = infos[0].model_name
+        self._transfer = choose_transfer(weight_transfer, self._replicas, infos, directory=weights_directory)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """`sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
+        """Sample `sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
 
-        Errors:
+        Raises:
             InputError: an empty prompt, one that leaves no room for `sampling.max_tokens`, or refused options.
             WeightSyncError: no weights were loaded since the engine was made, or since a sync that failed.
-            UnavailableError: the engine is closed, or the servers did not answer, or not with what was asked.
+            UnavailableError: the engine is closed, or the servers did not return what was asked for.
         """
         self._check_open()
         if self.weight_version < 0:
@@ -116,94 +116,62 @@ class VLLMServerEngine(RolloutEngine):
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = [list(prompt) for prompt in prompt_ids]
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        bodies = [
-            self._request(prompt, sampling, seed=prompt_seed)
-            for prompt, prompt_seed in zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)
-        ]
+        options = vllm_options(sampling, seed=seed, count=len(prompts))
+        bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.run(
-            lambda client: self._replicas.complete(client, bodies, tag=self._tag, read=_completions),
+            lambda client: self._replicas.complete(
+                client, bodies, weight_version=self._server_version, read=_completions
+            ),
             doing=f"completing {len(prompts)} prompts",
         )
-        # Greedy completions of one prompt are equal, and vLLM makes one of them only.
-        repeats = sampling.n if sampling.temperature == 0 else 1
-        completions = [completion for group in groups for completion in group * repeats]
-        return Rollouts(
-            prompt_ids=prompts,
-            completion_ids=[completion.token_ids for completion in completions],
-            sampling_logprobs=[completion.logprobs for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            num_generations=sampling.n,
-            weight_version=self.weight_version,
-        )
+        return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Bring all servers to these weights (checkpoint names, full tensors, any float dtype); see RolloutEngine.
+        """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.
 
-        With a process group, every rank calls this; the first one's weights are taken.
+        With a process group, every rank calls this; the first one's weights are sent.
 
-        Errors:
-            WeightSyncError: not every server has taken them, or the engine is closed. None is sampled from until a sync
-                succeeds.
+        Raises:
+            WeightSyncError: not every server has loaded them, or the engine is closed. There is no `generate` until a
+                sync succeeds.
         """
-        self.weight_version, self._tag = -1, f"{uuid.uuid4().hex}:{version}"
+        self.weight_version = -1
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        self._tag = _by_first_rank(lambda: self._publish(weights, self._tag), version=version)
+        self._server_version = _on_first_rank(lambda: self._send(weights, version), version=version)
         self.weight_version = version
 
     def close(self) -> None:
-        """Leave the servers, which are the user's and stay up."""
+        """Disconnect. The servers are the user's and keep running."""
         self._closed = True
         self._transfer.close()
 
-    async def _meet(self, client: httpx.AsyncClient, max_model_len: int | None) -> list[ServerFacts]:
-        async def meet(replica: Replica) -> ServerFacts:
+    async def _server_infos(self, client: httpx.AsyncClient, max_model_len: int | None) -> list[ServerInfo]:
+        async def info(replica: Replica) -> ServerInfo:
             await self._replicas.wait_until_ready(client, replica)
-            facts = await facts_of(client, replica)
-            facts.check(replica.url, max_model_len=max_model_len)
-            if self._tie is not None and facts.on_cpu:
-                await check_untied(client, replica, self._tie)
-            return facts
+            return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie)
 
-        return await self._replicas.on_each(meet)
+        return await self._replicas.on_each(info)
 
-    def _publish(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> str:
-        self._check_open()  # here, where the other ranks hear of it
-        self._transfer.send(weights if self._values is None else self._values.noted(weights))
-        self._replicas.run(lambda client: self._commit(client, tag), doing="checking the new weights")
-        return tag
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""
+        self._check_open()  # on the first rank, whose error all ranks raise
+        server_version = f"{uuid.uuid4().hex}:{version}"
+        self._transfer.send(weights)
 
-    async def _commit(self, client: httpx.AsyncClient, tag: str) -> None:
-        """Make what was sent a version, on every server: nothing of the old one is left, and it says so itself."""
+        async def finish(client: httpx.AsyncClient) -> None:
+            await self._replicas.on_each(lambda replica: _finish_sync(client, replica, server_version))
 
-        async def commit(replica: Replica) -> None:
-            await _forget_prefixes(client, replica)
-            if await replica.tag(client) is not None:
-                await replica.ask(client, "POST", "/update_weight_version", {"new_version": tag})
-                if (found := await replica.tag(client)) != tag:
-                    raise RequestError(f"weight version {found!r} after it was set to {tag!r}")
-            if self._values is not None:
-                await self._values.check(client, replica)
+        self._replicas.run(finish, doing="setting the weight version")
+        return server_version
 
-        await self._replicas.on_each(commit)
-
-    def _request(self, prompt: list[int], sampling: SamplingParams, *, seed: int) -> Json:
+    def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex
         body = {
+            **options,
             "model": self._model_name,
             "prompt": prompt,
-            "n": sampling.n if sampling.temperature > 0 else 1,
-            "max_tokens": sampling.max_tokens,
-            # All of them, since the server takes what is missing from the model's generation config.
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "seed": seed,
-            "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            **sampling.extra,
             "stop_token_ids": sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])}),
         }
         return body if regex is None else {**body, "structured_outputs": {"regex": regex}}
@@ -215,58 +183,56 @@ class VLLMServerEngine(RolloutEngine):
             )
 
 
-class Completion(NamedTuple):
-    """One completion as the server reports it."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-
-
-async def _forget_prefixes(client: httpx.AsyncClient, replica: Replica) -> None:
-    """Keys and values of the old weights are wrong for the new ones. Blocks in use cannot go; requests end soon."""
-    for _ in range(_RESET_ATTEMPTS):
-        if (await replica.ask(client, "POST", "/reset_prefix_cache")).get("success", True):
-            return
+async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_version: str) -> None:
+    """Drop keys and values of the old weights, and set the version of the new ones."""
+    for _ in range(_RESET_ATTEMPTS):  # vLLM refuses while a request uses the cache
+        if (await replica.request(client, "POST", "/reset_prefix_cache")).get("success", True):
+            break
         await asyncio.sleep(0.1)
-    raise RequestError("success=false from /reset_prefix_cache: it is still sampling for somebody else")
+    else:
+        raise RequestError("success=false from /reset_prefix_cache: it is still sampling for another client")
+    try:
+        await replica.request(client, "POST", "/update_weight_version", {"new_version": server_version})
+    except RequestError as error:
+        if error.status != httpx.codes.NOT_FOUND:  # of a vLLM that is too old for versions
+            raise
 
 
 def _completions(body: Json, answer: Json) -> list[Completion]:
-    """The completions of one prompt: as many as were asked for, each checked to be whole."""
+    """The completions of one prompt: as many as were asked for, in the order of their index."""
     choices = sorted(answer.get("choices", []), key=lambda choice: choice["index"])
-    if [choice["index"] for choice in choices] != list(range(body["n"])):
-        raise RequestError(f"completions {[choice['index'] for choice in choices]} where {body['n']} were asked for")
+    indices = [choice["index"] for choice in choices]
+    if indices != list(range(body["n"])):
+        raise RequestError(f"completions {indices} where {body['n']} were asked for")
     return [_completion(choice) for choice in choices]
 
 
 def _completion(choice: Json) -> Completion:
-    token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if choice["finish_reason"] not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
-    if not token_ids or logprobs is None or len(logprobs) != len(token_ids):
-        raise RequestError(f"{len(token_ids or [])} token ids with {len(logprobs or [])} log-probs")
-    if not {*map(type, token_ids), *map(type, logprobs)} <= {int, float}:
-        raise RequestError("token ids or log-probs that are no numbers")
+    token_ids, logprobs = choice["token_ids"] or [], choice["logprobs"]["token_logprobs"]
+    # The values are checked with those of all engines, in response_checks.py.
+    if not token_ids or len(logprobs) != len(token_ids):
+        raise RequestError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
     return Completion(token_ids, logprobs, choice["finish_reason"])
 
 
-def _by_first_rank(action: Callable[[], str], *, version: int) -> str:
-    """What `action` returns on the first rank, everywhere; where it fails, the same error on all ranks."""
+def _on_first_rank(action: Callable[[], str], *, version: int) -> str:
+    """Run `action` on the first rank. All ranks return its result, or all raise its error."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     outcome: list[str | None] = [None, None]
     cause: Exception | None = None
     if not distributed or torch.distributed.get_rank() == 0:
         try:
             outcome = [action(), None]
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # of any type: the other ranks wait for the outcome
             outcome, cause = [None, f"{error}"], error
     if distributed:
         torch.distributed.broadcast_object_list(outcome, src=0)
     result, failure = outcome
     if result is None:
         raise WeightSyncError(
-            f"got weight version {version} not on every server: {failure}; want all of them to take what the trainer "
+            f"got weight version {version} not on every server: {failure}; want all of them to load what the trainer "
             "sends; fix: the same architecture in server and trainer, and a restart of a server that refused; through "
             "files also the same machine and user, and space for the weights in shared memory"
         ) from cause

@@ -1,14 +1,14 @@
-"""Weights by NCCL, from the trainer's GPU to those of the servers, with vLLM's own code on both ends.
+"""Sends weights by NCCL, from the trainer's GPU to those of the servers, with vLLM's own code on both ends.
 
-vLLM's side of the trainer (`vllm.distributed.weight_transfer`, from vLLM 0.28 on) does the work: it opens one NCCL
-group of this process and every worker of every server, and broadcasts. It asks for three things, which are here: where
-to meet, a source of weights, and a control plane that tells the servers what comes. vLLM's HTTP client is not taken for
-that: it knows one server, no key, and would use the proxies of the environment.
+vLLM's trainer side (`vllm.distributed.weight_transfer`, from vLLM 0.28 on) opens one NCCL group of this process and
+every worker of every server, and broadcasts. It needs an address to meet at, a source of weights, and a client that
+announces each update to the servers. vLLM's own HTTP client is not used for the last: it supports one server, no API
+key, and it would use the proxies of the environment.
 
-Nothing can interrupt a broadcast whose peer is gone, so each runs in a thread of its own. When its time is up the sync
-has failed, and the thread is left behind; the servers then hang in theirs, and have to be started again.
+A broadcast cannot be interrupted when the other side is gone, so each runs in a thread. After the timeout the sync has
+failed and the thread is abandoned; the servers then hang in their broadcast, and have to be restarted.
 
-None of this has run on a GPU yet: tests call vLLM's classes with the communicator replaced.
+This has not run on a GPU yet: tests call vLLM's classes with the communicator replaced.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.facts import ServerFacts
-from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, understood
-from fused_grpo.trainer.engines.server.weight_transfer import WeightTransfer
+from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, parsing
+from fused_grpo.trainer.engines.server.server_info import ServerInfo
 
-_SECONDS_TO_PART = 10.0
+_CLOSE_SECONDS = 10.0
 
 
-def why_not(servers: Replicas, facts: Sequence[ServerFacts]) -> str | None:
-    """What keeps weights from going by NCCL, or None."""
-    for replica, server in zip(servers.all, facts, strict=True):
-        if server.weight_transfer != "nccl":
+def why_not_nccl(servers: Replicas, infos: Sequence[ServerInfo]) -> str | None:
+    """The reason why weights cannot go by NCCL, or None."""
+    for replica, info in zip(servers.all, infos, strict=True):
+        if info.weight_transfer != "nccl":
             return f"a server at {replica.url} that was started without it"
     try:
         _meeting_point(servers.all[0].url)
@@ -50,32 +49,32 @@ def why_not(servers: Replicas, facts: Sequence[ServerFacts]) -> str | None:
     return None
 
 
-class NCCLTransfer(WeightTransfer):
-    """A WeightTransfer by broadcast. The group is opened by the first `send`.
+class NCCLTransfer:
+    """Sends weights by broadcast. The first `send` opens the group.
 
     Args:
         servers: each was started with --weight-transfer-config '{"backend": "nccl"}'.
-        device: the trainer's; weights that are elsewhere go over it one at a time.
+        device: the trainer's; weights on another device are copied to it one at a time.
     """
 
     name = "nccl"
 
     def __init__(self, servers: Replicas, *, device: torch.device) -> None:
         self._servers, self._device = servers, device
-        self._group: tuple[Source, Any] | None = None  # what the last send that succeeded has left
+        self._group: tuple[Source, Any] | None = None  # source and sender, after a send that succeeded
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcast them; see WeightTransfer.
+        """Have all servers load these weights (checkpoint names, full tensors).
 
-        Errors:
+        Raises:
             WeightSyncError: vLLM failed on either side, or took longer than the servers' timeout.
         """
-        # A group in which a broadcast was not finished cannot be used again.
-        group, self._group = self._group or (Source(self._device), None), None
-        source, _ = group
-        source.hold(weights)
+        # A group whose broadcast did not finish cannot be used again.
+        (source, sender), self._group = self._group or (Source(self._device), None), None
+        source.weights = [(name, weight.detach()) for name, weight in weights]
         try:
-            sender = in_thread(lambda: self._send(*group), name="weight-transfer").result(self._servers.timeout)
+            sent = in_thread(lambda: self._send(source, sender), name="weight-transfer")
+            self._group = source, sent.result(self._servers.timeout)
         except Exception as error:
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM's weight transfer by NCCL: {str(error) or 'its time was up'}; "
@@ -83,36 +82,35 @@ class NCCLTransfer(WeightTransfer):
                 "again, and raise vllm_server_timeout where it only needs longer"
             ) from error
         finally:
-            source.hold(())
-        self._group = source, sender
+            source.weights = []
 
     def close(self) -> None:
-        """Leave the group, on both sides; see WeightTransfer."""
+        """Leave the group, on both sides. The servers keep running."""
         if self._group is None:
             return
         (_, sender), self._group = self._group, None
 
-        async def part(client: httpx.AsyncClient) -> None:
-            async with asyncio.timeout(_SECONDS_TO_PART):
+        async def leave(client: httpx.AsyncClient) -> None:
+            async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._servers.on_each(
-                    lambda replica: replica.ask(client, "POST", "/shutdown_weight_transfer_engine")
+                    lambda replica: replica.request(client, "POST", "/shutdown_weight_transfer_engine")
                 )
 
         with contextlib.suppress(UnavailableError):
-            self._servers.run(part, doing="leaving the NCCL group")
+            self._servers.run(leave, doing="leaving the NCCL group")
         with contextlib.suppress(TimeoutError):
-            in_thread(sender.shutdown, name="weight-transfer").result(_SECONDS_TO_PART)
+            in_thread(sender.shutdown, name="weight-transfer").result(_CLOSE_SECONDS)
 
     def _send(self, source: Source, sender: Any) -> Any:
-        """What has sent; the next send needs it."""
+        """Broadcast the source's weights; vLLM's sender, for the next time."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            # The optimizer's writes, on a stream that vLLM's knows nothing of.
+            # vLLM's stream does not wait for the optimizer's.
             torch.cuda.synchronize()
         if sender is None:
             sender = self._meet(source)
-        # Meeting may take longer than anybody waited for it. Then the source is empty, and the next send may be on.
-        if source.holds:
+        # Meeting may take longer than the timeout. Then the sync has failed, and the source is empty.
+        if source.weights:
             sender.send_weights()
         return sender
 
@@ -120,85 +118,72 @@ class NCCLTransfer(WeightTransfer):
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        control = ControlPlane(self._servers)
+        client = SyncClient(self._servers)
         address, port = _meeting_point(self._servers.all[0].url)
-        info = NCCLTrainerInitInfo(
-            master_address=address, master_port=port, world_size=1 + sum(control.workers), rank=0
-        )
-        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
+        world_size = 1 + sum(client.workers)
+        info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
 class Source:
-    """What vLLM calls a WeightSource: says what will come, then yields it, on the device."""
+    """The weights of one sync, as vLLM's WeightSource: their metadata, then the tensors on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._weights: list[tuple[str, Tensor]] = []
-
-    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """These are the weights from now on."""
-        self._weights = [(name, weight.detach()) for name, weight in weights]
-
-    @property
-    def holds(self) -> bool:
-        """Whether there is anything to send."""
-        return bool(self._weights)
+        self.weights: list[tuple[str, Tensor]] = []
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of each."""
         from vllm.distributed.weight_transfer import ParamMeta
 
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self._weights]
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._weights:
+        for name, weight in self.weights:
             yield name, weight.to(self._device)
 
 
-class ControlPlane:
-    """What vLLM calls a VLLMWeightSyncClient, for all servers at once: the workers of one follow those of another."""
+class SyncClient:
+    """vLLM's VLLMWeightSyncClient for several servers: the ranks of one server's workers follow those of another."""
 
     def __init__(self, servers: Replicas) -> None:
         self._servers = servers
         self.workers = servers.run(self._world_sizes, doing="counting workers")
 
     def init_weight_transfer_engine(self, init_info: Json) -> None:
-        """Have the workers join the group, each at a rank of its own."""
+        """Have all workers join the group, each with its own rank."""
         first = itertools.accumulate([init_info["rank_offset"], *self.workers])
-        ranks = dict(zip([replica.url for replica in self._servers.all], first, strict=False))
+        ranks = dict(zip(self._servers.all, first, strict=False))
 
         async def join(client: httpx.AsyncClient) -> None:
-            await self._servers.on_each(
-                lambda replica: replica.ask(
-                    client,
-                    "POST",
-                    "/init_weight_transfer_engine",
-                    {"init_info": {**init_info, "rank_offset": ranks[replica.url]}},
-                )
-            )
+            def ask(replica: Replica) -> Any:
+                info = {**init_info, "rank_offset": ranks[replica]}
+                return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
+
+            await self._servers.on_each(ask)
 
         self._servers.run(join, doing="opening an NCCL group")
 
     def start_weight_update(self) -> None:
-        """Weights will come."""
+        """Announce an update."""
         self._servers.post("/start_weight_update", doing="loading weights")
 
     def update_weights(self, update_info: Any) -> None:
-        """These; returns when the broadcast is over."""
+        """Receive these weights; returns when the broadcast is over."""
         self._servers.post("/update_weights", {"update_info": update_info}, doing="loading weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """That was all."""
+        """End the update."""
         body = None if weight_version is None else {"weight_version": weight_version}
         self._servers.post("/finish_weight_update", body, doing="loading weights")
 
     async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
-        async def workers(replica: Replica) -> int:
-            answer = await replica.ask(client, "GET", "/get_world_size")
-            with understood("/get_world_size"):
+        async def world_size(replica: Replica) -> int:
+            answer = await replica.request(client, "GET", "/get_world_size")
+            with parsing("/get_world_size"):
                 return int(answer["world_size"])
 
-        return await self._servers.on_each(workers)
+        return await self._servers.on_each(world_size)
 
 
 def _has_trainer_side() -> bool:
@@ -210,12 +195,12 @@ def _has_trainer_side() -> bool:
 
 
 def _meeting_point(server: str) -> tuple[str, int]:
-    """An address of this machine that the server can reach, loopback where it is here too, and a free port."""
+    """An address of this machine that the server can reach (loopback where both are on it), and a free port."""
     url = httpx.URL(server)
     port = url.port or (443 if url.scheme == "https" else 80)
     # IPv4, as vLLM's side listens on.
     with socket.socket(socket.AF_INET) as connection:
-        connection.settimeout(_SECONDS_TO_PART)
+        connection.settimeout(_CLOSE_SECONDS)
         connection.connect((url.host, port))
         address: str = connection.getsockname()[0]
     with socket.socket(socket.AF_INET) as free:

@@ -1,4 +1,4 @@
-"""How to start the vLLM server that VLLMServerEngine talks to: nothing but vLLM's own, with the options that matter.
+"""The command that starts a vLLM server for VLLMServerEngine: vLLM's own, with the options that a trainer needs.
 
 The trainer never starts it: a server outlives runs, and may have a GPU, a container or a machine of its own.
 """
@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fused_grpo.trainer.engines.vllm.start import describe
-from fused_grpo.trainer.engines.weight_files import write_weights
-from fused_grpo.trainer.engines.weights import Tie, checkpoint_weights
+from fused_grpo.trainer.engines.vllm.start import save_config
+from fused_grpo.trainer.engines.weights import Tie, checkpoint_weights, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,11 +23,13 @@ def server_command(
 
     Args:
         model: a folder or hub id.
+        port: the port that the server listens on.
+        host: the address that it listens on.
         options: further options of vLLM, such as ("--dtype", "float32", "--max-model-len", "4096").
     """
     # The module rather than the `vllm` script, which vLLM's CPU package does not install in a working order.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    # Log-probs of the distribution that tokens are drawn from, rather than of the model's untempered one.
+    # Log-probs of the distribution that tokens are sampled from, rather than of the model's untempered one.
     command += ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", *options]
     return command, {"VLLM_SERVER_DEV_MODE": "1"}
 
@@ -42,6 +43,6 @@ def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
     folder.mkdir(parents=True, exist_ok=True)
     tie = Tie.of(model)
     weights = checkpoint_weights(model)
-    describe(model, tokenizer, folder=str(folder), untie=tie is not None)
+    save_config(model, tokenizer, folder=str(folder), untie=tie is not None)
     write_weights(weights if tie is None else tie.undo(weights), folder)
     return folder

@@ -1,7 +1,7 @@
 """vLLM in the trainer's process.
 
-inprocess.py   the engine
-adapter.py     the same, with a LoRA adapter beside the base: a sync is the adapter alone
-start.py       how vLLM is started
-isolation.py   what it may not do to the process that it is in
+inprocess.py      the rollout engine
+lora.py           the same with a LoRA adapter beside the base model: a sync loads the adapter alone
+start.py          starts vLLM
+process_state.py  restores the state of the process that vLLM changes
 """

@@ -1,16 +1,18 @@
-"""vLLM inside the trainer's process: one `llm.generate` per effective batch, weights handed over as tensors.
+"""vLLM inside the trainer's process: one `llm.generate` per effective batch, and weights loaded as tensors.
 
 Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
 own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights go over as an iterator of the trainer's own tensors (6 ms; on a GPU they never leave it) instead of a
-checkpoint to write and read back, and no process can be left behind. The price is that vLLM takes the process for its
-own: `isolation` puts back what it changes, and there is one engine per process because vLLM's groups are global.
+same. Weights are loaded from an iterator over the trainer's own tensors (6 ms; on a GPU they never leave it) instead of
+a checkpoint that is written and read back, and no process can be left behind. The price is that vLLM changes the state
+of the trainer's process, which process_state.py restores, and that there is one engine per process, because vLLM's
+process groups are global.
 
 Where a process group exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections.abc import Iterable, Sequence
@@ -22,8 +24,16 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.engine import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, VLLM_EXTRAS, check_extra, check_prompts, prompt_seeds
-from fused_grpo.trainer.engines.vllm import isolation
+from fused_grpo.trainer.engines.sampling import (
+    SEED_BITS,
+    VLLM_EXTRAS,
+    Completion,
+    check_extra,
+    check_prompts,
+    vllm_options,
+    vllm_rollouts,
+)
+from fused_grpo.trainer.engines.vllm.process_state import preserved_state
 from fused_grpo.trainer.engines.vllm.start import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.engines.weights import Tie, checkpoint_weights
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -31,18 +41,10 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Says at every sync that RotaryEmbedding's weights could not be loaded: a layer without weights has none.
-_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-_DECIDED_HERE = (
-    "model",
-    "tokenizer",
-    "dtype",
-    "max_model_len",
-    "seed",
-    "load_format",
-    "logprobs_mode",
-    "enable_sleep_mode",
-)
+# Warns at every sync that RotaryEmbedding's weights could not be loaded: that layer has none.
+_RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+_SET_HERE = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode"}
+_SET_HERE |= {"load_format", "logprobs_mode"}
 
 
 class VLLMEngine(RolloutEngine):
@@ -57,19 +59,19 @@ class VLLMEngine(RolloutEngine):
         max_model_len: longest prompt plus completion, in tokens.
         dtype: what the engine computes in, as "float32" or torch.float32.
         gpu_memory_utilization: share of the GPU's memory for weights and cache together.
-        seed: of the calls whose sampling brings no seed.
+        seed: the seed of calls without `sampling.seed`.
         trust_remote_code: let vLLM run code that comes with the model.
         enable_sleep_mode: make `sleep` possible, on a GPU.
-        engine_options: further arguments of `vllm.LLM`; they win over this class's own choices.
+        engine_options: further arguments of `vllm.LLM`; they override this class's own choices.
 
-    Errors:
+    Raises:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
         UnsupportedError: an engine over several devices, or sleep mode on a CPU.
-        InputError: an engine option that this class decides.
+        InputError: an engine option that this class sets.
     """
 
     name = "vllm"
-    _lora_request: Any = None  # of an adapter that the engine has beside its weights
+    _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
     _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
 
     def __init__(
@@ -114,15 +116,16 @@ class VLLMEngine(RolloutEngine):
                 model, tokenizer, options=options, on_cpu=self._on_cpu, untie=self._tie is not None, resources=resources
             )
             self._close = weakref.finalize(self, resources.pop_all().close)
+        logging.getLogger(_RELOAD_LOGGER).setLevel(logging.ERROR)
         VLLMEngine._running = weakref.ref(self)
         self.load_weights(checkpoint_weights(model), version=0)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """`sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
+        """Sample `sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
 
-        Errors:
+        Raises:
             InputError: an empty prompt, one that leaves no room for `sampling.max_tokens`, or refused options.
-            WeightSyncError: the engine slept and has had no weights since.
+            WeightSyncError: the engine slept, and no weights were loaded since.
             UnavailableError: the engine is closed, or vLLM failed, which closes it.
         """
         if self.weight_version < 0:
@@ -132,35 +135,26 @@ class VLLMEngine(RolloutEngine):
             )
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
-        prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids]
+        prompts = list(map(list, prompt_ids))
         outputs = self._sample(prompts, self._requests(len(prompts), sampling))
-        # Greedy completions of one prompt are equal, and vLLM makes one of them only.
-        repeats = sampling.n if sampling.temperature == 0 else 1
-        completions = [completion for output in outputs for completion in output.outputs * repeats]
-        return Rollouts(
-            prompt_ids=[prompt["prompt_token_ids"] for prompt in prompts],
-            completion_ids=[list(completion.token_ids) for completion in completions],
-            sampling_logprobs=[_sampled_logprobs(completion) for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            num_generations=sampling.n,
-            weight_version=self.weight_version,
-        )
+        groups = [list(map(_completion, output.outputs)) for output in outputs]
+        return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
 
-        Errors:
+        Raises:
             WeightSyncError: the engine sleeps; or vLLM refused them, and is closed: it cannot load again after that.
             UnavailableError: the engine is closed.
         """
         if self._asleep:
-            # vLLM would write to memory that it has given back.
+            # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
         detached = ((name, weight.detach()) for name, weight in weights)
         llm = self._engine()
         try:
-            with isolation.kept_rng(), isolation.kept_threads(), isolation.quiet(_RELOAD):
+            with preserved_state():
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
             self.close()
@@ -176,21 +170,21 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         """Drop weights and KV cache; see RolloutEngine. Does nothing without `enable_sleep_mode`.
 
-        At vLLM's level 2 weights are not kept in the CPU's memory: the trainer has them, and newer ones. What vLLM
-        has after waking is no model at all, so from here on the engine has no version.
+        vLLM's level 2 keeps no copy of the weights in the CPU's memory: the trainer has newer ones. After waking vLLM
+        has no usable weights, so the version is -1 from here on.
         """
         if self._can_sleep and not self._asleep:
             self._engine().sleep(level=2)
             self._asleep, self.weight_version = True, -1
 
     def wake(self) -> None:
-        """Take the memory again. Weights have to follow by `load_weights`; see RolloutEngine."""
+        """Allocate the memory again. `load_weights` has to follow; see RolloutEngine."""
         if self._asleep:
             self._engine().wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """Stop vLLM, give back its memory and remove its folder. Safe to call twice."""
+        """Stop vLLM, free its memory and remove its folder. A second call does nothing."""
         self._llm = None
         self._close()
 
@@ -199,13 +193,14 @@ class VLLMEngine(RolloutEngine):
             raise UnavailableError("got a call on a closed vllm engine, want an open one; fix: make a new engine")
         return self._llm
 
-    def _sample(self, prompts: list[dict[str, list[int]]], requests: list[Any]) -> list[Any]:
+    def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
         llm = self._engine()
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         try:
-            with isolation.kept_rng(), without_compiling() if self._on_cpu else nullcontext():
+            with preserved_state(), without_compiling() if self._on_cpu else nullcontext():
                 outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
         except BaseException as error:
-            # The unfinished requests would be served, and returned, by the next call.
+            # The next call would return the unfinished requests.
             self.close()
             if not isinstance(error, Exception):
                 raise
@@ -223,23 +218,11 @@ class VLLMEngine(RolloutEngine):
         regex = sampling.structured_outputs_regex
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         try:
+            structured = None if regex is None else StructuredOutputsParams(regex=regex)
             return [
-                RequestParams(
-                    n=sampling.n if sampling.temperature > 0 else 1,
-                    max_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    repetition_penalty=sampling.repetition_penalty,
-                    seed=prompt_seed,
-                    logprobs=0,
-                    # Only stop strings need the text.
-                    detokenize="stop" in sampling.extra,
-                    structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
-                    **sampling.extra,
-                )
-                for prompt_seed in prompt_seeds(seed, count)
+                # Only stop strings need the text.
+                RequestParams(**options, detokenize="stop" in sampling.extra, structured_outputs=structured)
+                for options in vllm_options(sampling, seed=seed, count=count)
             ]
         except Exception as error:  # of several types, all about these options
             raise InputError(
@@ -257,10 +240,9 @@ class VLLMEngine(RolloutEngine):
 
 
 def _checked(engine_options: dict[str, Any]) -> dict[str, Any]:
-    decided = sorted(set(engine_options) & set(_DECIDED_HERE))
-    if decided:
+    if taken := sorted(engine_options.keys() & _SET_HERE):
         raise InputError(
-            f"got engine_options with {', '.join(decided)}, want only what the engine leaves open; fix: use the "
+            f"got engine_options with {', '.join(taken)}, want only what the engine leaves open; fix: use the "
             "argument of VLLMEngine of that name, or leave it out"
         )
     several = [name for name in engine_options if name.endswith("_parallel_size") and engine_options[name] != 1]
@@ -272,5 +254,6 @@ def _checked(engine_options: dict[str, Any]) -> dict[str, Any]:
     return engine_options
 
 
-def _sampled_logprobs(completion: Any) -> list[float]:
-    return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
+def _completion(output: Any) -> Completion:
+    logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
+    return Completion(list(output.token_ids), logprobs, output.finish_reason)

@@ -1,13 +1,14 @@
-"""vLLM in this process with the adapter beside the base: a sync hands over the adapter alone.
+"""vLLM in this process with a LoRA adapter beside the base model: a sync loads the adapter alone.
 
-The base is frozen, so it goes over once. After that a sync writes the adapter (megabytes, into shared memory) and has
-vLLM read it in place of the last one; the file is gone before the next `generate`. Measured on a CPU in fp32, with a
-model of two layers: 2 ms for vLLM to take it, and log-probs within 2e-5 of the trainer's. The price is in sampling:
-every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) do not ask for.
+The base model is frozen, so it is loaded once. After that a sync writes the adapter (megabytes, to shared memory) and
+vLLM loads it in place of the last one; the file is removed before the next `generate`. Measured on a CPU in fp32, with
+a model of two layers: vLLM takes 2 ms to load it, and log-probs are within 2e-5 of the trainer's. The price is in
+sampling: every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) avoid.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,28 +16,29 @@ from typing import Any, get_args
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
-from fused_grpo.trainer.engines.vllm import isolation
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.process_state import preserved_state
 from fused_grpo.trainer.engines.vllm.start import check_installed
-from fused_grpo.trainer.engines.weight_files import published
+from fused_grpo.trainer.engines.weights import published
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 
-# Warns that an adapter's own tokenizer would be ignored: it has none.
-_TOKENIZERS = "vllm.v1.engine.input_processor"
+# Warns that an adapter's own tokenizer is ignored: this one has none.
+_TOKENIZER_LOGGER = "vllm.v1.engine.input_processor"
 _NAME = "policy"
 
 
 class VLLMAdapterEngine(VLLMEngine):
-    """A VLLMEngine with the weights of the base, and the adapter of the PeftModel that is trained.
+    """A VLLMEngine with the weights of the base model, and the adapter of the PeftModel that is trained.
 
-    `load_weights` takes the adapter from the model, as it is then; `named_weights` is not read.
+    `load_weights` loads the adapter that the model has at that moment; `named_weights` is not read.
 
     Args:
         model: the trainer's PeftModel.
+        tokenizer: its tokenizer.
         engine_options: as in VLLMEngine.
         options: all other arguments of VLLMEngine.
 
-    Errors:
+    Raises:
         UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
             adapters on the head or the embedding.
         InputError: a rank above the largest that vLLM has.
@@ -51,11 +53,12 @@ class VLLMAdapterEngine(VLLMEngine):
         _check_servable(model, self._config)
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(self._config)}
         super().__init__(base_model(model), tokenizer, engine_options={**lora, **(engine_options or {})}, **options)
+        logging.getLogger(_TOKENIZER_LOGGER).setLevel(logging.ERROR)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the adapter into the engine; the base too, where the engine has none yet or slept. See RolloutEngine.
+        """Copy the adapter into the engine; after the start and after sleep, the base model too. See RolloutEngine.
 
-        Errors:
+        Raises:
             WeightSyncError: the engine sleeps; or vLLM refused the weights, and is closed.
             UnavailableError: the engine is closed.
         """
@@ -64,7 +67,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = -1
         engine = self._engine()
         try:
-            self._hand_over(engine)
+            self._load_adapter(engine)
         except Exception as error:
             self.close()
             raise WeightSyncError(
@@ -75,17 +78,9 @@ class VLLMAdapterEngine(VLLMEngine):
         engine.reset_prefix_cache()
         self.weight_version = version
 
-    def _sample(self, prompts: list[dict[str, list[int]]], requests: list[Any]) -> list[Any]:
-        with isolation.quiet(_TOKENIZERS):
-            return super()._sample(prompts, requests)
-
-    def _hand_over(self, engine: Any) -> None:
-        with (
-            published(adapter_weights(self._adapted).items()) as folder,
-            isolation.kept_rng(),
-            isolation.kept_threads(),
-        ):
-            # One file, in practice: what is published is cut at 2 GiB.
+    def _load_adapter(self, engine: Any) -> None:
+        with published(adapter_weights(self._adapted).items()) as folder, preserved_state():
+            # A single file: adapters are smaller than the 2 GiB at which files are split.
             (folder / "model-00000.safetensors").rename(folder / ADAPTER_FILE)
             self._config.save_pretrained(str(folder))
             engine.llm_engine.add_lora(self._request(folder, load_inplace=True))

@@ -1,8 +1,8 @@
-"""Does the engine sample from the weights that the trainer trains? Asked of every step, answered by numbers it has.
+"""Checks at each step that the engine samples from the weights that the trainer trains.
 
-On the first pass over fresh rollouts the policy has not moved since it sampled them, so the trainer's log-probs and
-the engine's are two computations of one quantity. What remains is rounding, whose size depends on the dtype alone; a
-sync that failed, a head that stayed behind or another temperature stand out by orders of magnitude.
+In the first pass over fresh rollouts the policy has not moved since they were sampled, so the trainer's log-probs and
+the engine's are two computations of one quantity. They differ by rounding, which depends on the dtype alone. A sync
+that failed, a stale head or another temperature differ by orders of magnitude more.
 
     float32     max 1e-3    two engines differ by about 1e-6; a stale head was measured at 0.2 to 0.6
     float16     mean 0.02   single tokens may differ more: only the mean is bounded
@@ -15,29 +15,28 @@ import torch
 
 from fused_grpo.errors import WeightSyncError
 
-_MAX_BOUND = {torch.float32: 1e-3}
+_MAX_BOUND = 1e-3
 _MEAN_BOUND = {torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def check_agreement(
+def check_same_weights(
     mean_difference: float, max_difference: float, *, dtype: torch.dtype, engine: str, version: int
 ) -> None:
-    """Raise where sampling log-probs and the trainer's cannot come from the same weights.
+    """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
 
     Args:
         mean_difference: mean over completion tokens of |sampling log-prob - trainer log-prob|, in nats.
         max_difference: the largest of them.
         dtype: the coarser of the dtypes that the engine and the trainer compute in.
         engine: the engine's name, for the message.
-        version: the weight version that the rollouts carry, for the message.
+        version: the weight version of the rollouts, for the message.
 
-    Errors:
-        WeightSyncError: the difference is above the bound for `dtype`, or is not a number.
+    Raises:
+        WeightSyncError: the difference is above the bound for `dtype`, or is NaN.
     """
+    kind, got, bound = "max", max_difference, _MAX_BOUND
     if dtype in _MEAN_BOUND:
         kind, got, bound = "mean", mean_difference, _MEAN_BOUND[dtype]
-    else:
-        kind, got, bound = "max", max_difference, _MAX_BOUND[torch.float32]
     # Written so that NaN fails.
     if not got <= bound:
         raise WeightSyncError(

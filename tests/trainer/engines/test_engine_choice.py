@@ -1,0 +1,81 @@
+"""The engine is named once, from the options and what is installed, and everything else depends on that name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+from datasets import IterableDataset
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import engine_choice
+from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+
+ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+
+
+def stream() -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(ROWS))
+
+
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "transformers"),
+        ({"use_vllm": False}, "transformers"),
+        ({"use_vllm": True}, "vllm"),
+        ({"vllm_mode": "server"}, "server"),
+    ],
+)
+@pytest.mark.usefixtures("without_vllm")
+def test_the_engine_is_the_one_that_the_options_ask_for(options, name) -> None:
+    assert engine_name(GRPOConfig(**options)) == name
+
+
+@pytest.mark.engine
+def test_without_an_option_vllm_is_chosen_where_it_is_installed() -> None:
+    assert engine_name(GRPOConfig()) == "vllm"
+
+
+@pytest.mark.parametrize("rows", [lambda: ROWS, stream])
+@pytest.mark.usefixtures("without_vllm")
+def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_another_engine(
+    build_model, tokenizer, tmp_path, monkeypatch, caplog, rows
+) -> None:
+    def tokenized(*_: Any, **__: Any) -> None:
+        raise AssertionError("the whole dataset was tokenized")
+
+    monkeypatch.setattr(engine_choice, "longest_prompt", tokenized)
+    shape = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}
+    args = GRPOConfig(str(tmp_path / "run"), log_completions=False, **shape)
+    with caplog.at_level(logging.INFO, logger="fused_grpo.trainer.engines"):
+        trainer = GRPOTrainer(build_model(tied=False), lengths, args, rows(), processing_class=tokenizer)
+    assert isinstance(trainer.engine, TransformersEngine)
+    assert "rollout engine: transformers" in caplog.text
+    assert trainer.learner.loss_config == args.loss_config(corrected=False) != args.loss_config(corrected=True)
+    assert trainer.train().steps == 1
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_asking_for_vllm_where_it_is_missing_names_the_command(build_model, tokenizer) -> None:
+    with pytest.raises(UnavailableError, match=r"fix: pip install 'fused-grpo\[vllm"):
+        choose_engine("vllm", GRPOConfig(), build_model(), tokenizer, [])
+
+
+def test_a_stream_whose_longest_prompt_an_engine_needs_is_refused(build_model, tokenizer) -> None:
+    with pytest.raises(InputError, match=r"without random access; fix: set vllm_max_model_length"):
+        choose_engine("server", GRPOConfig(vllm_mode="server"), build_model(), tokenizer, [stream()])
