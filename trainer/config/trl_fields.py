@@ -18,24 +18,24 @@ DIFFERENT: dict[str, str] = {
     "project": '"fused-grpo" by default',
     "resume_from_checkpoint": "True finds the newest whole checkpoint; exact, rollouts in progress included",
     "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
-    "generation_batch_size": "as steps_per_generation",
+    "generation_batch_size": "a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
-    "bf16": "None: where there is a GPU; weights stay in fp32 under autocast",
+    "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
     "optim": '"adamw_torch" and "adamw_torch_fused"; others through GRPOTrainer(optimizers=...)',
     "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
-    "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence falls to nothing',
-    "vllm_importance_sampling_correction": "as there; rollouts of transformers need none",
-    "use_vllm": "None (default): vLLM where it is installed",
-    "vllm_mode": '"server" talks to plain vLLM servers (python -m vllm.entrypoints...), one or several',
+    "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence falls to 0',
+    "vllm_importance_sampling_correction": "no effect on rollouts of transformers, which need none",
+    "use_vllm": "None (default): True if vLLM is installed",
+    "vllm_mode": '"server" means one or several plain vLLM servers (python -m vllm.entrypoints...)',
     "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
-    "vllm_server_base_url": "one, or a list of replicas",
+    "vllm_server_base_url": "one URL, or a list for replicas",
     "vllm_max_model_length": "None: measured from the data, not the model's maximum",
-    "min_p": "as there; None is 0",
+    "min_p": "None means 0",
     "eval_strategy": '"steps" by default where there is an eval set; also before the first step and after the last',
-    "eval_steps": "None: only before and after",
+    "eval_steps": "None: only before the first and after the last step",
     "num_generations_eval": "None: one greedy completion per prompt",
     "report_to": "through Accelerate's trackers",
-    "logging_steps": "of the console; files and trackers get every step",
+    "logging_steps": "the interval of the console; files and trackers get every step",
     "save_strategy": '"steps" or "no"; the last step is always saved',
     "hub_model_id": "the final model only, at the end",
     "push_to_hub": "the final model only, at the end",
@@ -50,13 +50,13 @@ class Missing(NamedTuple):
     why: str
 
 
-_MULTIMODAL = "text only"
-_TOOLS = "no tools or environments; rollout_func can run an agent"
+_MULTIMODAL = "the trainer takes text only"
+_TOOLS = "there are no tools or environments; rollout_func can run an agent"
 _TRANSFORMERS = "an option of transformers.Trainer's own loop, which this is not"
 _ENGINE = "vllm_engine_kwargs passes any option to vLLM"
 _ACCELERATE = "set by `accelerate launch` and its configuration file"
-_DEEPSPEED = "DDP or FSDP2 by `accelerate launch`; DeepSpeed is refused"
-_PRECISION = "bf16 or fp32; weights stay in fp32"
+_DEEPSPEED = "use DDP or FSDP2 with `accelerate launch`; DeepSpeed is refused"
+_PRECISION = "precision is bf16 or fp32; weights stay in fp32"
 _LOADER = "rows are read as they are needed, by one process"
 _HUB = "push_to_hub uploads the final model, once, with the account that is logged in"
 _FUSED = "the head is fused here already"
@@ -65,14 +65,14 @@ _TRACKIO = "configure trackio through its own environment variables"
 _COMPILE = "compile the model before you pass it"
 
 MISSING: dict[str, Missing] = {
-    "router_aux_loss_coef": Missing(None, "no auxiliary loss of mixture-of-experts routers: " + _LATER),
+    "router_aux_loss_coef": Missing(None, "the auxiliary loss of mixture-of-experts routers is " + _LATER),
     "cast_lm_head_to_fp32": Missing(False, "log-probs are computed in fp32 always, at no such cost"),
     "ds3_gather_for_generation": Missing(True, _DEEPSPEED),
     "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded"),
-    "cache_implementation": Missing(None, "generation_kwargs={'cache_implementation': ...}"),
+    "cache_implementation": Missing(None, "set generation_kwargs={'cache_implementation': ...}"),
     "vllm_model_impl": Missing("vllm", _ENGINE + " (model_impl)"),
-    "vllm_group_port": Missing(51216, "weights go to a server through shared memory, not a process group"),
-    "vllm_tensor_parallel_size": Missing(1, "one device per engine in process; a server may span several"),
+    "vllm_group_port": Missing(51216, "vLLM's NCCL transfer takes a free port (vllm_weight_transfer)"),
+    "vllm_tensor_parallel_size": Missing(1, "an engine in process has one device; a server may span several"),
     "max_tool_calling_iterations": Missing(None, _TOOLS),
     "log_multimodal": Missing(True, _MULTIMODAL),
     "log_unique_prompts": Missing(False, "the table shows the best and the worst of different prompts"),
@@ -80,15 +80,15 @@ MISSING: dict[str, Missing] = {
     "use_transformers_continuous_batching": Missing(False, "vLLM does that"),
     "transformers_continuous_batching_config": Missing(None, "vLLM does that"),
     "use_transformers_paged": Missing(False, "vLLM does that"),
-    "vllm_importance_sampling_cap": Missing(None, "deprecated there; vllm_importance_sampling_clip_max"),
-    "optim_args": Missing(None, "GRPOTrainer(optimizers=(yours, None))"),
-    "optim_target_modules": Missing(None, "GRPOTrainer(optimizers=(yours, None))"),
-    "average_tokens_across_devices": Missing(True, "always so"),
+    "vllm_importance_sampling_cap": Missing(None, "deprecated in TRL; set vllm_importance_sampling_clip_max"),
+    "optim_args": Missing(None, "pass GRPOTrainer(optimizers=(yours, None))"),
+    "optim_target_modules": Missing(None, "pass GRPOTrainer(optimizers=(yours, None))"),
+    "average_tokens_across_devices": Missing(True, "it is always so"),
     "label_smoothing_factor": Missing(0.0, "has no meaning for a policy gradient"),
     "fp16": Missing(False, _PRECISION),
     "bf16_full_eval": Missing(False, _PRECISION),
     "fp16_full_eval": Missing(False, _PRECISION),
-    "tf32": Missing(None, "torch.set_float32_matmul_precision, before you start"),
+    "tf32": Missing(None, "call torch.set_float32_matmul_precision before you start"),
     "torch_compile": Missing(False, _COMPILE),
     "torch_compile_backend": Missing(None, _COMPILE),
     "torch_compile_mode": Missing(None, _COMPILE),
@@ -98,15 +98,15 @@ MISSING: dict[str, Missing] = {
     "neftune_noise_alpha": Missing(None, _TRANSFORMERS),
     "torch_empty_cache_steps": Missing(None, _TRANSFORMERS),
     "auto_find_batch_size": Missing(False, "a batch that changes by itself would change the update"),
-    "logging_strategy": Missing("steps", "every step is logged; logging_steps is of the console"),
+    "logging_strategy": Missing("steps", "every step is logged; logging_steps is the interval of the console"),
     "logging_first_step": Missing(False, "the first step is always shown"),
     "log_on_each_node": Missing(True, "the first process alone logs"),
     "logging_nan_inf_filter": Missing(
         True, "a step whose loss is not finite stops the run, or is passed over (max_skipped_steps)"
     ),
     "include_num_input_tokens_seen": Missing("no", "num_tokens is logged"),
-    "log_level": Missing("passive", "logging.getLogger('fused_grpo').setLevel(...)"),
-    "log_level_replica": Missing("warning", "logging.getLogger('fused_grpo').setLevel(...)"),
+    "log_level": Missing("passive", "call logging.getLogger('fused_grpo').setLevel(...)"),
+    "log_level_replica": Missing("warning", "call logging.getLogger('fused_grpo').setLevel(...)"),
     "disable_tqdm": Missing(None, "there is no bar to disable"),
     "trackio_space_id": Missing(None, _TRACKIO),
     "trackio_bucket_id": Missing(None, _TRACKIO),
@@ -114,14 +114,14 @@ MISSING: dict[str, Missing] = {
     "eval_delay": Missing(0, _TRANSFORMERS),
     "per_device_eval_batch_size": Missing(8, "an evaluation is generated in one go; the engine batches it"),
     "prediction_loss_only": Missing(False, _TRANSFORMERS),
-    "eval_on_start": Missing(False, "with an eval set, always"),
+    "eval_on_start": Missing(False, "it is always so with an eval set"),
     "eval_do_concat_batches": Missing(True, _TRANSFORMERS),
     "eval_use_gather_object": Missing(False, _TRANSFORMERS),
     "eval_accumulation_steps": Missing(None, _TRANSFORMERS),
     "include_for_metrics": Missing([], _TRANSFORMERS),
     "batch_eval_metrics": Missing(False, _TRANSFORMERS),
     "save_on_each_node": Missing(False, "the first process alone writes"),
-    "enable_jit_checkpoint": Missing(False, "always so: SIGTERM ends a run with a checkpoint after the step it is in"),
+    "enable_jit_checkpoint": Missing(False, "SIGTERM always ends a run with a checkpoint, after the current step"),
     "hub_token": Missing(None, _HUB),
     "hub_strategy": Missing("every_save", _HUB),
     "hub_always_push": Missing(False, _HUB),
@@ -132,7 +132,7 @@ MISSING: dict[str, Missing] = {
     "ignore_data_skip": Missing(False, "the position in the data is part of a checkpoint: nothing is skipped"),
     "restore_callback_states_from_checkpoint": Missing(False, "there are no callbacks"),
     "full_determinism": Missing(False, "runs are deterministic where PyTorch's own kernels are"),
-    "use_cpu": Missing(False, "hide the GPU: CUDA_VISIBLE_DEVICES="),
+    "use_cpu": Missing(False, "hide the GPU with CUDA_VISIBLE_DEVICES="),
     "accelerator_config": Missing(None, _ACCELERATE),
     "parallelism_config": Missing(None, _ACCELERATE),
     "dataloader_drop_last": Missing(False, "one pass follows another without a gap: nothing is dropped"),
@@ -144,7 +144,7 @@ MISSING: dict[str, Missing] = {
     "dataloader_in_order": Missing(True, _LOADER),
     "remove_unused_columns": Missing(False, "all columns go to the rewards"),
     "label_names": Missing(None, _TRANSFORMERS),
-    "train_sampling_strategy": Missing("random", "shuffle_dataset"),
+    "train_sampling_strategy": Missing("random", "set shuffle_dataset"),
     "length_column_name": Missing("length", _TRANSFORMERS),
     "ddp_find_unused_parameters": Missing(None, _ACCELERATE),
     "ddp_bucket_cap_mb": Missing(None, _ACCELERATE),
@@ -156,9 +156,9 @@ MISSING: dict[str, Missing] = {
     "deepspeed": Missing(None, _DEEPSPEED),
     "debug": Missing("", _TRANSFORMERS),
     "skip_memory_metrics": Missing(True, "docs/trainer.md says what is logged"),
-    "do_train": Missing(False, "the script decides"),
-    "do_eval": Missing(False, "the script decides"),
-    "do_predict": Missing(False, "the script decides"),
+    "do_train": Missing(False, "your script decides"),
+    "do_eval": Missing(False, "your script decides"),
+    "do_predict": Missing(False, "your script decides"),
     "local_rank": Missing(-1, _ACCELERATE),
 }
 
