@@ -31,14 +31,14 @@ WORDS = {  # between two characters that are no letters, in any case; what a rev
     r"made again": "say recomputed",
     r"deals?|dealt|dealing|hands": "say balanced, assignments, passes",
     r"divided(?! by)|made whole": "say sharded, gathered; cut, split",
-    r"last[ _]words|settle[sd]?|(anywhere|together)(?=\()": "say report_failure, barrier, any_rank",
+    r"last[ _]words|settle[sd]?|(?<!\w)(anywhere|together)(?=\()": "say report_failure, barrier, any_rank",
     r"(?<!git )(?<!always_)push(es|ed)?(?!_to_hub)|pull(s|ed)?(?! request)": "say softmax scale, target scale",
     r"foreseen": "say speculative gradient",
     r"(?<!generate_)ahead(?!-of-time| of )": "say prefetched",
     r"givers?|unsure": "say responders, stale",
     r"contenders?|crew|in turns": "say implementations, worker processes, interleaved rounds",
     r"used[ _]up|comes[ _]again|(?<=\.)learns|learns(?=:|=)": "say exhausted, has_more_iterations, in_loss",
-    r"nobody|whoever": "name who it is",
+    r"(?-i:[Nn]obody|[Ww]hoever)": "name who it is",
 }
 NAMED_FILE = r"`((?:bench|docs|examples|fused_grpo|kernels|scripts|tests|trainer)/[\w./-]+\.(?:py|md|toml|yaml|json))`"
 
