@@ -29,7 +29,7 @@ def table() -> str:
     rows = [row(entry, ours.get(name)) for name, entry in sorted(theirs.items())]
     same = sum("| same |" in line for line in rows)
     other = len(theirs) - same - len(MISSING)
-    counts = f"{len(theirs)} options: {same} the same, {other} not quite, {len(MISSING)} not here."
+    counts = f"{len(theirs)} options: {same} are the same, {other} differ, {len(MISSING)} are not here."
     added = ", ".join(f"`{name}`" for name in ours if name not in theirs)
     head = ["| option | TRL's default | here |", "|---|---|---|"]
     return "\n".join([counts, "", *head, *rows, "", f"Only here: {added}."])

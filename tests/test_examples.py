@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OWN_LOOP, PAGE = ROOT / "examples" / "own_loop.py", ROOT / "docs" / "integrations" / "own-loop.md"
-LINKING = [ROOT / "examples" / "README.md", *sorted((ROOT / "docs" / "integrations").glob("*.md"))]
 
 
 def parametrized(paths: list[Path]) -> Any:
@@ -254,12 +253,6 @@ def one_of_two(folder: Path, rank: int) -> None:
         torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, folder / "gradients.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-@parametrized(LINKING)
-def test_every_file_that_a_page_links_to_exists(path):
-    for target in re.findall(r"\]\(([^)\s#]+)", path.read_text()):
-        assert "://" in target or (path.parent / target).exists(), target
 
 
 def test_the_list_of_examples_has_each_of_them_once():

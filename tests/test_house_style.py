@@ -1,0 +1,93 @@
+"""scripts/house_style.py finds what it forbids, in a small house of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "house_style.py"
+HOUSE = {
+    "trainer/types.py": '"""Types."""\n',
+    "trainer/batching/packing.py": '"""Rows."""\n\nfrom fused_grpo.trainer import types\n',
+    "trainer/loop.py": '"""The loop."""\n\nfrom fused_grpo.trainer.batching.packing import pack\n',
+    "docs/README.md": "# Pages\n\n[Rows](rows.md#one-row) `trainer/loop.py`\n",
+    "docs/rows.md": "# Rows\n\n## One row\n",
+}
+
+
+@pytest.fixture
+def breaches(tmp_path, monkeypatch, capsys):
+    """What the script says of the house with some files changed."""
+    spec = importlib.util.spec_from_file_location("house_style", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+
+    def found(**changed):
+        for name, text in {**HOUSE, **changed}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        failed = script.main()
+        said = capsys.readouterr().out
+        return said if failed else ""
+
+    return found
+
+
+def test_a_house_in_order_passes(breaches):
+    assert breaches() == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from fused_grpo.trainer.loop import step",
+        "import fused_grpo.trainer.loop",
+        "from fused_grpo.trainer import loop",
+        "def late():\n    from fused_grpo.trainer import loop",
+        "if TYPE_CHECKING:\n    from fused_grpo.trainer.loop import Trainer",
+    ],
+)
+def test_an_import_that_is_turned_round_is_found(breaches, line):
+    said = breaches(**{"trainer/types.py": f'"""Types."""\n\n{line}\n'})
+    assert "fused_grpo.trainer.types imports fused_grpo.trainer.loop, which is above it" in said
+    assert "a circle of imports: fused_grpo.trainer.batching.packing, fused_grpo.trainer.loop" in said
+
+
+def test_a_circle_within_a_room_is_found(breaches):
+    rows = '"""Rows."""\n\nfrom fused_grpo.trainer.batching import packing\n'
+    packing = HOUSE["trainer/batching/packing.py"] + "from fused_grpo.trainer.batching import rows\n"
+    said = breaches(**{"trainer/batching/rows.py": rows, "trainer/batching/packing.py": packing})
+    assert "a circle of imports: fused_grpo.trainer.batching.packing, fused_grpo.trainer.batching.rows" in said
+
+
+def test_the_floors_keep_their_order(breaches):
+    said = breaches(**{"fused_grpo/op.py": '"""An op."""\n\nfrom fused_grpo.trainer import types\n'})
+    assert "fused_grpo.op imports fused_grpo.trainer.types, which is above it" in said
+    assert "none of the rooms" in breaches(**{"trainer/attic.py": '"""Old things."""\n'})
+
+
+@pytest.mark.parametrize("text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt"])
+def test_a_word_that_is_not_the_fields_is_found(breaches, text):
+    assert "trainer/types.py:3: " in breaches(**{"trainer/types.py": f'"""Types."""\n\n{text}\n'})
+
+
+@pytest.mark.parametrize("text", ["git push", "push_to_hub", "generate_ahead", "divided by 2", "handset"])
+def test_a_word_that_is_the_fields_is_not(breaches, text):
+    assert breaches(**{"trainer/types.py": f'"""Types: {text}."""\n'}) == ""
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("[none](none.md)", "a link to none.md, which does not exist"),
+        ("[rows](rows.md#two-rows)", "a link to rows.md#two-rows, which does not exist"),
+        ("`trainer/none.py`", "names trainer/none.py, which does not exist"),
+        ("nothing", "docs/rows.md: docs/README.md has no link to it"),
+        ("line\n" * 250, "251 lines, at most 250"),
+    ],
+)
+def test_a_page_that_leads_nowhere_is_found(breaches, page, says):
+    assert says in breaches(**{"docs/README.md": f"{page}\n"})
