@@ -53,7 +53,7 @@ TRITON_GEMM = 0.75
 TENSOR_CORES = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Machine:
     """A GPU and its assumed rates."""
 
@@ -68,26 +68,12 @@ class Machine:
     launch_s: float = 4e-6
 
 
-H200 = Machine(name="H200", device="NVIDIA H200", capability=(9, 0), memory=141 * GIB, flops=790e12, bytes_per_s=4.3e12)
+H200 = Machine("H200", "NVIDIA H200", (9, 0), memory=141 * GIB, flops=790e12, bytes_per_s=4.3e12)
 MACHINES = (
     H200,
-    Machine(
-        name="H100 SXM",
-        device="NVIDIA H100 80GB",
-        capability=(9, 0),
-        memory=80 * GIB,
-        flops=790e12,
-        bytes_per_s=3.0e12,
-    ),
-    Machine(
-        name="A100-80",
-        device="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        memory=80 * GIB,
-        flops=250e12,
-        bytes_per_s=1.7e12,
-    ),
-    Machine(name="B200", device="NVIDIA B200", capability=(10, 0), memory=180 * GIB, flops=1700e12, bytes_per_s=7.0e12),
+    Machine("H100 SXM", "NVIDIA H100 80GB", (9, 0), memory=80 * GIB, flops=790e12, bytes_per_s=3.0e12),
+    Machine("A100-80", "NVIDIA A100-SXM4-80GB", (8, 0), memory=80 * GIB, flops=250e12, bytes_per_s=1.7e12),
+    Machine("B200", "NVIDIA B200", (10, 0), memory=180 * GIB, flops=1700e12, bytes_per_s=7.0e12),
 )
 
 OURS = "fused-grpo"

@@ -36,7 +36,7 @@ WORDS = {  # between two characters that are no letters, in any case; what a rev
     r"foreseen": "say speculative gradient",
     r"(?<!generate_)ahead(?!-of-time| of )": "say prefetched",
     r"givers?|unsure": "say responders, stale",
-    r"contenders?|crew|in turns": "say implementations, worker processes, interleaved rounds",
+    r"(?<!\")contenders?|crew|in turns": "say implementations, worker processes, interleaved rounds",
     r"used[ _]up|comes[ _]again|(?<=\.)learns|learns(?=:|=)": "say exhausted, has_more_iterations, in_loss",
     r"(?-i:[Nn]obody|[Ww]hoever)": "name who it is",
 }

@@ -189,7 +189,7 @@ class Farm:
         self._folder, self._processes = folder, list[Process]()
         self._stages: dict[str, socket.socket] = {}
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        # Below those that the kernel hands out; a range for each worker, in an order that no other session has.
+        # Below those that the kernel assigns; a range for each worker, in an order that no other session has.
         first = 10_000 + worker % 20 * 1000
         self._ports = iter(random.Random().sample(range(first, first + 1000), 1000))
 
@@ -283,7 +283,7 @@ class Farm:
             stage.close()
 
     def free_port(self) -> int:
-        """Not one that the kernel hands out, to any process between now and the rank that takes it."""
+        """Not one that the kernel assigns to another process between now and the rank that takes it."""
         for port in self._ports:
             with socket.socket() as free, contextlib.suppress(OSError):
                 free.bind(("127.0.0.1", port))

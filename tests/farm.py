@@ -90,7 +90,7 @@ def serve(folder: Path, stage: str, session: int) -> Becomes:
 
 
 def read_line(connection: socket.socket) -> dict[str, Any] | None:
-    """A request; None where nobody is there any more."""
+    """A request; None where the connection was closed."""
     received = b""
     while not received.endswith(b"\n"):
         if not (more := connection.recv(1 << 16)):
@@ -129,7 +129,7 @@ def import_libraries() -> None:
     with contextlib.suppress(ImportError):
         from trl import import_utils
 
-        # Nobody samples with vLLM through TRL, and importing it takes longer than all the rest.
+        # No test samples with vLLM through TRL, and importing it takes longer than all the rest.
         with mock.patch.object(import_utils, "is_vllm_available", return_value=False):
             import trl.trainer.grpo_trainer  # noqa: F401
 

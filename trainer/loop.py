@@ -161,17 +161,7 @@ class GRPOTrainer:
                 optimizers=optimizers,
                 corrected=not (rollout_engine is None and rollout_func is None and self.engine_name == "transformers"),
             )
-            vocab_size = self.model.config.get_text_config().vocab_size
-            self.collector = Collector(
-                args,
-                self.accelerator,
-                self.sampler,
-                self.rewards,
-                self.processing_class,
-                vocab_size=vocab_size,
-                with_old_logprobs=self.learner.with_old_logprobs,
-                attention=self.learner.attention,
-            )
+            self.collector = self._make_collector()
             self.buffer: RolloutBuffer | None = None
             self.stop = StopOnSigterm()
             self.state = TrainerState(max_steps=self.max_steps)
@@ -255,6 +245,18 @@ class GRPOTrainer:
         With `save_only_model`, the model alone.
         """
         return self._save_checkpoint(resumable=not self.args.save_only_model)
+
+    def _make_collector(self) -> Collector:
+        return Collector(
+            self.args,
+            self.accelerator,
+            self.sampler,
+            self.rewards,
+            self.processing_class,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            with_old_logprobs=self.learner.with_old_logprobs,
+            attention=self.learner.attention,
+        )
 
     def _choose_engine(self, rollout_func: Any) -> RolloutEngine:
         datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.types import EffectiveBatch, Rollouts
+from fused_grpo.trainer.types import EffectiveBatch
 
 PAD, EOS, GROUP = 0, 1, 4
 LONGEST_PROMPT = 48
@@ -119,29 +119,13 @@ class TrainingStep:
         return found
 
 
-class GivenRollouts:
-    """A RolloutEngine that is never called, because the rollouts are given."""
-
-    name, weight_version = "given", 0
-
-    def generate(self, prompt_ids: Any, sampling: Any) -> Rollouts:
-        raise NotImplementedError
-
-    def load_weights(self, named_weights: Any, version: int) -> None:
-        self.weight_version = version
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def no_reward(completions: list[Any], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
+
+
+def no_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func` that is never called, because the rollouts are given."""
+    raise NotImplementedError
 
 
 def our_trainer(problem: Problem, reward: Any, *, learning_rate: float = 0.0, **given: Any) -> GRPOTrainer:
@@ -176,7 +160,7 @@ def trl_trainer(problem: Problem, reward: Any, *, kind: Any = None, learning_rat
 
 def ours(problem: Problem, *, learning_rate: float) -> TrainingStep:
     """A `GRPOTrainer`, whose step is `Learner.learn`: everything between rewards and the next rollouts."""
-    trainer = our_trainer(problem, no_reward, learning_rate=learning_rate, rollout_engine=GivenRollouts())
+    trainer = our_trainer(problem, no_reward, learning_rate=learning_rate, rollout_func=no_rollouts)
     batch, learner = problem.batch(), trainer.learner
     return TrainingStep(step=lambda: learner.learn(batch), model=trainer.model, optimizer=learner.optimizer.optimizer)
 

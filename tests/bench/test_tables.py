@@ -148,8 +148,8 @@ def test_the_headline_is_the_largest_ordinary_loss_with_all_gradients(build):
     assert headline(result).name == works[1].name
     assert headline(result, kind="logprobs").name == works[4].name
     assert headline(result, name="frozen").name == works[3].name
-    with pytest.raises(DataError, match="'nobody' in its name, want one of: loss, GPT-2, N=512"):
-        headline(result, name="nobody")
+    with pytest.raises(DataError, match="'missing' in its name, want one of: loss, GPT-2, N=512"):
+        headline(result, name="missing")
 
 
 def test_gradients_alone_are_those_that_were_asked_for(build):

@@ -14,9 +14,8 @@ SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (2048, 64)}
 
 def main() -> None:
     for job in predict.jobs():
-        first = job.machine == predict.H200
-        wanted = job.implementation == predict.OURS or (first and job.implementation != "TRL")
-        if not wanted or (job.D, job.N) not in SHAPES:
+        traced = job.implementation == predict.OURS or (job.machine == predict.H200 and job.implementation != "TRL")
+        if not traced or (job.D, job.N) not in SHAPES:
             continue
         facts = predict.predict(job)
         facts.pop("operations", None)

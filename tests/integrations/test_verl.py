@@ -119,7 +119,7 @@ def test_what_cannot_be_right_is_refused(change, message):
         linear_cross_entropy(**{**arguments, **change})
 
 
-def test_of_a_shared_head_each_rank_hands_on_its_share(farm, tmp_path):
+def test_of_a_shared_head_each_rank_returns_its_share(farm, tmp_path):
     """Megatron's sequence parallelism sums the gradient of `hidden` over the ranks, once, as verl leaves it to."""
     other_rank = farm.start(__file__, tmp_path)
     one = rank_of_two(0, tmp_path)
@@ -212,7 +212,7 @@ def test_other_names_and_our_own_function_are_left_alone(verl, monkeypatch):
     assert kept.linear_cross_entropy is linear_cross_entropy is integration.linear_cross_entropy
 
 
-def test_one_in_another_and_one_that_nobody_keeps(verl):
+def test_one_in_another_and_one_that_is_not_kept(verl):
     theirs, patch = verl[HOME].linear_cross_entropy, patched()
     with patch, patch:
         pass

@@ -1,4 +1,4 @@
-"""The kernel folder stands alone: it can be pushed to the Kernel Hub as it is."""
+"""The kernel folder stands alone: it can be published to the Kernel Hub as it is."""
 
 from __future__ import annotations
 

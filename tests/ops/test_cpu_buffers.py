@@ -88,7 +88,7 @@ def test_no_more_is_kept_than_a_limit(monkeypatch):
     assert last in [floats().data_ptr() for _ in range(3)]
 
 
-def test_at_exit_nobody_gives_away_what_others_may_still_read():
+def test_at_exit_no_memory_is_reused_that_others_may_still_read():
     mine = floats()
     loans = [loan for loan in weakref.finalize._registry if loan.peek()[1] is _cpu_buffers._take_back]
     assert loans

@@ -120,7 +120,7 @@ def test_a_log_prob_has_not_the_rounding_of_its_logits(monkeypatch):
     torch.testing.assert_close(logprobs_of(logits, targets), exact, rtol=0, atol=6e-7)
 
 
-def test_a_row_of_nans_is_nobody_elses():
+def test_a_row_of_nans_stays_in_its_row():
     hidden, weight, targets = problem({})
     whole = run("frozen", (hidden, weight, targets), impl="torch")
     hidden[5] = math.nan

@@ -99,7 +99,7 @@ def test_a_step_that_fails_updates_nothing(make_trainer, where):
     start = parameters(trainer)
     with pytest.raises(NonFiniteError):
         trainer.train()
-    # What went into the step is on record, for whoever looks for the cause.
+    # The rollouts of the failed step are in the log, to look for the cause.
     assert (trainer.output_dir / "rollouts.jsonl").read_text().count("\n") == 4
     assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
     assert weight.grad is None

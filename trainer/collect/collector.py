@@ -162,9 +162,7 @@ class Collector:
         rows = self.sampler.next_batch()
         prompts = self.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
-        rollouts = in_thread(
-            lambda: complete(engine, prompts, sampling, vocab_size=self.vocab_size), name="generate-ahead"
-        )
+        rollouts = in_thread(lambda: complete(engine, prompts, sampling, vocab_size=self.vocab_size), name="prefetch")
         self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
 
     def wait_for_prefetched(self) -> None:

@@ -95,8 +95,8 @@ def _policy(ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg,
         slope = tl.where(constant, 0.0, -ratio * advantage)
         return -used * advantage, slope, nothing, falls & (bounded < lowest), (advantage > 0.0) & (bounded > highest)
     elif FORM == "cispo":
-        push = -tl.minimum(ratio, highest) * advantage
-        return push * current, nothing, push, never, (advantage > 0.0) & (ratio > highest)
+        slope = -tl.minimum(ratio, highest) * advantage
+        return slope * current, nothing, slope, never, (advantage > 0.0) & (ratio > highest)
     elif FORM == "sapo":
         tau = tl.where(advantage > 0.0, tau_pos, tau_neg)
         gate = tl.sigmoid(tau * (ratio - 1.0))

@@ -15,7 +15,7 @@ from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.data import prompt_sampler
 
-AHEAD = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
+PREFETCH = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def lines(trainer, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def test_rollouts_are_one_generation_old_and_none_is_made_for_nothing(make_trainer):
-    trainer = make_trainer(**AHEAD)
+    trainer = make_trainer(**PREFETCH)
     trainer.train()
     assert [line["weight_version"] for line in lines(trainer)] == [0, 0, 1, 2, 3, 4]
     assert [line["off_policy_steps"] for line in lines(trainer)] == [0, 1, 1, 1, 1, 1]
@@ -37,7 +37,7 @@ def test_rollouts_are_one_generation_old_and_none_is_made_for_nothing(make_train
 
 
 def test_the_engine_samples_while_the_optimizer_is_at_work(make_trainer):
-    trainer, threads, started = make_trainer(**AHEAD), [], threading.Event()
+    trainer, threads, started = make_trainer(**PREFETCH), [], threading.Event()
     generate, learn = trainer.engine.generate, trainer.learner.learn
 
     def generating(*arguments):
@@ -52,14 +52,14 @@ def test_the_engine_samples_while_the_optimizer_is_at_work(make_trainer):
 
     trainer.engine.generate, trainer.learner.learn = generating, learning
     trainer.train()
-    assert threads == ["MainThread"] + ["generate-ahead"] * 5
+    assert threads == ["MainThread"] + ["prefetch"] * 5
 
 
 def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
-    """The second step of a run ahead: rho, of now to the weights that sampled, times the on-policy gradient."""
+    """The second step of a run with prefetched rollouts: rho, current to sampling weights, times the on-policy gradient."""
     norms = {}
     for correction in (True, False):
-        trainer = make_trainer(**AHEAD | {"max_steps": 2}, vllm_importance_sampling_correction=correction)
+        trainer = make_trainer(**PREFETCH | {"max_steps": 2}, vllm_importance_sampling_correction=correction)
         norms[correction] = trainer.train().metrics
     assert norms[True]["sampling/sampling_logp_difference/max"] > 1e-4
     assert norms[True]["grad_norm"] != pytest.approx(norms[False]["grad_norm"], rel=1e-6)
@@ -67,10 +67,10 @@ def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}], ids=["each step", "every second step"])
 def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
-    options = AHEAD | {"overwrite_output_dir": False, "lr_scheduler_type": "constant", **options}
+    options = PREFETCH | {"overwrite_output_dir": False, "lr_scheduler_type": "constant", **options}
     whole = make_trainer(output_dir=str(tmp_path / "whole"), save_steps=3, **options)
     whole.train()
-    # A run that ends has nothing sampled ahead: cut it where it goes on.
+    # A run that ends has nothing prefetched: cut it where it goes on.
     cut = make_trainer(output_dir=str(tmp_path / "cut"), save_steps=3, **options)
     learn = cut.learner.learn
     cut.learner.learn = lambda *a, **k: learn(*a, **k) if cut.step < 4 else pytest.fail("killed")
@@ -85,7 +85,7 @@ def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
 
 
 def test_an_error_of_the_engine_ends_the_run_when_its_rollouts_are_wanted(make_trainer):
-    trainer = make_trainer(**AHEAD)
+    trainer = make_trainer(**PREFETCH)
     generate = trainer.engine.generate
 
     def failing(*arguments):
@@ -105,7 +105,7 @@ def stuck(make_trainer):
     """A trainer whose engine fails, or hangs, at its third batch; then one that resumes it."""
 
     def make(happens):
-        trainer = make_trainer(overwrite_output_dir=False, **AHEAD)
+        trainer = make_trainer(overwrite_output_dir=False, **PREFETCH)
         generate = trainer.engine.generate
         trainer.engine.generate = lambda *a: happens() if len(trainer.engine.calls) == 2 else generate(*a)
         return trainer
@@ -115,9 +115,9 @@ def stuck(make_trainer):
 
 def assert_same_requests(make_trainer, tmp_path):
     """A resumed run asks for what one that was not stopped asks for, with the same seeds."""
-    resumed = make_trainer(overwrite_output_dir=False, **AHEAD)
+    resumed = make_trainer(overwrite_output_dir=False, **PREFETCH)
     resumed.train(resume_from_checkpoint=True)
-    whole = make_trainer(output_dir=str(tmp_path / "whole"), **AHEAD)
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), **PREFETCH)
     whole.train()
     assert resumed.engine.calls == whole.engine.calls[2:]
     keys = ("step", "prompt", "completion")
@@ -155,7 +155,7 @@ def test_sigterm_does_not_wait_for_an_engine_that_hangs(stuck, make_trainer, tmp
 
 def test_a_run_that_does_not_save_reads_no_rows_to_compare(make_trainer, monkeypatch):
     monkeypatch.setattr(prompt_sampler, "fingerprint", lambda dataset: pytest.fail("read the dataset"))
-    make_trainer(**AHEAD, save_strategy="no").train()
+    make_trainer(**PREFETCH, save_strategy="no").train()
 
 
 @pytest.mark.parametrize("options", [{}, {"vllm_mode": "server", "dynamic_sampling": 1}])

@@ -113,7 +113,7 @@ def test_no_reply_is_too_long_for_its_prompt(source):
     assert logged == [None, logged[1], 4.0]  # the fourth call of one worker: no error was taken for a broken one
 
 
-def test_a_call_that_nobody_waits_for_any_more_ends_by_itself(source):
+def test_a_call_whose_caller_has_stopped_waiting_ends_by_itself(source):
     function = isolated(f"{source}behaves", timeout=0.2)
     function(completions=["a"], answer=[0])
     worker = function._worker
