@@ -9,7 +9,7 @@ BIN := .venv/bin
 # The tests start a hundred processes, and importing torch and transformers costs each 5 s with bytecode, 13 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage check bench bench-gpu soak reliability clean
+.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage check bench bench-gpu soak clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
@@ -56,17 +56,13 @@ bench:   ## time and memory beside the peers, on this machine's CPU: bench/resul
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@$(BIN)/python -m fused_grpo.bench --suite cpu $(ARGS)
 
-bench-gpu: ## the same on its GPU; goes on where it was interrupted. ARGS=--tiny tries it without one
+bench-gpu: ## the same on its GPU; continues where it was interrupted. ARGS=--tiny tries it without one
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@$(BIN)/python -m fused_grpo.bench --suite gpu $(ARGS)
 
 soak:    ## half an hour of training under faults, with a real vLLM engine beside it: runs/soak.json; ARGS="--minutes 3"
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/python -W ignore scripts/soak --vllm $(ARGS)
-
-reliability: ## the tests of faults and hostile input, and docs/reliability.md from them; ARGS="--soak runs/soak.json"
-	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/python scripts/reliability.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore scripts/soak.py --vllm $(ARGS)
 
 clean:   ## everything that these targets made, but not runs/
 	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,13 +1,17 @@
 """What our ops and trainer cost beside the peers, on the machine at hand: `python -m fused_grpo.bench`.
 
-A measurement is a `Work` (work.py: which head, how many tokens, which gradients) done by a `Contender` (contenders.py:
-ours and full logits; peers.py: everyone else, in their best documented setting). Nobody is timed who has not passed the
-gate (gate.py: a small version of the work, against fp64). Contenders run in a process each (worker.py) and take turns
-(crew.py). suites.py says what is measured, and what was promised of the outcome.
+pytest-benchmark runs the suite (conftest.py, heads/test_head.py, trainers/test_*.py) and writes the result file.
 
-pytest-benchmark runs it (conftest.py, test_*.py) and writes the file. tables.py, charts.py, readme_figures.py say it in
-Markdown and pictures, compare.py holds two files against each other. trainer_peers.py, whole_steps.py: the same for
-whole trainers. accuracy.py measures errors alone, and makes docs/accuracy.md. predict.py says what a roofline predicts
-of GPUs from traces on fake tensors (cuda_trace.py), and makes docs/predictions.md; predicted.py looks it up.
-gpu_timings.py has what scripts/gpu_first.py measures first on a GPU.
+    heads/        the head by itself. A `Work` (work.py: which head, how many tokens, which gradients) is done by an
+                  `Implementation` (ours and full logits in implementations.py, the others in peers.py). It is timed
+                  only after its correctness check passes (correctness.py), in a worker process of its own, in
+                  interleaved rounds (worker_pool.py). suites.py lists the cases and what was promised of them
+    trainers/     the training phase, whole steps and generation
+    report/       the result file (results_file.py), tables and charts
+    predictions/  predicted times of GPUs, from traces on fake tensors; predict.py makes them
+    gpu/          what scripts/gpu_first.py measures first on a GPU
+    results/      committed result files, a folder for each machine
+    compare.py    two result files beside each other
+    accuracy.py   errors from fp64 alone
+    pages.py      the figures in README.md and docs/
 """

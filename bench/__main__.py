@@ -1,12 +1,7 @@
-"""`python -m fused_grpo.bench`: run the suite of this machine, and make tables and charts of what comes out.
+"""`python -m fused_grpo.bench`: run the suite of this machine, and make tables and charts of its result.
 
-    --output DIR   where <machine>/<date>.json, .md and charts go (default: bench-results, in a clone bench/results)
-    --suite gpu    of a GPU; where there is none, with --tiny
-    --tiny         small sizes, to see that everything runs
-    --only EXPR    some of the tests, as pytest -k has it; -m MARKERS as pytest has it
-
-A run that was interrupted goes on where it stopped if it is started again with the same code. Ends with pytest's
-status: 1 where a promise was not met, too.
+An interrupted run continues where it stopped if it is started again with the same code. The exit status is pytest's:
+1 also where a promise was not met.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fused_grpo.errors import UnavailableError
 
@@ -25,15 +21,18 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and write; pytest's exit status."""
-    parser = argparse.ArgumentParser(prog="fused-grpo bench", description="Memory and speed beside the peers.")
-    in_clone = (HERE / "results").is_dir()
-    parser.add_argument("--output", type=Path, default=HERE / "results" if in_clone else Path("bench-results"))
-    parser.add_argument("--suite", choices=("cpu", "gpu"), help="default: gpu where there is one")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs")
-    parser.add_argument("--only", metavar="EXPR", help="some of the tests, as pytest -k has it")
-    parser.add_argument("-m", dest="markers", metavar="MARKERS", help="cpu, gpu or trainer, as pytest -m has it")
-    options = parser.parse_args(argv)
+    """Run the suite and write its result, or write tables and charts of a result file again.
+
+    Raises:
+        UnavailableError: pytest or pytest-benchmark is not installed.
+        DataError: the file of `--render` is not a result file.
+    """
+    options = parser().parse_args(argv)
+    if options.render is not None:
+        from fused_grpo.bench.report.results_file import read
+
+        write(read(options.render), options.render)
+        return 0
     try:
         import pytest
         import pytest_benchmark  # noqa: F401
@@ -49,28 +48,46 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments += [flag, value] if value else []
         status = int(pytest.main([*arguments, "--tiny"] if options.tiny else arguments))
         if status == pytest.ExitCode.INTERRUPTED:
-            print(f"interrupted; what was measured is kept in {kept}: the same command goes on from there")
+            print(f"interrupted; what was measured is kept in {kept}: the same command continues from there")
             return status
         if not raw.exists():
             return status or 1
         result = json.loads(raw.read_text())
-    write(result, options.output)
-    kept.unlink(missing_ok=True)  # it has served its purpose
+    machine = result["machine_info"]
+    output = options.output / (machine["name"] + ("-tiny" if machine["tiny"] else ""))
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, path)
+    kept.unlink(missing_ok=True)
     return status
 
 
-def write(result: dict, output: Path) -> None:  # type: ignore[type-arg]
-    """The raw file, its tables and its charts."""
-    from fused_grpo.bench import charts, tables
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="fused-grpo bench", description="Memory and speed beside the peers.")
+    in_clone = (HERE / "results").is_dir()
+    found.add_argument(
+        "--output",
+        type=Path,
+        default=HERE / "results" if in_clone else Path("bench-results"),
+        metavar="DIR",
+        help="folder for <machine>/<date>.json, .md and charts (default: bench-results, in a clone bench/results)",
+    )
+    found.add_argument("--suite", choices=("cpu", "gpu"), help="suite to run (default: gpu where there is a GPU)")
+    found.add_argument("--tiny", action="store_true", help="use small sizes, to see that everything runs")
+    found.add_argument("--only", metavar="EXPR", help="run some of the tests, selected like pytest -k")
+    found.add_argument("-m", dest="markers", metavar="MARKERS", help="run the tests of cpu, gpu or trainer")
+    found.add_argument("--render", type=Path, metavar="FILE", help="only write tables and charts of FILE again")
+    return found
 
-    machine = result["machine_info"]
-    folder = output / (machine["name"] + ("-tiny" if machine["tiny"] else ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{datetime.date.today().isoformat()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Tables and charts beside the result file, and the tables on the terminal."""
+    from fused_grpo.bench.report import charts, tables
+
     text = tables.render(result)
     path.with_suffix(".md").write_text(text)
-    charts.write(result, folder / path.stem)
+    charts.write(result, path.with_suffix(""))
     print(text, f"raw figures, tables and charts: {path}, {path.with_suffix('.md').name}, {path.stem}/", sep="\n")
 
 

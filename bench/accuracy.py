@@ -1,16 +1,14 @@
-"""How far everyone's log-probs and gradients are from fp64, from the same bf16 inputs.
+"""Errors of log-probs and gradients against fp64 from the same bf16 inputs: `python -m fused_grpo.bench.accuracy`.
 
-    python bench/accuracy.py                    measure, write bench/results/<machine>/accuracy-<date>.json, render it
-    python bench/accuracy.py --render FILE      only write docs/accuracy.md again, from FILE
+It writes bench/results/<machine>/accuracy-<date>.json, which docs/accuracy.md names and `bench.pages` renders.
 
-Half of the tokens are drawn from the model's own distribution, whose logits have a standard deviation of 2.5; the other
-half are ones it is more or less sure of, up to 1 - p = 1e-8, as most tokens of a fine-tuned model are. The upstream
-gradient is GRPO's on policy: each sequence's advantage over the number of tokens.
+Half of the tokens are drawn from the model's own distribution, whose logits have a standard deviation of 2.5. For the
+other half the model is more or less certain, up to 1 - p = 1e-8, as for most tokens of a fine-tuned model. The upstream
+gradient is that of GRPO on policy: the advantage of each sequence over the number of tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -22,13 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.bench import peers
-from fused_grpo.bench.accuracy_page import PAGE, ROOT, render
-from fused_grpo.bench.contenders import Contender, Result, exact, full_logits, ours, ours_logprobs, peer
-from fused_grpo.bench.gate import Errors
-from fused_grpo.bench.work import Batch, Work
+from fused_grpo.bench.heads import peers
+from fused_grpo.bench.heads.correctness import Errors
+from fused_grpo.bench.heads.implementations import (
+    Implementation,
+    Result,
+    exact,
+    full_logits,
+    ours,
+    ours_logprobs,
+    peer,
+)
+from fused_grpo.bench.heads.work import Batch, Work
 from fused_grpo.env import environment
 
+ROOT = Path(__file__).resolve().parent.parent
 WORKS = (
     Work(kind="logprobs", head="GPT-2", tokens=512, dtype="bfloat16"),
     Work(kind="logprobs", head="Qwen3-0.6B", tokens=128, dtype="bfloat16"),
@@ -37,46 +43,42 @@ LOGIT_STD = 2.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", type=Path, metavar="FILE")
-    path = parser.parse_args().render
-    if path is None:
-        today = datetime.date.today().isoformat()
-        path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"accuracy-{today}.json"
-        results = {"made_by": "bench/accuracy.py", "date": today, **measure()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(render(path))
-    print(f"{PAGE.relative_to(ROOT)} from {path}")
-
-
-def measure() -> dict[str, Any]:
-    found = [measure_one(work, seed, contenders()) for seed, work in enumerate(WORKS)]
-    return {
-        "commit": commit(),
+    today = datetime.date.today().isoformat()
+    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"accuracy-{today}.json"
+    results = {
+        "made_by": "python -m fused_grpo.bench.accuracy",
+        "date": today,
+        "commit": {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))},
         "environment": environment(),
         "torch_threads": torch.get_num_threads(),
-        "problems": [{**work.described(), "seed": seed, **found[seed]} for seed, work in enumerate(WORKS)],
+        "problems": [
+            {**work.described(), "seed": seed, **measure_one(work, seed, implementations())}
+            for seed, work in enumerate(WORKS)
+        ],
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{path}; name it in docs/accuracy.md, and run python -m fused_grpo.bench.pages")
 
 
-def commit() -> dict[str, Any]:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    return {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def contenders() -> list[Contender]:
-    """Everyone who gives log-probs, and three who are measured here alone."""
-    known = {contender.name: contender for contender in peers.everyone() if not contender.floor}
+def implementations() -> list[Implementation]:
+    """All implementations of log-probs, and three that are measured only here."""
+    known = {implementation.name: implementation for implementation in peers.everyone() if not implementation.floor}
     mine, full = known.pop("fused-grpo"), known.pop("full logits")
-    others = [contender for contender in known.values() if contender.logprobs is not None or contender.missing]
+    others = [
+        implementation
+        for implementation in known.values()
+        if implementation.logprobs is not None or implementation.missing
+    ]
     return [mine, frozen(), full, full_fp32(), *others, liger_grpo()]
 
 
-def frozen() -> Contender:
-    """Another plan than the trainable head's: the gradient is taken in the forward pass."""
+def frozen() -> Implementation:
+    """The plan of a frozen head, which computes the gradient in the forward pass."""
 
     def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
         return ours_logprobs(hidden, weight.detach(), targets, work)
@@ -85,15 +87,17 @@ def frozen() -> Contender:
     return replace(ours()[0], name="fused-grpo, frozen head", setting=setting, logprobs=logprobs)
 
 
-def full_fp32() -> Contender:
+def full_fp32() -> Implementation:
     def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
         return full_logits(hidden.float(), weight.float(), targets, work)
 
-    return Contender(name="full logits, fp32", version=torch.__version__, setting="inputs upcast", logprobs=logprobs)
+    return Implementation(
+        name="full logits, fp32", version=torch.__version__, setting="inputs upcast", logprobs=logprobs
+    )
 
 
-def liger_grpo() -> Contender:
-    """The log-probs inside Liger's GRPO loss, whose gradients those of the loss are but for a factor per token."""
+def liger_grpo() -> Implementation:
+    """The log-probs inside Liger's GRPO loss; gradients of the loss differ from theirs by a factor per token."""
 
     def load() -> dict[str, Any]:
         from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
@@ -107,13 +111,13 @@ def liger_grpo() -> Contender:
     return peer("Liger GRPO", peers.LIGER, "the log-probs inside LigerFusedLinearGRPOLoss, one chunk", load)
 
 
-def measure_one(work: Work, seed: int, everyone: list[Contender]) -> dict[str, Any]:
+def measure_one(work: Work, seed: int, everyone: list[Implementation]) -> dict[str, Any]:
     batch = problem(work, seed)
     right = exact(batch, work)
     assert right.d_hidden is not None
     assert right.d_weight is not None
     chances = right.value.exp()
-    results = [measured(contender, batch, work, right) for contender in everyone]
+    results = [measured(implementation, batch, work, right) for implementation in everyone]
     rounded = errors(Result(right.value.float(), right.d_hidden.bfloat16(), right.d_weight.bfloat16()), right)
     return {
         "logprob_mean": right.value.mean().item(),
@@ -123,16 +127,16 @@ def measure_one(work: Work, seed: int, everyone: list[Contender]) -> dict[str, A
     }
 
 
-def measured(contender: Contender, batch: Batch, work: Work, right: Result) -> dict[str, Any]:
-    """A row of the page; one who is wrong, and not only rounds, has been called wrongly."""
-    row = {"name": contender.name, "setting": contender.setting, "version": contender.version}
-    why_not = contender.why_not(work, "cpu")
-    print(f"V={work.shape.vocab}  {contender.name}", why_not or "", flush=True)
+def measured(implementation: Implementation, batch: Batch, work: Work, right: Result) -> dict[str, Any]:
+    """A row of the page. An error that exceeds rounding means that the implementation is called incorrectly."""
+    row = {"name": implementation.name, "setting": implementation.setting, "version": implementation.version}
+    why_not = implementation.why_not(work, "cpu")
+    print(f"V={work.shape.vocab}  {implementation.name}", why_not or "", flush=True)
     if why_not is not None:
         return {**row, "missing": why_not}
-    found = errors(contender.run(batch, work), right)
+    found = errors(implementation.run(batch, work), right)
     gradients = [found[name] and found[name]["relative"] for name in ("hidden", "weight")]
-    assert not Errors(found["logprobs"]["max"], *gradients).too_large(work), f"got {found} from {contender.name}"
+    assert not Errors(found["logprobs"]["max"], *gradients).too_large(work), f"got {found} from {implementation.name}"
     return {**row, **found}
 
 
@@ -141,14 +145,14 @@ def problem(work: Work, seed: int) -> Batch:
     generator, (hidden, vocab, _), tokens = torch.Generator().manual_seed(seed), work.shape, work.tokens
     states = torch.randn(tokens, hidden, generator=generator)
     weight = torch.randn(vocab, hidden, generator=generator) * (LOGIT_STD / hidden**0.5)
-    sure, sampled = torch.arange(tokens) % 2 == 0, torch.empty(tokens, dtype=torch.int64)
+    certain, sampled = torch.arange(tokens) % 2 == 0, torch.empty(tokens, dtype=torch.int64)
     for rows in torch.arange(tokens).split(64):
         sampled[rows] = torch.multinomial((states[rows] @ weight.t()).softmax(-1), 1, generator=generator)[:, 0]
-    # The others' log-sum-exp is about ln V + std^2 / 2; a sure token's logit is put -2 to 18 from it.
+    # The log-sum-exp of the others is about ln V + std^2 / 2; the logit of a certain token is put -2 to 18 from it.
     others, margin = torch.tensor(vocab).log() + LOGIT_STD**2 / 2, 20 * torch.rand(tokens, generator=generator) - 2
-    direction = weight[sampled] / weight[sampled].square().sum(-1, keepdim=True)
-    raised = states + (others + margin - (states * weight[sampled]).sum(-1))[:, None] * direction
-    states = torch.where(sure[:, None], raised, states).bfloat16().view(work.sequences, -1, hidden)
+    gradients = weight[sampled] / weight[sampled].square().sum(-1, keepdim=True)
+    raised = states + (others + margin - (states * weight[sampled]).sum(-1))[:, None] * gradients
+    states = torch.where(certain[:, None], raised, states).bfloat16().view(work.sequences, -1, hidden)
     advantages = torch.randn(work.sequences, generator=generator)
     targets = sampled.view(work.sequences, -1)
     upstream = (advantages[:, None] / tokens).expand(targets.shape)
@@ -157,10 +161,14 @@ def problem(work: Work, seed: int) -> Batch:
 
 
 def errors(result: Result, right: Result) -> dict[str, Any]:
-    """Of log-probs in nats; of ratios, as if their other log-prob were exact; of gradients relative to exact ones."""
+    """Errors of log-probs in nats, of ratios whose other log-prob is exact, and of gradients relative to exact ones."""
     off = result.value.double() - right.value
     return {
-        "logprobs": {"max": off.abs().max().item(), "mean": off.abs().mean().item(), "rms": rms(off)},
+        "logprobs": {
+            "max": off.abs().max().item(),
+            "mean": off.abs().mean().item(),
+            "rms": off.square().mean().sqrt().item(),
+        },
         "ratio": torch.expm1(off).abs().max().item(),
         "hidden": gradient_errors(result.d_hidden, right.d_hidden),
         "weight": gradient_errors(result.d_weight, right.d_weight),
@@ -168,7 +176,7 @@ def errors(result: Result, right: Result) -> dict[str, Any]:
 
 
 def gradient_errors(gradient: Tensor | None, right: Tensor | None) -> dict[str, float] | None:
-    """`worst_row`: of a gradient of hidden states, the token whose own gradient is relatively furthest off."""
+    """Errors of a gradient; `worst_row` is the largest relative error of a row, which is a token for hidden states."""
     if gradient is None or right is None:
         return None
     gradient = gradient.double().flatten(0, -2)
@@ -179,10 +187,6 @@ def gradient_errors(gradient: Tensor | None, right: Tensor | None) -> dict[str, 
         "worst_row": (off.norm(dim=-1) / right.norm(dim=-1)).max().item(),
         "norm_ratio": (gradient.norm() / right.norm()).item(),
     }
-
-
-def rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
 
 
 if __name__ == "__main__":

@@ -1,33 +1,32 @@
 """Two result files beside each other: `python -m fused_grpo.bench.compare OLD NEW`.
 
 Exit status 1 if something of ours got worse: slower by more than `--time` (10 %) and by more than noise; more than
-`--memory` (1 %) more bytes; an error more than twice as large; or gone. What happens to peers is shown, and fails
-nothing. Status 2, and nothing compared, if the files are of different machines, devices, threads or versions of torch,
-unless `--allow-other-machine`.
+`--memory` (1 %) more bytes; an error more than twice as large; or not measured any more. Changes of peers are shown and
+fail nothing. Status 2, without a comparison, if the files are of different machines, devices, threads or versions of
+torch, unless `--allow-other-machine`.
 
-Time. Contenders take turns, so whatever the machine did in a round, it did to the products alone, too. Where a group
-has them, a round counts as its seconds over those of the products in the same round: a machine that is throttled or
-shared is no regression, and one that got faster hides none. A loss of speed in the products themselves is not seen by
-this, and is nothing of ours; their own line shows it. Without them seconds are compared as they are.
+Time. Rounds are interleaved, so a disturbance of the machine in a round affects the products alone as well. Where a
+group has them, the time of a round is divided by that of the products in the same round: a throttled or shared machine
+is no regression, and a faster one hides none. A slower product itself is not detected by this; its own line shows it.
+Without the products seconds are compared directly.
 
 Noise. A median moves although nothing has changed. So it has to move by more than the threshold, and the middle halves
-of old and new rounds must not overlap. Quartiles and not the fastest and slowest, or one disturbed round of either file
-would excuse everything. A machine whose quartiles lie far apart flags little: it can say little.
+of old and new rounds must not overlap. Quartiles are used instead of the fastest and slowest rounds, because one
+disturbed round of either file would excuse everything.
 
-Errors are of a small problem and much the same in every run; what is within one rounding of fp32 is luck.
+Errors are of a small problem and nearly equal in every run; differences below one rounding of fp32 are ignored.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fused_grpo.bench.results_file import (
+from fused_grpo.bench.report.results_file import (
     Group,
     Result,
     Row,
@@ -39,16 +38,16 @@ from fused_grpo.bench.results_file import (
     seconds_text,
     version_of,
 )
-from fused_grpo.bench.tables import MISSING, markdown
+from fused_grpo.bench.report.tables import MISSING, markdown
 from fused_grpo.errors import FusedGRPOError, InputError
 
 MOST_GROWTH_OF_ERRORS = 2.0
-LUCK = 2.0**-23
+ROUNDING = 2.0**-23
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What is allowed to change, as a share."""
+    """The allowed growth, as a share."""
 
     time: float = 0.10
     memory: float = 0.01
@@ -56,15 +55,15 @@ class Thresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One contender of one group, then and now. Without `new` it is gone, without `old` it has come."""
+    """One implementation of one group in both files; a row is None where the file does not have it."""
 
     old: Row | None
     new: Row | None
     time: float | None
-    """Share by which the median grew; of its quotient with the products alone, where both files have them."""
+    """Growth of the median as a share; of its quotient with the products alone, where both files have them."""
     relative: bool
     worse: tuple[str, ...]
-    """What got worse, in words."""
+    """Descriptions of what got worse."""
 
     @property
     def row(self) -> Row:
@@ -74,20 +73,20 @@ class Change:
 
     @property
     def fails(self) -> bool:
-        """Peers do not; the products alone do where they are gone, as times cannot be compared without them."""
+        """Ours fail; the products alone fail where they are missing, because times cannot be compared then."""
         return bool(self.worse) and (self.row.ours or (self.row.is_floor and self.new is None))
 
 
 def compare(old: Result, new: Result, allowed: Thresholds) -> list[Change]:
-    """Every contender of either file, in the order of the old one."""
+    """The changes of every implementation of either file, in the order of the old one."""
     before, after = groups_of(old), groups_of(new)
     nothing = Group(name="", rows=(), absent={})
     changes = []
     for name in dict.fromkeys([*before, *after]):
         pair = before.get(name, nothing), after.get(name, nothing)
-        was, now = ({row.contender: row for row in group.rows} for group in pair)
-        for contender in dict.fromkeys([*was, *now]):
-            changes.append(change_of(was.get(contender), now.get(contender), pair, allowed))
+        was, now = ({row.implementation: row for row in group.rows} for group in pair)
+        for implementation in dict.fromkeys([*was, *now]):
+            changes.append(change_of(was.get(implementation), now.get(implementation), pair, allowed))
     return changes
 
 
@@ -105,7 +104,7 @@ def change_of(old: Row | None, new: Row | None, groups: tuple[Group, Group], all
 
 
 def rounds_of(row: Row, floor: Row | None) -> list[float]:
-    """Seconds of each round, over those of the floor in that round; over its median if rounds do not pair up."""
+    """Seconds of each round over those of the floor in that round; over its median if the rounds do not match."""
     seconds = list(row.seconds) if len(row.seconds) > 1 else [row.fastest, row.median, row.slowest]
     if floor is None:
         return seconds
@@ -115,7 +114,7 @@ def rounds_of(row: Row, floor: Row | None) -> list[float]:
 
 
 def beyond_noise(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether three quarters of the new are slower than three quarters of the old."""
+    """Whether three quarters of the new rounds are slower than three quarters of the old."""
     (_, _, high), (low, _, _) = (statistics.quantiles(rounds, n=4, method="inclusive") for rounds in (before, after))
     return low > high
 
@@ -130,31 +129,31 @@ def memory_worse(old: Row, new: Row, allowed: Thresholds) -> list[str]:
 
 
 def errors_worse(old: Row, new: Row) -> list[str]:
-    """NaN is larger than everything."""
+    """NaN counts as larger than every number."""
     found = []
     for name, before in old.errors.items():
         after = new.errors.get(name)
         if after is None:
             found.append(f"error of {name} is not measured any more")
-        elif not after <= max(MOST_GROWTH_OF_ERRORS * before, LUCK):
+        elif not after <= max(MOST_GROWTH_OF_ERRORS * before, ROUNDING):
             found.append(f"error of {name} from {before:.1e} to {after:.1e}")
     return found
 
 
 def reason_for(row: Row | None, group: Group) -> str:
-    reason = None if row is None else group.absent.get(row.contender)
+    reason = None if row is None else group.absent.get(row.implementation)
     return f": {reason}" if reason else ""
 
 
 def render(changes: Sequence[Change]) -> str:
-    """A table for each group, and what it comes to."""
+    """A table for each group, and a summary."""
     parts = []
     for name in dict.fromkeys(change.row.group for change in changes):
         lines = [line_of(change) for change in changes if change.row.group == name]
-        header = ["contender", "time", "now", "change", "memory", "now", "change", "verdict"]
+        header = ["implementation", "time", "now", "change", "memory", "now", "change", "verdict"]
         parts.append(f"## {name}\n\n{markdown(header, lines)}")
     failed = [change for change in changes if change.fails]
-    lines_of = [f"- {change.row.contender}, {change.row.group}: {'; '.join(change.worse)}" for change in failed]
+    lines_of = [f"- {change.row.implementation}, {change.row.group}: {'; '.join(change.worse)}" for change in failed]
     heading = f"{len(failed)} of ours worse:" if failed else "Nothing of ours is worse."
     return "\n\n".join([*parts, "\n".join([heading, "", *lines_of] if failed else [heading])])
 
@@ -165,7 +164,7 @@ def line_of(change: Change) -> list[str]:
     sizes = [MISSING if row is None or row.peak is None else bytes_text(row.peak) for row in rows]
     note = "" if change.time is None or not change.relative else " x products"
     time = MISSING if change.time is None else f"{change.time:+.1%}{note}"
-    return [change.row.contender, *times, time, *sizes, memory_change(change), verdict_of(change)]
+    return [change.row.implementation, *times, time, *sizes, memory_change(change), verdict_of(change)]
 
 
 def memory_change(change: Change) -> str:
@@ -181,7 +180,11 @@ def verdict_of(change: Change) -> str:
 
 
 def check_same_machine(old: Result, new: Result) -> None:
-    """Refuse files whose times say nothing about each other."""
+    """Refuse files whose times cannot be compared.
+
+    Raises:
+        InputError: the files are of different machines, threads or versions of torch.
+    """
     fields = ("name", "device", "threads")
     pairs = {name: tuple(result["machine_info"].get(name) for result in (old, new)) for name in fields}
     pairs["version of torch"] = (version_of(old, "torch"), version_of(new, "torch"))
@@ -193,22 +196,14 @@ def check_same_machine(old: Result, new: Result) -> None:
         )
 
 
-def share(text: str) -> float:
-    """For argparse: 0.1 is 10 %."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"got {text}, want a share, as 0.1 for 10 %")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: nothing of ours got worse; 1: something did; 2: the files cannot be compared."""
-    parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.compare", description="What got worse.")
+    """Compare two files: 0 if nothing of ours got worse, 1 if something did, 2 if they cannot be compared."""
+    parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.compare", description="Compare two result files.")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--time", type=share, default=0.10, help="how much slower is allowed, as a share (%(default)s)")
-    parser.add_argument("--memory", type=share, default=0.01, help="how much more memory is allowed (%(default)s)")
-    parser.add_argument("--allow-other-machine", action="store_true")
+    parser.add_argument("--time", type=float, default=0.10, help="allowed growth of time, as a share (%(default)s)")
+    parser.add_argument("--memory", type=float, default=0.01, help="allowed growth of memory, as a share (%(default)s)")
+    parser.add_argument("--allow-other-machine", action="store_true", help="compare files of different machines, too")
     options = parser.parse_args(argv)
     try:
         old, new = read(options.old), read(options.new)

@@ -1,10 +1,10 @@
-"""How the benchmarks run, and what their result file says beside pytest-benchmark's own.
+"""How the benchmarks run, and the entries that their result file has beside pytest-benchmark's own.
 
-    pytest bench                         this machine's suite, at full size
-    pytest bench --suite gpu --tiny      the GPU's suite, the same code, at sizes that run anywhere
-    pytest bench -m trainer              one part: cpu, gpu (heads by themselves) or trainer
+    pytest bench                         the suite of this machine, at full size
+    pytest bench --suite gpu --tiny      the GPU's suite with the same code, at sizes that run anywhere
+    pytest bench -m trainer              one part: cpu, gpu (the head by itself) or trainer
 
-`python -m fused_grpo.bench` (`fused-grpo bench`, `make bench`) runs it and makes tables and charts of what comes out.
+`python -m fused_grpo.bench` (`fused-grpo bench`, `make bench`) runs it and makes tables and charts of the result.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from fused_grpo._version import __version__
-from fused_grpo.bench.crew import Crew, Measurement
-from fused_grpo.bench.suites import Case, cases
+from fused_grpo.bench.heads.suites import Case, cases
+from fused_grpo.bench.heads.worker_pool import Measurement, WorkerPool
 from fused_grpo.env import versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,8 +35,8 @@ PACKAGES = ("torch", "triton", "transformers", "vllm", *PEERS)
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fused-grpo benchmarks")
     group.addoption("--suite", choices=("cpu", "gpu"), help="default: gpu where there is one")
-    group.addoption("--tiny", action="store_true", help="small sizes: to see that everything runs")
-    group.addoption("--resume", metavar="FILE", help="keep each case's figures there, and do not measure it again")
+    group.addoption("--tiny", action="store_true", help="use small sizes, to see that everything runs")
+    group.addoption("--resume", metavar="FILE", help="keep the figures of each case there, and do not measure it again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +49,7 @@ NOTES = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
 
 
 def suite_of(config: pytest.Config) -> str:
-    """Of this run, "cpu" or "gpu"; a GPU's suite runs on a CPU only if it is tiny."""
+    """The suite of this run, "cpu" or "gpu"; the GPU's runs on a CPU only if it is tiny."""
     suite: str = config.getoption("--suite") or ("gpu" if torch.cuda.is_available() else "cpu")
     if suite == "gpu" and not torch.cuda.is_available() and not config.getoption("--tiny"):
         raise pytest.UsageError("got --suite gpu without a GPU; fix: --tiny, to see that everything runs")
@@ -57,16 +57,16 @@ def suite_of(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "contender" in metafunc.fixturenames:
+    if "implementation" in metafunc.fixturenames:
         found = cases(suite_of(metafunc.config), tiny=metafunc.config.getoption("--tiny"))
         pairs = [(case, name) for case in found for name in case.names]
-        metafunc.parametrize(("case", "contender"), pairs, ids=[f"{case.name}: {name}" for case, name in pairs])
+        metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{case.name}: {name}" for case, name in pairs])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark = getattr(pytest.mark, suite_of(config))
     for item in items:
-        if "contender" in getattr(item, "fixturenames", ()) or "promise" in item.name or "longest" in item.name:
+        if "implementation" in getattr(item, "fixturenames", ()) or "promise" in item.name or "longest" in item.name:
             item.add_marker(mark)
 
 
@@ -74,12 +74,12 @@ def keep_figures(kept: Path, case: str, found: dict[str, Measurement]) -> None:
     """Add a case to the file of an unfinished run."""
     entry = {"run": run_identity(), "case": case, "found": {name: vars(m) for name, m in found.items()}}
     with kept.open("a") as file:
-        # With a newline before it, so that half a line of a run that was killed spoils itself alone.
+        # The newline comes first, so that half a line of a killed run spoils no other line.
         file.write("\n" + json.dumps(entry))
 
 
 def kept_figures(kept: Path) -> dict[str, dict[str, Measurement]]:
-    """By case, those that this code has measured on this device."""
+    """The figures of an unfinished run by case, if this code measured them on this machine."""
     figures = {}
     for line in kept.read_text().splitlines() if kept.exists() else ():
         try:
@@ -92,15 +92,15 @@ def kept_figures(kept: Path) -> dict[str, dict[str, Measurement]]:
 
 
 class Figures:
-    """What has been measured, each case once, when its first contender is asked for."""
+    """The measurements; a case is measured when its first implementation is needed."""
 
-    def __init__(self, crew: Crew, notes: dict[str, list[dict[str, Any]]], kept: Path | None) -> None:
-        self._crew, self._notes, self._kept = crew, notes, kept
+    def __init__(self, pool: WorkerPool, notes: dict[str, list[dict[str, Any]]], kept: Path | None) -> None:
+        self._pool, self._notes, self._kept = pool, notes, kept
         self._found = {} if kept is None else kept_figures(kept)
 
     def of(self, case: Case) -> dict[str, Measurement]:
         if case.name not in self._found:
-            self._found[case.name] = found = self._crew.measure(
+            self._found[case.name] = found = self._pool.measure(
                 case.work, case.names, rounds=case.rounds, memory=case.memory
             )
             if self._kept is not None:
@@ -108,25 +108,25 @@ class Figures:
         return self._found[case.name]
 
     def note(self, kind: str, **entry: Any) -> None:
-        """Have the result file say this beside the benchmarks."""
+        """Add an entry to the result file beside the benchmarks."""
         self._notes[kind].append(entry)
 
 
 @pytest.fixture(scope="session")
-def crew(pytestconfig: pytest.Config) -> Iterator[Crew]:
-    found = Crew("cuda" if torch.cuda.is_available() else "cpu")
+def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
+    found = WorkerPool("cuda" if torch.cuda.is_available() else "cpu")
     yield found
     found.close()
 
 
 @pytest.fixture(scope="session")
-def figures(crew: Crew, pytestconfig: pytest.Config) -> Figures:
+def figures(pool: WorkerPool, pytestconfig: pytest.Config) -> Figures:
     kept = pytestconfig.getoption("--resume")
-    return Figures(crew, pytestconfig.stash[NOTES], Path(kept) if kept else None)
+    return Figures(pool, pytestconfig.stash[NOTES], Path(kept) if kept else None)
 
 
 class Replay:
-    """Seconds that were measured elsewhere, handed to pytest-benchmark as if its own clock had seen them."""
+    """A timer for pytest-benchmark that replays seconds which were measured elsewhere."""
 
     now = 0.0
 
@@ -169,7 +169,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 
 
 def machine_name() -> str:
-    """What the folder of its results is called."""
+    """The name of the folder of its results."""
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     return f"cpu-{os.cpu_count()}-cores"
@@ -177,7 +177,7 @@ def machine_name() -> str:
 
 @functools.cache
 def run_identity() -> str:
-    """What figures have in common that are of one run: the code, with what is not committed of it, and the machine."""
+    """The identity of a run: the code, with changes that are not committed, the machine and torch."""
     asked = ("rev-parse HEAD", "diff HEAD")
     done = [subprocess.run(["git", *what.split()], cwd=ROOT, capture_output=True) for what in asked]
     code = hashlib.sha256(b"".join(run.stdout for run in done)).hexdigest()[:16]

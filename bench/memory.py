@@ -1,4 +1,4 @@
-"""Bytes that an action allocates, counted by who hands them out: exact, and the same in every run."""
+"""Bytes that an action allocates, counted by the allocator: exact, and equal in every run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Allocations(NamedTuple):
-    """On top of what was there before."""
+    """Bytes beside those that were allocated before."""
 
     peak: int
-    """The most at a time."""
+    """The most bytes at a time."""
     left: int
-    """What is still held afterwards, by the result or elsewhere."""
+    """Bytes that are still allocated afterwards, by the result or elsewhere."""
     result: Any
 
 
 def allocations_of(action: Callable[[], Any], device: str) -> Allocations:
-    """Run it once. On a GPU by its allocator's books, on a CPU by the profiler's record of each allocation."""
+    """Run it once. A GPU's allocator has statistics; on a CPU the profiler records each allocation."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,23 +1,25 @@
-"""Times that a roofline predicts of what the GPU suite measures: `python -m fused_grpo.bench.predict [--write]`.
+"""Times of the GPU suite as a roofline predicts them: `python -m fused_grpo.bench.predict [--write]`.
 
-Each implementation does its work on fake CUDA tensors (cuda_trace.py), and every operation that it launches takes
+Each implementation does its work on fake CUDA tensors (predictions/cuda_trace.py). Every operation that it launches
+takes the time
 
     max(FLOP / (FLOP/s), bytes / (bytes/s), launch)
 
-one after the other. Shapes and operations are those of the code; the rates are assumptions, for nothing was measured:
+and operations run one after the other. Shapes and operations are those of the code. The rates are assumptions, because
+nothing was measured:
 
 - **FLOP/s** of bf16 GEMMs at full size with random data, and **bytes/s** of passes over memory that no cache holds: 75
-  to 90 % of what the vendor names, as others have measured them on such machines. An H100 has the silicon of an H200.
-- **launch**: no operation takes less, since another has to start before it.
-- **TRITON_GEMM**: what a GEMM in Triton reaches of the vendor's.
+  to 90 % of the vendor's peak, which others have measured on such machines. An H100 has the compute units of an H200.
+- **launch**: the least time of an operation.
+- **TRITON_GEMM**: the share of the vendor's FLOP/s that a GEMM in Triton reaches.
 
-Left out: operations that overlap; waves of tiles that fill a part of the device; GEMMs too small for full speed; clocks
-that fall under load; caches, from which small tensors are read again; softmax kernels that read a row twice; what a
-sort or an index by a mask launches inside; and the host, which may be slower than a device with little to do, above all
-where it has waited for it. So a prediction is a bound that good kernels come near to, from below.
+The model leaves out: operations that overlap; waves of tiles that fill a part of the device; GEMMs that are too small
+for full speed; clocks that fall under load; caches, from which small tensors are read again; softmax kernels that read
+a row twice; the launches inside a sort or an index by a mask; and the host, which may be slower than the device, above
+all after it has waited for it. So a prediction is a lower bound of the time, and good kernels come near to it.
 
 `--write` makes predicted.json and docs/predictions.md again. It needs a CUDA build of torch, no GPU, and TRL, whose
-kernels are traced as they are; `--site-packages FOLDER` is where TRL is installed, if not here.
+kernels are traced as they are; `--site-packages FOLDER` is the folder where TRL is installed, if not here.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fused_grpo.bench.cuda_trace import Operation, Trace, fake_gpu
-from fused_grpo.bench.peers import named
-from fused_grpo.bench.predicted import PATH, plan_of, shape_of
-from fused_grpo.bench.predictions_page import PAGE, render
-from fused_grpo.bench.suites import FLOOR
-from fused_grpo.bench.work import Batch, Direction, Kind, Work
+from fused_grpo.bench import pages
+from fused_grpo.bench.heads.peers import named
+from fused_grpo.bench.heads.suites import FLOOR
+from fused_grpo.bench.heads.work import Batch, Gradients, Kind, Work
+from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu
+from fused_grpo.bench.predictions.predicted import PATH, plan_of, shape_of
 from fused_grpo.errors import FusedGRPOError, UnavailableError
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "predictions.md"
 GIB = 2**30
 TRITON_GEMM = 0.75
 TENSOR_CORES = (torch.bfloat16, torch.float16)
@@ -51,15 +55,15 @@ TENSOR_CORES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A GPU, and the rates that are assumed of it."""
+    """A GPU and its assumed rates."""
 
     name: str
     device: str
-    """How the name begins that torch knows it by."""
+    """The beginning of its name in torch."""
     capability: tuple[int, int]
     memory: int
     flops: float
-    """A second, of GEMMs in 16 bits."""
+    """FLOP a second of GEMMs in 16 bits."""
     bytes_per_s: float
     launch_s: float = 4e-6
 
@@ -87,8 +91,8 @@ MACHINES = (
 )
 
 OURS = "fused-grpo"
-CONTENDERS = (FLOOR, OURS, "full logits", "TRL")
-WORKS: tuple[tuple[Kind, Direction], ...] = (
+IMPLEMENTATIONS = (FLOOR, OURS, "full logits", "TRL")
+WORKS: tuple[tuple[Kind, Gradients], ...] = (
     ("loss", "trainable"),
     ("loss", "frozen"),
     ("logprobs", "trainable"),
@@ -98,9 +102,9 @@ WORKS: tuple[tuple[Kind, Direction], ...] = (
 HEADS = {1024: "Qwen3-0.6B", 2048: "Qwen3-1.7B", 4096: "Qwen3-8B"}
 VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"
 TOKENS = (64, 256, 1024, 4096, 8192, 16384, 65536)
-# Of machines other than the first.
+# Tokens on machines other than the first.
 FEW_TOKENS = (1024, 8192)
-# Where the page says what the time is made of.
+# The (D, N) of which the page lists the operations.
 SHOWN = (4096, 8192)
 
 
@@ -109,24 +113,28 @@ class Job:
     """One trace."""
 
     machine: Machine
-    contender: str
+    implementation: str
     kind: Kind
-    direction: Direction
+    gradients: Gradients
     D: int
     N: int
 
     @property
     def plan(self) -> str:
-        return plan_of(self.contender, self.kind, self.direction)
+        return plan_of(self.implementation, self.kind, self.gradients)
 
     @property
     def work(self) -> Work:
-        how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "direction": self.direction}
+        how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "gradients": self.gradients}
         return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **how)
 
 
 def seconds_of(operation: Operation, machine: Machine) -> float:
-    """The roofline of one operation."""
+    """The time of one operation by the roofline.
+
+    Raises:
+        ValueError: it is a GEMM of a dtype without an assumed rate.
+    """
     if operation.flops and operation.dtype not in TENSOR_CORES:
         raise ValueError(f"got a GEMM of {operation.dtype}, want one of {TENSOR_CORES}: no other rate is assumed")
     rate = machine.flops * (TRITON_GEMM if operation.triton else 1.0)
@@ -134,18 +142,18 @@ def seconds_of(operation: Operation, machine: Machine) -> float:
 
 
 def traced(job: Job) -> tuple[Trace, int]:
-    """What a run does, and the bytes of its inputs. All tokens are scored, and have a gradient."""
-    contender, work = named(job.contender), job.work
-    if contender.missing is not None:
-        raise UnavailableError(f"got no {job.contender}: it {contender.missing}, or --site-packages FOLDER")
+    """The trace of a run, and the bytes of its inputs. All tokens are scored and have a gradient."""
+    implementation, work = named(job.implementation), job.work
+    if implementation.missing is not None:
+        raise UnavailableError(f"got no {job.implementation}: it {implementation.missing}, or --site-packages FOLDER")
     with fake_gpu(capability=job.machine.capability, memory=job.machine.memory):
         batch = empty_batch(work)
-        if contender.floor:  # its first run makes the memory that the others write to
+        if implementation.floor:  # its first run makes the memory that later runs write to
             with Trace():
-                contender.run(batch, work)
+                implementation.run(batch, work)
             batch.hidden.grad = batch.weight.grad = None
         with Trace() as trace:
-            kept = contender.run(batch, work)
+            kept = implementation.run(batch, work)
         del kept
         return trace, sum(x.nbytes for x in batch)
 
@@ -156,8 +164,8 @@ def empty_batch(work: Work) -> Batch:
     half: dict[str, Any] = {"dtype": getattr(torch, work.dtype), "device": "cuda"}
     single, ids = partial(torch.empty, device="cuda"), partial(torch.empty, dtype=torch.int64, device="cuda")
     return Batch(
-        hidden=torch.empty(b, t, head.hidden, **half, requires_grad=work.direction != "no_grad"),
-        weight=torch.empty(head.vocab, head.hidden, **half, requires_grad=work.direction == "trainable"),
+        hidden=torch.empty(b, t, head.hidden, **half, requires_grad=work.gradients != "no_grad"),
+        weight=torch.empty(head.vocab, head.hidden, **half, requires_grad=work.gradients == "trainable"),
         targets=ids(b, t),
         mask=ids(b, t),
         advantages=single(b),
@@ -167,19 +175,19 @@ def empty_batch(work: Work) -> Batch:
 
 
 def predict(job: Job) -> dict[str, Any]:
-    """An entry of predicted.json; no time where memory runs out."""
+    """An entry of predicted.json, without a time where memory runs out."""
     trace, inputs = traced(job)
     seconds = sum(seconds_of(operation, job.machine) for operation in trace.operations)
     fits = trace.peak + inputs <= job.machine.memory
     facts: dict[str, Any] = {"ms": rounded(seconds) if fits else None, "launches": len(trace.operations)}
     facts |= {"waits": len(trace.waits), "peak": trace.peak}
-    if job.contender == OURS and (job.D, job.N) == SHOWN and job.machine == H200:
+    if job.implementation == OURS and (job.D, job.N) == SHOWN and job.machine == H200:
         facts["operations"] = operations_of(trace, job.machine)
     return facts
 
 
 def operations_of(trace: Trace, machine: Machine) -> list[list[Any]]:
-    """[name, how many, ms of all of them], the longest first."""
+    """[name, launches, total ms], the longest first."""
     found: dict[str, list[float]] = {}
     for operation in trace.operations:
         found.setdefault(operation.name, []).append(seconds_of(operation, machine))
@@ -188,16 +196,16 @@ def operations_of(trace: Trace, machine: Machine) -> list[list[Any]]:
 
 
 def rounded(seconds: float) -> float:
-    """In milliseconds, to three digits."""
+    """Milliseconds, to three digits."""
     return float(f"{1000 * seconds:.3g}")
 
 
 def jobs() -> list[Job]:
-    """All of them, in the order of the file."""
+    """All traces, in the order of the file."""
     return [
-        Job(machine, contender, kind, direction, D, N)
+        Job(machine, implementation, kind, gradients, D, N)
         for machine in MACHINES
-        for contender, (kind, direction) in itertools.product(CONTENDERS, WORKS)
+        for implementation, (kind, gradients) in itertools.product(IMPLEMENTATIONS, WORKS)
         for D, N in itertools.product(HEADS, TOKENS if machine is H200 else FEW_TOKENS)
     ]
 
@@ -233,7 +241,11 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 
 def predictions() -> dict[str, Any]:
-    """All of predicted.json, from as many processes as there are CPUs."""
+    """The content of predicted.json, from as many processes as there are CPUs.
+
+    Raises:
+        UnavailableError: torch is built without CUDA, or Triton's interpreter is on.
+    """
     if torch.version.cuda is None or os.environ.get("TRITON_INTERPRET") == "1":
         want = "want a CUDA build of torch, and no TRITON_INTERPRET: on a CPU build there are no fake CUDA tensors"
         raise UnavailableError(f"got torch {torch.__version__}, {want}; fix: pip install torch, on any Linux")
@@ -243,10 +255,10 @@ def predictions() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or write it and the file that it comes from."""
+    """Print the figures of docs/predictions.md, or write that page and predicted.json."""
     parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.predict", description="Predicted times of GPUs.")
     parser.add_argument("--write", action="store_true", help="write predicted.json and docs/predictions.md")
-    parser.add_argument("--site-packages", metavar="FOLDER", help="where TRL is installed, if not here")
+    parser.add_argument("--site-packages", metavar="FOLDER", help="folder where TRL is installed, if not here")
     options = parser.parse_args(argv)
     if options.site_packages is not None:
         sys.path.append(options.site_packages)
@@ -257,9 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if options.write:
         PATH.write_text(text_of(made) + "\n")
-        PAGE.write_text(render(made))
-    else:
-        print(render(made), end="")
+        return pages.main([str(PAGE)])
+    print(pages.predictions_text(made))
     return 0
 
 

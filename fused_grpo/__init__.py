@@ -1,8 +1,8 @@
 """GRPO without the logits: fused log-prob and loss ops (the trainer is `fused_grpo.trainer`).
 
 The ops (`linear_logprobs`, `grpo_loss`, `fused_linear_grpo_loss`) work from hidden states and the `lm_head` weight;
-the `[tokens, vocab]` logits never exist. Exports are lazy: importing this package imports torch and nothing else, so
-Triton, vLLM and transformers are paid for by those who use them.
+the `[tokens, vocab]` logits never exist. Exports are lazy: importing this package imports torch and nothing else.
+Triton, vLLM and transformers are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Argument checks of the ops: got / want / fix, before anything is computed or allocated.
 
-On a CPU every value is looked at. On a GPU that would stop the stream, so target ids are checked by an assertion on the
-device and the other values are taken as given; shapes, dtypes and devices are checked everywhere.
+On a CPU all values are checked. On a GPU that would synchronize the stream: target ids and temperatures are checked by
+an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
+
+Every `check_...` raises InputError for the first argument that cannot be right; `check_differentiated_once` raises
+UnsupportedError.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def check_head(
     softcap: float | None,
     sharded: bool = False,
 ) -> None:
-    """Everything that decides the logits, but for values. `targets` may be any leading shape of `hidden`."""
+    """Check the arguments that decide the logits, except for values. `targets` has the leading shape of `hidden`."""
     check_dense(hidden=hidden, weight=weight, targets=targets)
     if bias is not None:
         check_dense(bias=bias)
@@ -67,12 +70,12 @@ def check_head(
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether it is a plain number from `low` to `high`: no text, no tensor."""
+    """Whether `value` is a plain number from `low` to `high`: no text, no tensor."""
     return isinstance(value, int | float) and low <= value <= high and is_held(value)
 
 
 def check_dense(**tensors: Any) -> None:
-    """Tensors, a number per element, all of them here. A DTensor is known by what only it has: its module is slow."""
+    """Check that all are dense local tensors. A DTensor is recognised by an attribute: importing its module is slow."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
@@ -90,7 +93,7 @@ def check_dense(**tensors: Any) -> None:
 
 
 def check_differentiated_once() -> None:
-    """In a backward pass of ours. With create_graph=True, PyTorch would take its results for constants, in silence."""
+    """Refuse create_graph=True in a backward pass of ours: PyTorch would silently take its results for constants."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "got create_graph=True, want a first derivative; these gradients have none of their own; "
@@ -106,7 +109,7 @@ def check_plan(
     process_group: Any = None,
     **flags: bool,
 ) -> None:
-    """How to get there: which implementation, in how much memory, with whom, and what is True or False."""
+    """Check the arguments that do not change the result: implementation, memory budget, process group and flags."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InputError(f"got {name}={value!r}, want True or False")
@@ -147,7 +150,7 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
 
 
 def check_temperature_values(temperature: Tensor) -> None:
-    """Every temperature of a tensor [N]."""
+    """Check every temperature of a tensor [N]."""
     allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
     if temperature.device.type == "cuda":
         torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")

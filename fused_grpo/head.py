@@ -1,18 +1,16 @@
-"""The language-model head as the ops see it: flat rows, its big GEMMs, and where its gradients are written.
+"""The language-model head: its flat rows, its tiles of logits, and its large GEMMs.
 
-The GEMMs belong to the vendor library. What this file guarantees around them: products of bf16 or fp16 inputs are
-accumulated and *kept* in fp32 (logits are never rounded before the log-sum-exp, gradients never between tiles), and
-nothing of size N x V and no second copy of W is made on the way. CUDA does this in one call (`out_dtype`); elsewhere
-W is widened a slice at a time.
+The vendor library computes the GEMMs. This file guarantees that products of bf16 or fp16 inputs are accumulated and
+*kept* in fp32 (logits are never rounded before the log-sum-exp, gradients never between tiles), without a temporary of
+size N x V and without a second copy of W. CUDA does this in one call (`out_dtype`); elsewhere one slice of W at a time
+is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -21,76 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
-from fused_grpo.reference import compute_dtype
+from fused_grpo import chunking
+from fused_grpo._checks import check_head
+from fused_grpo.precision import compute_dtype
 
 logger = logging.getLogger("fused_grpo")
 
-# A slice of W as fp32 on the CPU: large enough for a good GEMM, small beside any chunk.
+# A slice of W in fp32 on the CPU: large enough for a fast GEMM, small beside any chunk.
 _SLICE_BYTES = 4 * 2**20
 
-# The rows of every GEMM where a row's bits must not depend on how many others there are.
+# The rows of every GEMM where the bits of a row must not depend on the number of rows.
 INVARIANT_ROWS = 64
-
-
-@contextlib.contextmanager
-def full_precision(tensor: Tensor) -> Iterator[None]:
-    """No autocast, TF32 or partial sums in 16 bits in here: they would round logits and gradients behind our back."""
-    with torch.autocast(tensor.device.type, enabled=False):
-        if not tensor.is_cuda:
-            yield
-            return
-        _exact_matmul.enter()
-        try:
-            yield
-        finally:
-            _exact_matmul.leave()
-
-
-class _ExactMatmul:
-    """The settings of CUDA's GEMMs, those of the process: the first thread in changes them, the last puts them back."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
-
-    def enter(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside > 1:
-                return
-            matmul = torch.backends.cuda.matmul
-            self._before = {"fp32_precision": matmul.fp32_precision}
-            matmul.fp32_precision = "ieee"
-            for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-                # Of the pair the second is whether K may be split, which a bool would set to True.
-                self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-                setattr(matmul, name, (False, self._before[name][1]))
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            for name, value in () if self._inside else self._before.items():
-                setattr(torch.backends.cuda.matmul, name, value)
-
-
-_exact_matmul = _ExactMatmul()
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A piece of the raw logits h.w and what made it."""
+    """A tile of the raw logits h.w and its inputs."""
 
     rows: slice  # of the head's rows
     columns: slice  # of the vocabulary
     logits: Tensor  # [R, C] in the dtype of accumulators
-    hidden: Tensor  # [R, D], as the GEMMs take it
+    hidden: Tensor  # [R, D] in the dtype of the GEMMs
     weight: Tensor  # [C, D], in the dtype of the hidden states
     targets: Tensor  # [R], relative to `columns`; outside of [0, C) where the target is in another tile
-    arguments: dict[str, Any]  # what a row pass needs to know besides
-    index: Tensor | None  # [R], which of the hidden states these are; None for `rows` of them
+    arguments: dict[str, Any]  # bias, temperature, logit_scale and softcap of these rows and columns
+    index: Tensor | None  # [R], the rows of `Head.hidden`; None if they are `rows`
 
     def first(self, count: int) -> Tile:
-        """The first `count` of its rows."""
+        """The first `count` rows of the tile."""
         if count >= len(self.logits):
             return self
         arguments = {**self.arguments, "temperature": self.arguments["temperature"][:count]}
@@ -105,7 +61,7 @@ class Head:
     """N rows that share a head."""
 
     hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D], cast to the dtype of `hidden` a slice at a time where it differs
+    weight: Tensor  # [V, D]; of another dtype than `hidden`, it is cast one slice at a time
     bias: Tensor | None  # [V]
     targets: Tensor  # [N], in [0, V); -1 where the target is in another shard of the vocabulary
     temperature: Tensor  # [N], fp32
@@ -115,28 +71,28 @@ class Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp32, or fp64 for fp64 inputs: of logits, statistics and accumulators."""
+        """The dtype of logits, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
         return compute_dtype(self.hidden)
 
     @property
     def gemm_dtype(self) -> torch.dtype:
-        """What d-logits should be for the GEMMs: the tensor cores' width on a GPU, the accumulators' elsewhere."""
+        """The dtype of d-logits: that of the tensor cores' operands on a GPU, that of the accumulators elsewhere."""
         return self.hidden.dtype if self.hidden.is_cuda else self.dtype
 
     @property
     def takes_weights(self) -> bool:
-        """Whether GEMMs take softmax weights: fp16 has no room for a sum over the vocabulary at the target."""
+        """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
 
     def select(self, index: Tensor | None) -> Head:
-        """The same head for these of its rows. Per-row vectors are gathered at once, hidden states a tile at a time."""
+        """The same head with some of its rows. Per-row vectors are gathered now, hidden states with each tile."""
         if index is None:
             return self
         rows = index if self.index is None else self.index[index]
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
     def row_arguments(self, rows: slice, columns: slice = slice(None)) -> dict[str, Any]:
-        """What a row pass needs to know of these rows besides their raw logits."""
+        """The keyword arguments of a row pass for these rows, beside their raw logits."""
         return {
             "bias": None if self.bias is None else self.bias[columns],
             "temperature": self.temperature[rows],
@@ -147,9 +103,12 @@ class Head:
     def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
         """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
 
-        Where a device has not as much left as the default budget takes, half as many rows, once, with a warning.
+        If the default budget is more than the device has left, half as many rows are tried, with a warning.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for half as many rows either, or for a `chunk_bytes` of the caller.
         """
-        rows = planner.chunk_rows(
+        rows = chunking.chunk_rows(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
@@ -162,7 +121,7 @@ class Head:
         try:
             return passes.empty_tile(rows, len(self.weight), **where)  # type: ignore[no-any-return]
         except torch.OutOfMemoryError:
-            # Ranks of a sharded head must agree on the rows of a chunk.
+            # All ranks of a sharded head need chunks of the same rows.
             if chunk_bytes is not None or vocab_size is not None or rows == 1:
                 raise
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
@@ -176,13 +135,13 @@ class Head:
         num_rows: int | None = None,
         weight_gradient: bool = False,
     ) -> Tensor:
-        """[R, C] for tiles that need not be whole rows; for `num_rows` rows, not the head's own, if given."""
+        """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
         cast = self.weight.dtype != self.hidden.dtype
-        # GEMMs write dW itself in the dtype of accumulators, or in that of softmax weights.
+        # A GEMM can write dW directly in the dtype of accumulators, or in that of softmax weights.
         direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
-        shape = planner.tile_shape(
+        shape = chunking.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
             device=self.hidden.device,
@@ -195,7 +154,7 @@ class Head:
         return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)  # type: ignore[no-any-return]
 
     def _row_bytes(self, *, weight_gradient: bool) -> int:
-        """What a tile holds of each row beside its logits: hidden states cast or gathered, and those times a factor."""
+        """The bytes of a tile per row beside its logits: hidden states that are cast, gathered or scaled."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
         copied = size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None)
         scaled = self.gemm_dtype.itemsize if weight_gradient else 0
@@ -203,18 +162,18 @@ class Head:
 
     @property
     def _slice_bytes(self) -> int:
-        """What a GEMM holds of W in a wider dtype."""
+        """The bytes of the slice of W that a GEMM widens."""
         return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
     def tiles(self, memory: Tensor, *, pad: bool = False) -> Iterator[Tile]:
-        """All logits, row group by row group, each from left to right, in tiles of `memory` [R, C] or less.
+        """All logits, one row group after the other, each from left to right, in tiles of at most `memory` [R, C].
 
-        With `pad` every tile has R rows, however few there are: those past the end are of zeros.
+        With `pad` every tile has R rows: rows of zeros fill the last one.
         """
         height, width = memory.shape
-        # Where tiles are whole rows, each meets all of W: a cast happens once, not for each of them.
+        # Each tile of whole rows needs all of W, which is then cast once for all tiles.
         head_weight = self.weight.to(self.hidden.dtype) if width == len(self.weight) else self.weight
-        for rows in planner.chunks(len(self.targets), height):
+        for rows in chunking.chunks(len(self.targets), height):
             count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
             hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
@@ -222,7 +181,7 @@ class Head:
             targets = pad_to(self.targets[rows], count, value=0)
             temperature = pad_to(self.temperature[rows], count, value=1.0)
             group = slice(rows.start, rows.start + count)
-            for columns in planner.chunks(len(head_weight), width):
+            for columns in chunking.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
                 logits_into(logits, hidden, weight)
@@ -231,19 +190,56 @@ class Head:
                 yield Tile(group, columns, logits, hidden, weight, here, arguments, index)
 
 
-def asks_gradient(tensor: Tensor | None) -> bool:
-    """Whether autograd will want the gradient of this."""
+def flatten_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    sharded: bool = False,
+) -> Head:
+    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked.
+
+    Raises:
+        InputError: shapes, dtypes, devices or numbers that cannot be right.
+    """
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    check_head(hidden, weight, targets, **options, sharded=sharded)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    dtype = compute_dtype(hidden)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(dtype).reshape(-1)
+    else:
+        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
+    return Head(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        weight=weight,
+        bias=bias,
+        targets=targets.reshape(-1),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    """Whether autograd needs the gradient of this tensor."""
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
-    """[count, ...] from [R, ...], R <= count; the rows themselves where there is nothing to add."""
+    """[count, ...] from [R, ...], R <= count, filled up with `value`."""
     missing = count - len(rows)
     return rows if not missing else torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
 def local_targets(targets: Tensor, columns: slice) -> Tensor:
-    """Targets, all at least -1, relative to a vocabulary slice; -1 where they are outside."""
+    """Targets, all at least -1, relative to a vocabulary slice; -1 where they are outside of it."""
     return torch.where((targets >= columns.start) & (targets < columns.stop), targets - columns.start, -1)
 
 
@@ -266,7 +262,7 @@ def weighted_sum_into(out: Tensor, weights: Tensor, vectors: Tensor, *, accumula
 
 
 def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = (out +) a @ b, accumulated in the dtype of `out`, which a and b share or, on a GPU, fall short of."""
+    """out = (out +) a @ b, accumulated in the dtype of `out`. On a GPU, a and b may have 16 bits and `out` fp32."""
     if a.dtype == out.dtype:
         out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
     elif accumulate:
@@ -276,7 +272,7 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
 
 
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of W, those rows in `dtype`), a slice at a time."""
+    """(rows of W, those rows in `dtype`), one slice at a time."""
     count, hidden_size = weight.shape
-    for columns in planner.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
+    for columns in chunking.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
         yield columns, weight[columns].to(dtype)

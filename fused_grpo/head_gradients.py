@@ -1,8 +1,8 @@
-"""Where the gradients of the head are written: dH, dW and db of a sweep over tiles of its logits.
+"""The gradients of the head: dH, dW and db, accumulated in a sweep over tiles of its logits.
 
-A tile comes as d-logits, or, where no entropy has a gradient, as the softmax weights E of `softmax_weights_` and a
-factor for each row, its upstream gradient times its scale. Then no pass over the tile is needed, since the factors are
-applied where they are small:
+A tile is given as d-logits or, where no entropy has a gradient, as the softmax weights E of `softmax_weights_` and a
+factor per row: its upstream gradient times its scale. Then no further pass over the tile is needed, since the factors
+multiply smaller tensors:
 
     dH = factor (E W)        dW = E^T (factor h)        db = E^T factor
 """
@@ -20,13 +20,13 @@ from fused_grpo.statistics import Statistics
 
 
 class HeadGradients:
-    """dH, dW and db of one sweep over tiles: only those asked for, each rounded to its input's dtype once, at the end.
+    """dH, dW and db of one sweep over tiles, each on request, and rounded to the dtype of its input once, at the end.
 
-    With `one_group` of rows, each slice of dW comes out of one GEMM and no accumulator stands beside it; with more
-    row groups W accumulates in fp32 (fp64 for fp64). So does b, always, and H where a row has more than one tile.
-    `scale` is what the d-logits are multiplied by; the gradients are not. `hidden_dtype` is that of dH, where it is to
-    be summed further before it is rounded. Without `every_row`, some rows may never come. Unless `rounded`, dW stays as
-    it was summed.
+    With `one_group` of rows, one GEMM writes each slice of dW, without an accumulator. With more row groups dW
+    accumulates in fp32 (fp64 for fp64). db always does, and dH where a row has more than one tile. `scale` multiplies
+    the d-logits, and is divided out of the gradients. `hidden_dtype` is the dtype of dH if it will be summed further
+    before it is rounded. Without `every_row`, some rows may be missing in the sweep. Unless `rounded`, dW stays in the
+    dtype of its accumulator.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class HeadGradients:
         rounded: bool = True,
     ) -> None:
         self._head, self._scale, self._rounded = head, scale, rounded
-        # Rows that take no part, and all rows of an empty shard, have no tile to write their gradient.
+        # No tile writes the gradient of rows that take no part, nor of any row of an empty shard.
         every_row = every_row and head.index is None and len(head.weight) > 0
         allocate = torch.empty_like if every_row else torch.zeros_like
         self._hidden = allocate(head.hidden, dtype=hidden_dtype) if hidden else None
-        self._rows: Tensor | None = None  # the accumulator of the row group at hand
-        self._factor: Tensor | None = None  # its upstream gradients, times the scale of its weights
+        self._rows: Tensor | None = None  # the accumulator of the current row group
+        self._factor: Tensor | None = None  # its upstream gradients times the scale of its weights
         self._scaled_hidden: Tensor | None = None  # its hidden states, times that factor
-        self._started: set[int] = set()  # the columns of which dW has been written
+        self._started: set[int] = set()  # first columns of the slices of dW that have been written
         weight_dtype = None if one_group and rounded else head.dtype
         self._weight = _cpu_buffers.empty_like(head.weight, dtype=weight_dtype) if weight else None
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
@@ -64,7 +64,7 @@ class HeadGradients:
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None = None,
     ) -> None:
-        """Take in raw logits of rows whose statistics are known, for the upstream gradients [R] of those."""
+        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows."""
         if grad_entropy is None and self._head.takes_weights:
             options = {"known": known, "dtype": self._head.gemm_dtype, **tile.arguments}
             weights, scale, _ = passes.softmax_weights_(tile.logits, tile.targets, **options)
@@ -79,14 +79,14 @@ class HeadGradients:
     def add_weights(
         self, tile: Tile, passes: ModuleType, weights: Tensor, scale: Tensor, grad_logprobs: Tensor
     ) -> None:
-        """Take in softmax weights [R, C], with d log p / d(h.w) = scale * weights, for the upstream gradients [R]."""
+        """Add softmax weights [R, C], with d log p / d(h.w) = scale * weights, for the upstream gradients [R]."""
         if tile.columns.start == 0:  # once for a row group, not for each of its tiles
             hidden = None if self._weight is None else tile.hidden
             self._factor, self._scaled_hidden = passes.scale_hidden(hidden, scale, grad_logprobs)
         self._add(tile, weights, self._factor)
 
     def _add(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
-        """Take in d(h.w) [R, C] of a tile, or its weights and their factors [R]."""
+        """Add d(h.w) [R, C] of a tile, or its weights and their factors [R]."""
         if self._hidden is not None:
             self._add_hidden_gradient(tile, values, factor)
         if self._weight is not None:
@@ -117,7 +117,7 @@ class HeadGradients:
         assert self._weight is not None
         assert hidden is not None
         out = self._weight[tile.columns]
-        # A GEMM of tensor cores rounds once itself what it accumulates in fp32.
+        # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
         direct = out.dtype == self._head.dtype or (out.dtype == values.dtype and self._scale is None)
         product = out if direct else torch.empty_like(out, dtype=self._head.dtype)
         multiply_into(product, values.t(), hidden, accumulate=tile.columns.start in self._started)
@@ -141,7 +141,7 @@ class HeadGradients:
             gradient.div_(self._scale)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dH, dW, db), each in its input's dtype unless it said otherwise. The accumulators are given away."""
+        """(dH, dW, db), each in the dtype of its input unless the constructor said otherwise. To be called once."""
         if self._weight is not None and not self._started:
             self._weight.zero_()
         self._unscale(self._weight)

@@ -1,12 +1,12 @@
-"""Log-probs of a head and their gradients, by what is asked for; `_ops.py` chooses. U = 2*N*D*V FLOP, one GEMM.
+"""The algorithms for log-probs of a head and their gradients. U = 2*N*D*V FLOP, one GEMM over the head.
 
-- `forward`, 1U: log-probs and entropy. By a Triton kernel from which no logit reaches memory, or tile by tile.
-- `backward`, 1U for the logits again and 1U for each of dH and dW: every tile turns into softmax weights where it
-  lies. Rows whose upstream gradient is zero take no part.
-- `forward_with_gradient`, 2U: with the head frozen, d log p / d hidden needs nothing from upstream, so it is taken
-  while a chunk of logits is there, and the backward pass is a product.
+- `forward`, 1U: log-probs and entropy, by a Triton kernel that writes no logit to memory, or tile by tile.
+- `backward`, 1U for recomputed logits and 1U for each of dH and dW. Every tile is overwritten by its softmax weights.
+  Rows whose upstream gradient is zero take no part.
+- `forward_with_gradient`, 2U: with a frozen head, d log p / d hidden does not depend on the upstream gradient. It is
+  computed while a chunk of logits is in memory, and the backward pass is a product.
 
-The last, in short:
+`_custom_ops.py` chooses between them. The last one, in short:
 
     for rows of hidden:
         weights, scale, statistics = softmax_weights(rows @ weight.T, targets)    # d log p / d logits = scale * weights
@@ -22,30 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import planner
-from fused_grpo.head import INVARIANT_ROWS, Head, full_precision, local_targets
+from fused_grpo import chunking
+from fused_grpo.head import INVARIANT_ROWS, Head, local_targets
 from fused_grpo.head_gradients import HeadGradients
+from fused_grpo.precision import full_precision
 from fused_grpo.statistics import RowState, Statistics, join_rows, merge_rows, with_part
 
-# fp16 ends at 2^16: the largest gradient goes near 2^10, so that 2^-34 of it is still a number.
+# fp16 ends at 2^16: the largest gradient is scaled near 2^10, so that 2^-34 of it does not underflow.
 _FP16_EXPONENT = 10
 
-# What the forward kernel leaves per row until it is merged: three numbers for each of at most 128 splits.
+# The forward kernel writes three numbers per row for each of at most 128 splits, which are merged afterwards.
 _SPLIT_BYTES = 128 * 3 * 4
 
 
 def forward(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> Statistics:
-    """Log-probs, the entropy if asked for, and what a backward pass needs of the rows; `how` as in `fold`."""
+    """Log-probs, the entropy on request, and the row statistics for a backward pass; `how` as in `fold`."""
     with full_precision(head.hidden):
         groups = [passes.finish_rows(parts, entropy=entropy) for parts in _parts(head, passes, entropy=entropy, **how)]
     return Statistics.joined([Statistics(*group) for group in groups]).rows(slice(len(head.targets)))
 
 
 def fold(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> RowState:
-    """What is known of the rows once every logit of this head is folded in.
+    """The state of the rows after all logits of this head.
 
-    Where gradients are `wanted` of `backward`, the tiles are those that it will make, so that both see the same logits:
-    another GEMM rounds otherwise, and a token that is all but certain has no 1 - p to make light of that.
+    Where gradients are `wanted`, the tiles are those of `backward`, so that both compute the same logits: another GEMM
+    shape rounds differently, and for an almost certain token the relative error of 1 - p would be large.
     """
     with full_precision(head.hidden):
         groups = [merge_rows(parts) for parts in _parts(head, passes, entropy=entropy, **how)]
@@ -61,11 +62,11 @@ def _parts(
     batch_invariant: bool = False,
     wanted: dict[str, bool] | None = None,
 ) -> Iterator[list[RowState]]:
-    """What is known of some rows from each part of their columns, group by group of rows."""
+    """For each group of rows, their states from each part of their columns."""
     if _in_kernel(head, passes, chunk_bytes, batch_invariant=batch_invariant, wanted=wanted):
         yield from _parts_by_launches(head, passes, entropy=entropy, chunk_bytes=chunk_bytes)
         return
-    # With tiles of one size for every N, no GEMM and no sum can choose another order.
+    # With one tile size for every N, all GEMMs and sums have the same order.
     num_rows = INVARIANT_ROWS if batch_invariant else None
     weight_gradient = wanted is not None and wanted["weight"] and not batch_invariant
     memory = head.tile_memory(passes, chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
@@ -81,7 +82,7 @@ def _parts(
 def _in_kernel(
     head: Head, passes: ModuleType, chunk_bytes: int | None, *, batch_invariant: bool, wanted: dict[str, bool] | None
 ) -> bool:
-    """Whether the kernel that needs no tiles serves: its rows are batch-invariant by themselves."""
+    """Whether the kernel without tiles is used. Its rows are batch-invariant."""
     if batch_invariant or not hasattr(passes, "logprob_forward"):
         return hasattr(passes, "logprob_forward")
     return wanted is None and not (chunk_bytes is None and passes.prefers_tiles(head.hidden))
@@ -90,16 +91,16 @@ def _in_kernel(
 def _parts_by_launches(
     head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None
 ) -> Iterator[list[RowState]]:
-    """By the kernel that needs no tiles. A weight of another dtype is cast by vocabulary slices, each once."""
+    """The states by the kernel without tiles. A weight of another dtype is cast by vocabulary slices, each once."""
     vocab_size, hidden_size = head.weight.shape
-    room = (planner.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes) // 2
+    room = (chunking.DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes) // 2
     cast = head.weight.dtype != head.hidden.dtype
     most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
     parts = list[RowState]()
-    for columns in planner.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
+    for columns in chunking.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
         weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
         groups = []
-        for rows in planner.chunks(len(targets), max(1, most_rows)):
+        for rows in chunking.chunks(len(targets), max(1, most_rows)):
             options = {**head.row_arguments(rows, columns), "entropy": entropy}
             groups.append(RowState(*passes.logprob_forward(head.hidden[rows], weight, targets[rows], **options)[2]))
         parts = with_part(parts, join_rows(groups))
@@ -164,9 +165,9 @@ def forward_with_gradient(
 
 
 def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor | None:
-    """What brings the largest of d-logits near 2^exponent, into the range of fp16, whose smallest number is 6e-8.
+    """The scale that brings the largest d-logit near 2^exponent: the smallest number of fp16 is 6e-8.
 
-    `upstream` [N] is the size of the gradients that arrive at each row. Other dtypes need no scale.
+    `upstream` [N] is the absolute upstream gradient of each row. Other dtypes need no scale: None.
     """
     if head.takes_weights or not len(upstream):
         return None
@@ -174,17 +175,17 @@ def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor
     return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
 
 
-def may_wait(tensor: Tensor) -> bool:
-    """Whether its values may be asked for: not while a CUDA graph is captured."""
+def may_synchronize(tensor: Tensor) -> bool:
+    """Whether reading values of the tensor is allowed: not while a CUDA graph is captured."""
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def rows_of(mask: Tensor) -> Tensor | None:
-    """The indices of the rows in `mask` [N], or None where all are in it.
+    """The indices of the rows in `mask` [N], or None for all rows.
 
-    On a GPU this waits for the mask, once; while a CUDA graph is captured nothing can wait, so all rows are taken.
+    On a GPU this synchronizes once. A CUDA graph under capture cannot synchronize, so all rows are taken.
     """
-    if not may_wait(mask):
+    if not may_synchronize(mask):
         return None
     index = mask.nonzero()[:, 0]
     return None if len(index) == len(mask) else index

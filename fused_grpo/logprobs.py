@@ -1,13 +1,13 @@
 """`linear_logprobs`: log-probs of given tokens straight from hidden states and the head's weight.
 
-With U = 2*N*D*V FLOP, one GEMM over the head, what it costs depends on what is asked for (`logprob_plans.py`):
+With U = 2*N*D*V FLOP, one GEMM over the head, the cost depends on the gradients that are needed (`logprob_plans.py`):
 
-    no gradient     1U    one pass; nothing of size N x V
-    frozen head     2U    d log p / d h does not depend on the loss: taken in the forward, scaled in the backward
-    trainable head  4U    the backward pass computes the logits again, tile by tile
+    no gradient     1U    one pass; no temporary of size N x V
+    frozen head     2U    d log p / d hidden does not depend on the loss: taken in the forward, scaled in the backward
+    trainable head  4U    the backward pass recomputes the logits, tile by tile
 
-Recomputing is what keeps memory at one tile: a log-prob op cannot know its upstream gradient in the forward pass. A
-loss that is known there can do better: see `fused_loss.py`, 3U.
+A log-prob op does not know its upstream gradient in the forward pass; recomputation keeps its memory at one tile. A
+loss that is known in the forward pass needs 3U: see `fused_loss.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl, _ops, reference  # noqa: F401 - _ops registers what is called here
-from fused_grpo._checks import check_head, check_plan, check_targets, check_temperature_values
-from fused_grpo.head import Head, asks_gradient, full_precision
+from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
+from fused_grpo._checks import check_plan, check_targets, check_temperature_values
+from fused_grpo.head import Head, flatten_head, needs_gradient
+from fused_grpo.precision import full_precision
 
 
 class LogProbs(NamedTuple):
@@ -28,7 +29,7 @@ class LogProbs(NamedTuple):
     logprobs: Tensor
     """fp32 (fp64 for fp64 inputs), never positive, 0 where the target is `ignore_index`."""
     entropy: Tensor
-    """Of the whole distribution, in nats, 0 where the target is `ignore_index`."""
+    """The entropy of the whole distribution, in nats, 0 where the target is `ignore_index`."""
 
 
 def linear_logprobs(
@@ -44,7 +45,7 @@ def linear_logprobs(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> Tensor:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
@@ -53,30 +54,33 @@ def linear_logprobs(
 
     Args:
         hidden: [..., D], fp32, bf16 or fp16 (fp64 without Triton), any strides.
-        weight: [V, D], nn.Linear's layout, tied embeddings included. Of another dtype than `hidden` (a fp32 master
-            weight), it is cast to that of `hidden` once, and its gradient comes back in its own, unrounded.
+        weight: [V, D], nn.Linear's layout, tied embeddings included. A weight of another dtype than `hidden` (an fp32
+            master weight) is cast to that of `hidden` once; its gradient has its own dtype and is not rounded.
         targets: [...] int64 in [0, V), or `ignore_index`.
         bias: [V], any floating dtype.
         temperature: a number, or one per token in the shape of `targets`. Not differentiated.
         logit_scale: multiplies h.w + b.
         softcap: c of c * tanh(x / c), before the temperature.
         ignore_index: rows with this target give 0 and no gradient.
-        process_group: ranks that hold the head in shards along V, in rank order, of any sizes. Everything but `weight`
-            and `bias` is the same on all of them, `targets` count over the whole vocabulary, and so are the results.
-        chunk_bytes: budget for the one piece of the logits that exists at a time. None: 256 MiB (at most 32 on a CPU,
-            where more buys little), and with a frozen head as for `fused_linear_grpo_loss`.
-        batch_invariant: guarantee that a row's results do not depend on the rows beside it, to the bit. Without
-            it they may where a vendor's GEMM is used (everywhere but in Triton's no-grad kernel): it may sum in another
-            order for another N. With it, that kernel serves, or GEMMs of 64 rows; a frozen head costs 3U.
-        impl: "auto", "triton", "torch" (any device) or "reference" (full logits, the oracle).
+        process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
+            `weight` and `bias` are the same on all ranks, and `targets` count over the whole vocabulary. The results
+            are the same on all ranks.
+        chunk_bytes: budget for the one chunk or tile of the logits that exists at a time. None: 256 MiB (at most 32 on
+            a CPU, where more gains little), and with a frozen head as for `fused_linear_grpo_loss`.
+        batch_invariant: guarantee that the bits of a row's results do not depend on the other rows. Without it they
+            may: a vendor's GEMM may sum in another order for another N. All plans use such GEMMs, except Triton's
+            kernel for log-probs without a gradient. With it, that kernel or GEMMs of 64 rows are used; a frozen head
+            costs 3U.
+        impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
 
     Returns:
         The shape of `targets`, fp32 (fp64 for fp64 inputs), never positive.
 
     Numerics: logits and all reductions in fp32; a target-excluded log-sum-exp, so confident tokens keep their gradient;
-        bitwise repeatable. Under autocast, inputs are cast as nn.Linear's are, and nothing else is.
-    Memory: the piece of logits, O(N), the gradients asked for and their fp32 accumulators: [N, D] for a 16-bit `hidden`
-        or a frozen head; [V, D] for a 16-bit `weight` only where N is beyond a tile's height (16384 rows for 256 MiB).
+        two runs are bitwise equal. Under autocast, inputs are cast as those of nn.Linear are, and nothing else is.
+    Memory: the chunk or tile of logits, O(N), the requested gradients and their fp32 accumulators: [N, D] for a 16-bit
+        `hidden` or a frozen head; [V, D] for a 16-bit `weight` only where N is more than the height of a tile (16384
+        rows for 256 MiB).
 
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.
@@ -102,14 +106,17 @@ def linear_logprobs_and_entropy(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> LogProbs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
     Equals, beside the log-probs: `torch.distributions.Categorical(logits=logits).entropy()`
 
-    Arguments, numerics, memory and errors are those of `linear_logprobs`. With a frozen head, a gradient through the
-    entropy costs another 2U in the backward pass; an entropy that is only looked at costs nothing more.
+    Arguments, numerics and memory are those of `linear_logprobs`. With a frozen head, a gradient through the entropy
+    costs another 2U in the backward pass; an entropy without a gradient costs nothing more.
+
+    Raises:
+        InputError, UnavailableError, UnsupportedError: as `linear_logprobs`.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
@@ -118,7 +125,7 @@ def linear_logprobs_and_entropy(
 
 
 class _Plan(NamedTuple):
-    """How a head's log-probs are to be had: the options that do not change what they are."""
+    """How log-probs are computed: the options that do not change their values."""
 
     ignore_index: int
     process_group: Any
@@ -145,7 +152,7 @@ def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor,
     elif impl == "reference":
         values = _reference(head, ignore_index)
     else:
-        wanted = [asks_gradient(x) for x in (head.hidden, head.weight, head.bias)]
+        wanted = [needs_gradient(x) for x in (head.hidden, head.weight, head.bias)]
         inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
         values = torch.ops.fused_grpo.linear_logprobs(
             *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, wanted
@@ -154,7 +161,7 @@ def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor,
 
 
 def _reference(head: Head, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Both, through full logits and autograd."""
+    """(log p, entropy), each [N], through full logits and autograd."""
     if not torch.compiler.is_compiling():
         check_targets(head.targets, len(head.weight), ignore_index)
         check_temperature_values(head.temperature)
@@ -164,36 +171,3 @@ def _reference(head: Head, ignore_index: int) -> tuple[Tensor, Tensor]:
             head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None))
         )
     return torch.where(kept, logprobs, 0.0), torch.where(kept, entropy, 0.0)
-
-
-def flatten_head(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    sharded: bool = False,
-) -> Head:
-    """Check shapes, dtypes and devices; give the flat rows, their targets as they came."""
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    check_head(hidden, weight, targets, **options, sharded=sharded)
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    dtype = reference.compute_dtype(hidden)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(dtype).reshape(-1)
-    else:
-        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
-    return Head(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        weight=weight,
-        bias=bias,
-        targets=targets.reshape(-1),
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )

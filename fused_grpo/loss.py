@@ -1,37 +1,35 @@
-"""`grpo_loss`: the GRPO loss of log-probs that you already have, its gradient taken with it."""
+"""`grpo_loss`: the GRPO loss of given log-probs. Its gradient is computed in the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from fused_grpo import _impl, reference
+from fused_grpo import _dispatch, reference
 from fused_grpo._checks import check_dense, check_differentiated_once, check_plan, check_same_device
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs, loss_inputs
-from fused_grpo.config import GRPOLossConfig, TokenTerms, loss_config
+from fused_grpo._loss_inputs import loss_inputs
+from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError
-from fused_grpo.reference import compute_dtype
+from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.precision import compute_dtype
 
 
 class GRPOLossOutput(NamedTuple):
-    """A loss and what was learnt on the way."""
+    """A loss, its metrics, and the log-probs that it was computed from."""
 
     loss: Tensor
     """0-d, fp32 (fp64 for fp64 inputs)."""
     metrics: dict[str, Tensor]
-    """Detached 0-d tensors of this call, means over its unmasked tokens unless the name says otherwise: `policy_loss`
+    """Detached 0-d tensors of this call, means over its unmasked tokens except for counts and extremes: `policy_loss`
     (the loss without KL and entropy terms), `num_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
-    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (what corrections and masks leave of
-    the policy term), `zero_gradient_fraction`, and where their inputs are known `entropy` (nats), `kl`,
-    `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronisation."""
+    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor of the policy term after
+    corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
+    `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronization."""
     logprobs: Tensor
-    """Detached log-probs in the shape of the tokens: the `old_logprobs` of a second iteration, at no cost."""
+    """Detached log-probs in the shape of the tokens. They can be the `old_logprobs` of a second iteration."""
 
 
 @outside_graphs
@@ -50,7 +48,7 @@ def grpo_loss(
     num_sequences: float | Tensor | None = None,
     num_entropy_tokens: float | Tensor | None = None,
     config: GRPOLossConfig | None = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of given log-probs, differentiable with respect to `logprobs` and `entropy`.
 
@@ -61,22 +59,22 @@ def grpo_loss(
     Args:
         logprobs: padded [B, T], or packed [N] with `cu_seqlens`. Floating; computed in fp32 (fp64 for fp64).
         advantages: [B], one per sequence, or the shape of `logprobs`.
-        mask: shape of `logprobs`, non-zero for tokens that count: not for padding, tool outputs, or completions that
-            were cut off and shall not count. None: all of them.
-        cu_seqlens: [B+1] int32, where each packed sequence starts, and N.
+        mask: shape of `logprobs`, non-zero for tokens in the loss. It is 0 for padding, for tool outputs, and for
+            truncated completions that should not count. None: all tokens are in the loss.
+        cu_seqlens: [B+1] int32, the start of each packed sequence, and N.
         old_logprobs: log-probs under the policy that sampled. None: on policy, `logprobs.detach()`.
         ref_logprobs: log-probs under the reference model; needed where `config.beta > 0`.
-        sampling_logprobs: the sampler's own log-probs, corrected for as `config.sampling_correction` says. NaN where it
-            has none: nothing is corrected there.
-        entropy: per-token entropy (nats): for the metric, for `config.entropy_coef` and `config.top_entropy_quantile`.
-        entropy_threshold: the entropy that a token must reach, for `config.top_entropy_quantile` over the whole
+        sampling_logprobs: the log-probs of the sampler, for `config.sampling_correction`. A token with NaN is not
+            corrected.
+        entropy: per-token entropy (nats), for the metric, `config.entropy_coef` and `config.top_entropy_quantile`.
+        entropy_threshold: the least entropy of a token in the loss, for a `config.top_entropy_quantile` over the whole
             optimizer step. None: the quantile of this call's tokens.
         num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo"). None: of this call.
         num_sequences: sequences of the whole step (the other loss types). None: of this call.
-        num_entropy_tokens: tokens of the whole step that the entropy bonus acts on, which `config.top_entropy_quantile`
-            leaves. None: `num_tokens`, or where there is a quantile those of this call.
+        num_entropy_tokens: tokens of the whole step with an entropy bonus: those above `config.top_entropy_quantile`.
+            None: `num_tokens`, or with a quantile the tokens of this call.
         config: the variant and its constants. None: `GRPOLossConfig()`.
-        impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas, the oracle).
+        impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas).
 
     Raises:
         InputError: shapes, dtypes or devices that disagree, or a value out of range.
@@ -106,8 +104,8 @@ def grpo_loss(
     )
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None
-    chosen = _impl.choose(impl, logprobs)
-    passes = _impl.passes("torch" if chosen == "reference" else chosen)
+    chosen = _dispatch.choose(impl, logprobs)
+    passes = _dispatch.passes("torch" if chosen == "reference" else chosen)
     done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if chosen == "reference":
@@ -125,7 +123,11 @@ def grpo_loss(
 
 
 def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLossConfig) -> None:
-    """What can be wrong with the log-probs and entropies themselves."""
+    """Check the log-probs and entropies.
+
+    Raises:
+        InputError: dtypes, shapes or devices that cannot be right, or no entropy where the config needs it.
+    """
     given = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
     check_dense(**given)
     for name, tensor in given.items():
@@ -141,62 +143,8 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
         )
 
 
-class LossGradients(NamedTuple):
-    """The gradients of a loss for an upstream gradient of 1."""
-
-    logprobs: Tensor  # [N]
-    entropy: Tensor | None  # [N], None for 0
-
-    def of(self, rows: slice | Tensor) -> LossGradients:
-        """Those of some rows."""
-        return self._replace(logprobs=self.logprobs[rows], entropy=None if self.entropy is None else self.entropy[rows])
-
-    def have_gradient(self) -> Tensor:
-        """Which tokens have one, [N]."""
-        return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
-
-
-def value_and_gradient(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
-) -> tuple[LossGradients, Any]:
-    """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
-    # What the torch path saves for its own small backward pass is no matter of hooks around us: those of activation
-    # checkpointing would run the whole region again to get it back.
-    with torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
-        of_sequence = config.importance_sampling_level == "sequence"
-        gradient, of_ratio, sums = passes.grpo_token_loss(
-            logprobs.detach(),
-            log_ratio=reference.sequence_log_ratio(logprobs.detach(), inputs) if of_sequence else None,
-            inputs={
-                **inputs.tokens.rows(slice(None)),
-                "entropy": None if entropy is None else entropy.detach(),
-                "entropy_weights": entropy_weights,
-                "policy_weights": weights,
-            },
-            terms=TokenTerms.of(config),
-        )
-        if of_ratio is not None:
-            # The mean over a sequence gives each of its tokens an equal share of what its log-ratio would get.
-            mask, sequences = inputs.tokens.mask, inputs.sequences
-            shares = sequences.sum(of_ratio) / sequences.sum(mask).clamp_min(1.0)
-            gradient = gradient + torch.where(mask, sequences.spread(shares, len(mask)), 0.0).to(gradient.dtype)
-        upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
-        return LossGradients(gradient, upstream), sums
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes: ModuleType) -> dict[str, Tensor]:
-    """The statistics of all tokens, and how many unmasked ones have no gradient at all."""
-    zero = (mask & ~done.have_gradient()).sum()
-    return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
-
-
 class _AttachGradients(torch.autograd.Function):
-    """A loss whose gradients are already there: the backward pass scales them by what comes from upstream."""
+    """A loss whose gradients are known: the backward pass multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Whether the options of a dataclass have the types that it says: checked on their way in, not where they are used."""
+"""Type checks for the options of a dataclass, when it is constructed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 
 from fused_grpo.errors import InputError
 
-# Whole numbers that fp64 holds exactly, and numbers that fp32 holds: others would be changed where they are used.
+# The largest integer range that fp64 represents exactly, and the largest fp32 number. Larger values would be changed.
 EXACT, LARGEST = 2**53, 3.4028234663852886e38
 
 
 def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
-    """Compare the fields of a dataclass, `but` for these, with their annotations.
+    """Compare the fields of a dataclass, except those in `but`, with their annotations.
 
     Raises:
-        InputError: the first one that is something else. A whole number will do where a float is wanted.
+        InputError: the first field of another type. An int is accepted as a float.
     """
     if torch.compiler.is_compiling():
-        return  # ranges are still checked, and annotations are nothing that a compiler can follow
+        return  # the compiler cannot trace annotations; ranges are still checked
     cls: Any = type(options)
     for name, kind in _kinds(cls).items():
         value = getattr(options, name)
@@ -33,7 +33,7 @@ def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether the value is of a type as annotations have it."""
+    """Whether the value has the type of an annotation."""
     arguments = get_args(kind)
     match get_origin(kind):
         case None if kind is Any:
@@ -57,12 +57,12 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 def is_held(value: float) -> bool:
-    """Whether a number survives on its way into a tensor."""
+    """Whether a tensor can represent the number."""
     return abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
 
 
 def readable(kind: Any) -> str:
-    """The annotation as a sentence has it."""
+    """The annotation in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(readable, get_args(kind)))
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)

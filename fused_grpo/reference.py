@@ -1,6 +1,14 @@
-"""The maths, once, in plain torch: the oracle that every fast path is held against, and their documentation.
+"""The maths, once, in plain torch, with its derivation. Any floating dtype works; autograd computes the derivatives.
 
-Letters: N tokens, D hidden size, V vocabulary. Any floating dtype works, fp64 included; autograd does the derivatives.
+Three parts of the project use it:
+
+- `impl="reference"` computes full logits and the loss with these functions (`logprobs_and_entropy`, `grpo_loss`).
+- The tests compare every fast path with that, in fp64.
+- Production code: the torch path of the loss is `token_loss` (`torch_passes.py`), all paths take `policy_weights`,
+  `sequence_log_ratio` and `finish_metrics` from here (`loss_gradients.py`), and the drop-in for Liger uses `kl_term`,
+  `policy_term` and `vespo_phi`. So the tests compare `token_loss` also with TRL's own loss.
+
+Letters: N tokens, D hidden size, V vocabulary.
 
 **Log-probs.** The logit of token v in row n is
 
@@ -8,35 +16,35 @@ Letters: N tokens, D hidden size, V vocabulary. Any floating dtype works, fp64 i
 
     log p = z_target - logsumexp(z)          H = -sum_v p_v log p_v
 
-with the gradients that the kernels write by hand (g = dL/d log p, g_H = dL/dH, t the target):
+with the gradients that the kernels implement (g = dL/d log p, g_H = dL/dH, t the target):
 
     dL/dz_v = g * ([v = t] - p_v) - g_H * p_v * (log p_v + H)
 
     dL/d(h.w_v + b_v) = dL/dz_v / temperature * (1 - tanh^2(x / c)) * logit_scale
 
 **Loss.** With d = log p - log p_old, the ratio r = exp(d) of a token (or exp of the mean d of its sequence), its
-advantage A, and an upper bound delta that is infinite unless it is given, one token costs
+advantage A, and an upper bound delta (infinite unless given), the policy term of one token is
 
     clipped losses   l = -min(min(r, delta) * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)
     cispo            l = -stop(min(r, epsilon_high)) * A * log p
     sapo             l = -sigmoid(tau * (r - 1)) * 4 / tau * A            tau by the sign of A
     vespo            l = -stop(phi) * A * log p                           phi of the sequence, in `vespo_weights`
 
-times what is left of it by the sampling correction, the off-policy mask and the entropy mask (`policy_weights`), plus
+times the sampling correction, the off-policy mask and the entropy mask (`policy_weights`). Added to it is
 
     beta * kl        kl = -q (k1), q^2 / 2 (k2), exp(q) - q - 1 (k3)      q = log p_ref - log p
 
-with kl times r where `use_bias_correction_kl`. The gradient in log p that the kernel writes by hand is that of log p
-itself, and that of log r (at token level the same number, at sequence level the mean over the sequence):
+with kl times r if `use_bias_correction_kl`. The kernel implements the gradient in log p as the sum of two terms: that
+of log p itself, and that of log r (at token level log r is d, at sequence level the mean of d over the sequence):
 
     dl/d log r = -r A where the branch taken is not a constant, 0 where it is (clipped losses)
                = -4 sigmoid * (1 - sigmoid) * r A (sapo),   0 (cispo, vespo)          + beta * r * kl, bias-corrected
     dl/d log p = -stop(..) * A (cispo, vespo),              0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
-The loss is sum(weights * l) - sum(entropy_weights * H). The weights hold the mask and the normaliser of the loss type
-(`_layout.py`), which is what makes the sum over micro-batches equal the loss of the whole step. On policy,
-`old_logprobs=None` stands for `logprobs.detach()`: r is 1 and still carries the gradient.
+The loss is sum(weights * l) - sum(entropy_weights * H). The weights contain the mask and the normaliser of the loss
+type (`_loss_inputs.py`), so the sum over micro-batches equals the loss of the whole step. On policy,
+`old_logprobs=None` stands for `logprobs.detach()`: r is 1, and its gradient is that of log p.
 """
 
 from __future__ import annotations
@@ -47,13 +55,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_grpo._layout import LossInputs
+from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """fp32 for anything narrower: logits are never rounded below it."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+from fused_grpo.precision import compute_dtype
 
 
 def transform_logits(
@@ -80,16 +84,16 @@ def logprobs_and_entropy(
     raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
     z = transform_logits(raw, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     log_p = torch.log_softmax(z, dim=-1)
-    # A banned token, at -inf, adds nothing to the entropy; 0 * -inf would.
+    # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
 
 
 def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight` with the values that `dtype` would give it, and a gradient that is not rounded."""
+    """`weight` with its values rounded to `dtype`, and a gradient that is not rounded."""
     if weight.dtype == dtype:
         return weight
-    # Neighbours differ by a number that both can hold, so the sum is the rounded value to the bit.
+    # The difference to the rounded value is exact, so the sum is the rounded value, bit for bit.
     return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())
 
 
@@ -110,8 +114,8 @@ def token_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `finish_metrics`.
 
-    All inputs are [N]. `log_ratio` is given where it is not that of the token. Masked tokens are replaced before any
-    arithmetic, so NaN or inf there touches neither the loss nor a gradient.
+    All inputs are [N]. `log_ratio` is given where the ratio is not that of the token. Masked tokens are replaced before
+    any arithmetic, so NaN or inf there affects neither the loss nor a gradient.
     """
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()
@@ -121,12 +125,12 @@ def token_loss(
     left = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
         left = left * torch.where(mask, policy_weights, 0.0)
-    # A weight of 0 leaves a token out, whatever its term is: inf among it.
+    # A weight of 0 leaves a token out, even where its term is infinite.
     policy = torch.where(left == 0, 0.0, policy * left)
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
-    # With beta = 0 the KL is a metric and nothing else: an infinite one must not become 0 * inf in the loss.
+    # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
     regulariser = terms.beta * (kl * ratio if terms.bias_correction_kl else kl) if terms.beta else 0.0
     loss = (weights * (policy + regulariser)).sum()
     entropies = torch.zeros_like(current) if entropy is None else torch.where(mask, entropy, 0.0)
@@ -156,7 +160,7 @@ def token_loss(
 
 
 def policy_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-    """(l [N] before its weights, whether the clip is what counts [N])."""
+    """(the policy term [N], without weights; whether the token is clipped [N])."""
     if terms.form == "clipped":
         lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
         bounded = ratio if terms.delta is None else ratio.clamp(max=terms.delta)
@@ -178,20 +182,20 @@ def kl_term(q: Tensor, estimator: str) -> Tensor:
 
 
 def sampling_weights(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
-    """rho [N] of the token-level corrections, 1 where there is nothing to correct by."""
+    """rho [N] of the token-level corrections, 1 without a correction."""
     if sampling_logprobs is None or terms.correction is None:
         return torch.ones_like(old)
     return bounded_ratio(log_rho(old, sampling_logprobs, mask), terms.correction, terms.clip_min, terms.clip_max)
 
 
 def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log p_old - log p of the sampler, [N]; 0 where masked, and where the sampler could not say."""
+    """log p_old - log p of the sampler, [N]; 0 where masked, and where the sampler's log-prob is NaN."""
     difference = torch.where(mask, old - sampling_logprobs, 0.0)
     return difference.masked_fill(difference.isnan(), 0.0)
 
 
 def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max: float | None) -> Tensor:
-    """exp(log_ratio), moved into the bounds ("truncate") or 0 outside of them ("mask")."""
+    """exp(log_ratio), clipped to the bounds ("truncate") or 0 outside of them ("mask")."""
     ratio = log_ratio.exp()
     if how == "truncate":
         return ratio if clip_min is None and clip_max is None else ratio.clamp(clip_min, clip_max)
@@ -200,7 +204,7 @@ def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max:
 
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the loss of a token depends on the log-probs or entropies of others, or leaves most of them out."""
+    """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
     corrected = inputs.tokens.sampling_logprobs is not None and config.sampling_correction is not None
     return bool(
         config.importance_sampling_level == "sequence"
@@ -216,8 +220,8 @@ def policy_weights(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(policy_weights, entropy_weights) of `token_loss`, each [N] and detached, None for 1 and for 0 everywhere.
 
-    All that a token's policy term is multiplied by and that needs more than the token: its whole sequence, or a
-    threshold between all entropies.
+    They hold the factors of a policy term that depend on more than its token: on its sequence, or on an entropy
+    threshold over all tokens.
     """
     tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
     sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
@@ -267,7 +271,7 @@ def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tens
 
 
 def entropy_threshold(entropies: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> float | Tensor:
-    """The entropy that the share of tokens to keep reaches: that of the whole step if it is given."""
+    """The least entropy of the tokens to keep: the given one of the whole step, or the quantile of these entropies."""
     if inputs.entropy_threshold is not None:
         return inputs.entropy_threshold
     if not len(entropies):
@@ -285,7 +289,7 @@ def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
 def grpo_loss(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (0-d) and its statistics from log p and entropy [N]; autograd does the rest."""
+    """The loss (0-d) and its statistics from log p and entropy [N], for autograd."""
     weights, entropy_weights = policy_weights(logprobs, entropy, inputs, config)
     return token_loss(
         logprobs,
@@ -304,7 +308,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The statistics of several chunks as if they had been one: sums add, extremes compete."""
+    """The statistics of several chunks as of one: sums of sums, extremes of extremes."""
     merged = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
     reduce = {"_max": torch.amax, "_min": torch.amin}
     return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
@@ -313,7 +317,7 @@ def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def finish_metrics(
     statistics: dict[str, Tensor], *, has_ref: bool, has_sampling: bool, has_entropy: bool
 ) -> dict[str, Tensor]:
-    """Means over tokens from the sums; what was not given as input is left out. Extremes of no tokens are infinite."""
+    """The metrics: means over tokens, without those whose inputs were not given. Extremes of no tokens are infinite."""
     num_tokens = statistics["num_tokens"]
     per_token = 1.0 / num_tokens.clamp_min(1.0)
     metrics = {

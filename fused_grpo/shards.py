@@ -1,13 +1,13 @@
-"""A head that is sharded along the vocabulary, as tensor parallelism leaves it: who has which columns.
+"""A head that is sharded along the vocabulary, as in tensor parallelism.
 
-Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight, in shards of any sizes. Each rank folds its
-own shard into four numbers per row, an all-gather of these lets all of them merge the same parts in the same order, and
-the gradients of a shard need nothing but the merged statistics. Hidden states are the same on every rank, so dH is a
-sum over ranks: one all-reduce at the end, in fp32.
+Rank r of the group holds rows [V_0 + .. + V_(r-1), ..) of the whole weight; shards may have any sizes. Each rank
+reduces its shard to four numbers per row. After an all-gather of these, all ranks merge the same parts in the same
+order, and the gradients of a shard need only the merged statistics. Hidden states are the same on every rank, so dH is
+a sum over ranks: one all-reduce at the end, in fp32.
 
-Collectives: the sizes of the shards, the statistics (of log-probs all at once, of a loss once per chunk), dH. They take
-place whatever the shapes (empty shards, no rows), and how many there are depends only on what every rank knows, so no
-rank waits for one that another skipped.
+Collectives: the sizes of the shards, the statistics (of log-probs once, of a loss once per chunk), dH. They are called
+for all shapes (also for empty shards and no rows), and their number depends only on what every rank knows, so no rank
+waits for a collective that another rank skips.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fused_grpo._checks import check_targets, check_temperature_values
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, asks_gradient, local_targets
+from fused_grpo.head import Head, local_targets, needs_gradient
 from fused_grpo.statistics import RowState
 
 
 class Shards(NamedTuple):
-    """Who has the head: the ranks of a group, and how many rows of the weight each of them holds."""
+    """The ranks of a group that share a head, and the rows of the weight on each rank."""
 
     group: Any
     sizes: list[int]
@@ -37,30 +37,30 @@ class Shards(NamedTuple):
         return replace(head, targets=local_targets(head.targets, slice(start, start + len(head.weight))))
 
     def gather(self, own: RowState) -> list[RowState]:
-        """Each rank's own state of the rows, the same on all of them to the bit. A collective."""
+        """The states of the rows from all ranks, bitwise the same on each rank. A collective."""
         mine, count = torch.stack(own), len(self.sizes)
         parts = mine.new_empty((count * len(mine), mine.shape[1]))
         gather_into(parts, mine, self.group)
         return [RowState(*part) for part in parts.view(count, *mine.shape)]
 
-    def add_up(self, d_hidden: Tensor) -> Tensor:
-        """dH from what each shard has to add, in place. A collective."""
+    def sum_over_ranks(self, d_hidden: Tensor) -> Tensor:
+        """dH as the sum of the parts of all shards, in place. A collective."""
         dist.all_reduce(d_hidden, group=self.group)
         return d_hidden
 
 
 def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: int) -> Shards:
-    """Who has the rest of this head; its inputs, whose targets count over the whole of it, are checked. A collective.
+    """The shards of this head, after a check of its inputs. Targets count over the whole vocabulary. A collective.
 
     Raises:
-        InputError: a target outside the whole vocabulary, on every rank alike; tokens, features, a wish for dH, or one
-            of `same`, that are not the same on all ranks: some would wait for others.
-        UnsupportedError: impl="reference", which has the whole weight by definition.
+        InputError: a target outside the whole vocabulary, on every rank; or tokens, features, `requires_grad` of
+            hidden, or one of `same`, that differ between ranks: some ranks would wait for others.
+        UnsupportedError: impl="reference", which needs the whole weight.
     """
     if impl == "reference":
         raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
     count, features = head.hidden.shape
-    same |= {"tokens": count, "D": features, "requires_grad of hidden": asks_gradient(head.hidden)}
+    same |= {"tokens": count, "D": features, "requires_grad of hidden": needs_gradient(head.hidden)}
     mine = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
     everyones = mine.new_empty(dist.get_world_size(group) * len(mine))
     gather_into(everyones, mine, group)
@@ -77,7 +77,7 @@ def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: i
 
 
 def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
-    """Every rank's `mine`, one after the other along the first dimension, in rank order."""
+    """The `mine` of every rank, concatenated along the first dimension in rank order."""
     # torch 2.13 renamed it and warns under the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, mine, group=group)

@@ -1,14 +1,14 @@
-"""Log-probs whose gradient is taken before it is asked for: how a loss that somebody else computes costs three GEMMs.
+"""Log-probs with speculative gradients: three GEMMs for a loss that other code computes from the log-probs.
 
-A log-prob op cannot know its upstream gradient in the forward pass, so it makes the logits twice, 4U with a trainable
-head. But where it is known which GRPO loss will be computed from the log-probs, that gradient is known, too:
-`speculative_logprobs` takes dH and dW for it while the logits are there, 3U. In the backward pass, what comes from
-upstream is compared with the speculative gradient:
+A log-prob op does not know its upstream gradient in the forward pass, so it recomputes the logits, 4U with a trainable
+head. But if the GRPO loss that follows is known, its gradient is known, too. `speculative_logprobs` computes dH and dW
+for this speculative gradient while the logits are in memory, 3U. The backward pass compares it with the upstream
+gradient:
 
-    upstream = s * speculative   (within rounding, s one number)   the gradients are there, times s
-    anything else                                                  the logits are recomputed for the real one, 5U
+    upstream = s * speculative   (within rounding, s one number)   the result is the speculative dH and dW, times s
+    otherwise                                                      the logits are recomputed for the real gradient, 5U
 
-So whatever the caller does with the log-probs, the gradients are right; speculation only makes them cheap.
+So the gradients are right for any use of the log-probs; speculation only makes them cheaper.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _impl
+from fused_grpo import _dispatch
 from fused_grpo._checks import check_differentiated_once
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import LossInputs
-from fused_grpo.chunked_loss import Done, chunked_loss
+from fused_grpo._loss_inputs import LossInputs
+from fused_grpo.chunked_loss import ChunkedLoss, chunked_loss
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.fused_loss import scaled
-from fused_grpo.head import Head, full_precision
+from fused_grpo.head import Head
 from fused_grpo.logprob_plans import rows_of
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
+from fused_grpo.precision import full_precision
 
 TOLERANCE = 1e-4
-"""How far the upstream gradient of a token may be from the speculative one, relative to both its own size and that of a
-middling token: log-ratios summed over a long sequence in fp32."""
+"""The largest difference between the upstream gradient of a token and the speculative one, relative to the sum of its
+own size and the median size. Log-ratios of a long sequence are summed in fp32."""
 
 logger = logging.getLogger("fused_grpo")
 
@@ -44,13 +45,13 @@ def speculative_logprobs(
     config: GRPOLossConfig,
     *,
     chunk_bytes: int | None = None,
-    impl: _impl.Impl = "auto",
+    impl: _dispatch.Impl = "auto",
 ) -> LogProbs:
     """Log-probs and entropies [N] of the head's rows, for a caller who computes the loss of `config` from them.
 
     Args:
         head: as `flatten_head` gives it; targets in [0, V).
-        inputs: of that loss, as `loss_inputs` gives them. Rows that they mask have no gradient in it, and are scored.
+        inputs: of that loss, as `loss_inputs` gives them. Masked rows have no gradient, but they get log-probs.
         config: the loss.
         chunk_bytes, impl: as in `fused_linear_grpo_loss`, but for "reference".
 
@@ -61,14 +62,14 @@ def speculative_logprobs(
 
     Raises:
         UnavailableError: impl="triton" where Triton cannot run.
-        UnsupportedError: in the backward pass, create_graph=True.
+        UnsupportedError: create_graph=True, in the backward pass.
     """
-    options = {"impl": _impl.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
+    options = {"impl": _dispatch.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
     return LogProbs(*_Speculative.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
 
 
 class _Speculative(torch.autograd.Function):
-    """The gradients of a loss to come, kept with what is needed if another one comes."""
+    """Keeps the gradients of the speculated loss, and the inputs to recompute them for another loss."""
 
     @staticmethod
     def forward(
@@ -83,8 +84,8 @@ class _Speculative(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         with full_precision(hidden):
-            asked: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
-            done = chunked_loss(head, inputs, config, _impl.passes(options["impl"]), **asked)
+            how: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
+            done = chunked_loss(head, inputs, config, _dispatch.passes(options["impl"]), **how)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.speculative, ctx.gradients = done.upstream, done.gradients
@@ -94,7 +95,7 @@ class _Speculative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         check_differentiated_once()
-        leaves = ctx.saved_tensors  # raises where they, and the gradients, are gone already
+        leaves = ctx.saved_tensors  # raises in a second backward pass, whose gradients are freed already
         factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
@@ -104,12 +105,14 @@ class _Speculative(torch.autograd.Function):
             del gradients
             logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
             return *_from_scratch(ctx, leaves, upstream), None, None, None, None
-        passes = _impl.passes(ctx.options["impl"])
+        passes = _dispatch.passes(ctx.options["impl"])
         return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
 
-def _with_masked_rows(done: Done, head: Head, inputs: LossInputs, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all rows: a caller may look at those, too, that its loss leaves out."""
+def _with_masked_rows(
+    done: ChunkedLoss, head: Head, inputs: LossInputs, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all rows: the caller may also read those of masked rows."""
     assert done.entropy is not None
     left_out = rows_of(~inputs.tokens.mask)
     if left_out is not None and not len(left_out):
@@ -124,10 +127,10 @@ def _with_masked_rows(done: Done, head: Head, inputs: LossInputs, options: dict[
 
 
 def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]) -> Tensor | None:
-    """The number s, 0-d, with upstream = s * guess; None where there is none. Waits for the device once.
+    """The number s, 0-d, with upstream = s * guess; None where there is none. Synchronizes once.
 
-    Each token is held to its own size, and to that of a middling one where terms of it cancel: the one with the largest
-    ratio must not hide what the others have.
+    The tolerance of each token is relative to its own size, plus the median size for tokens whose terms cancel. It is
+    not relative to the largest gradient, which would hide differences of the other tokens.
     """
     expected, actual = (
         torch.cat([torch.zeros_like(guess[0]) if x is None else x for x in pair]) for pair in (guess, upstream)
@@ -135,10 +138,10 @@ def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor |
     if not len(expected):
         return expected.new_ones(())
     sizes = expected.abs()
-    # Gathered, since an index of one number would be waited for.
+    # Gathered: indexing with one number would synchronize.
     largest, at = sizes.max(0, keepdim=True)
     ratio = torch.where(largest > 0, actual.gather(0, at) / expected.gather(0, at), 1.0)[0]
-    # A gradient that nobody has scaled differs by rounding only, and need not be touched.
+    # An unscaled gradient differs by rounding only: with a factor of exactly 1 it is not multiplied.
     ratio = torch.where((ratio - 1).abs() <= TOLERANCE, 1.0, ratio)
     middling = torch.where(sizes > 0, sizes, torch.nan).nanmedian().nan_to_num(0.0)
     near = (actual - ratio * expected).abs() <= TOLERANCE * ratio.abs() * (sizes + middling)
@@ -148,11 +151,11 @@ def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor |
 def _from_scratch(
     ctx: Any, leaves: tuple[Tensor | None, ...], upstream: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden, weight and bias for what really came."""
-    asked = ctx.needs_input_grad[:3]
+    """The gradients of hidden, weight and bias for the real upstream gradient, from recomputed logits."""
+    needed = ctx.needs_input_grad[:3]
     hidden, weight, bias = (
         None if leaf is None else leaf.detach().requires_grad_(wanted)
-        for leaf, wanted in zip(leaves, asked, strict=True)
+        for leaf, wanted in zip(leaves, needed, strict=True)
     )
     assert hidden is not None
     assert weight is not None

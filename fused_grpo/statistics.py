@@ -1,6 +1,6 @@
-"""What is known of a row's softmax while it is still in parts: blocks, tiles and shards that are merged.
+"""The statistics of a row's softmax, which blocks, tiles and shards of its columns merge into.
 
-All of it leaves the target t out. With z_t the target's logit, m the shift, s = sum_v e^(z_v - m) and
+All of them exclude the target t. With z_t the target's logit, m the shift, s = sum_v e^(z_v - m) and
 w = sum_v e^(z_v - m) (z_v - m) over the others, and d = m + log s - z_t,
 
     log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
@@ -10,8 +10,9 @@ so log p is never positive, a token of probability 1 - 1e-9 keeps a log-prob of 
 log-sum-exp minus z_t would round to 0, and the entropy is a sum of terms that are all >= 0: nothing cancels. The
 log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded to 1e-3, and every p_v with it.
 
-Any m near the largest of the other logits gives the same, so a pass that reads a row once need not know the largest
-beforehand: its shift is the largest of the first columns, and is raised where a later logit is `HEADROOM` above it.
+Any m near the largest of the other logits gives the same result, so a pass that reads a row once need not know the
+largest logit beforehand: its shift is the largest of the first columns, and is raised where a later logit is more than
+`HEADROOM` above it.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from torch import Tensor
 HEADROOM = 16.0
 """How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
 
-# Up to here both factors of e^d are numbers: s >= 1, and e^(m - z_t) is no more than e^86.
+# Up to this size, both factors of e^d are finite: s >= 1, and e^(m - z_t) is at most e^86.
 _SMALL_D = 16.0
 
 
 class RowState(NamedTuple):
-    """Of some rows and some of their columns, each [N], over all tokens but the target."""
+    """The state of some rows over some of their columns, without the target. Each field is [N]."""
 
     shift: Tensor
-    """m; -inf where there is nothing but -inf."""
+    """m; -inf where all logits are -inf."""
     total: Tensor
     """s."""
     weighted: Tensor
-    """w, where the entropy is asked for; else of no meaning."""
+    """w, if the entropy is requested; else undefined."""
     target_logit: Tensor
     """z_t; -inf where the target is not among these columns."""
 
 
 class Statistics(NamedTuple):
-    """Of whole rows, each [N]: what is asked for, and what a gradient needs besides."""
+    """The statistics of whole rows, each [N]: the results, and the shift and total that a gradient needs."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -51,12 +52,12 @@ class Statistics(NamedTuple):
     total: Tensor
 
     def rows(self, rows: slice | Tensor) -> Statistics:
-        """Those of some rows."""
+        """The statistics of some rows."""
         return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
     @staticmethod
     def joined(groups: Sequence[Statistics]) -> Statistics:
-        """Of consecutive groups of rows."""
+        """The statistics of consecutive groups of rows, concatenated."""
         if len(groups) == 1:
             return groups[0]
         columns = zip(*groups, strict=True)
@@ -71,7 +72,7 @@ def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowSt
 
 
 def merge_rows(parts: Sequence[RowState]) -> RowState:
-    """The state of rows from those of disjoint parts of their columns."""
+    """The state of rows from the states of disjoint parts of their columns."""
     if len(parts) == 1:
         return parts[0]
     shifts, totals, weighted, targets = map(torch.stack, zip(*parts, strict=True))
@@ -83,19 +84,19 @@ def merge_rows(parts: Sequence[RowState]) -> RowState:
 
 
 def with_part(parts: list[RowState], part: RowState) -> list[RowState]:
-    """Parts of the same rows and one more, merged eight at a time: few numbers of each row, and few of small sums."""
+    """The parts and one more of the same rows. Eight parts are merged at a time, to save memory and keep sums short."""
     return [*parts, part] if len(parts) < 7 else [merge_rows([*parts, part])]
 
 
 def join_rows(groups: Sequence[RowState]) -> RowState:
-    """The state of all rows from those of consecutive groups of them."""
+    """The state of all rows from the states of consecutive groups of rows."""
     return groups[0] if len(groups) == 1 else RowState(*map(torch.cat, zip(*groups, strict=True)))
 
 
 def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
-    """The statistics of rows whose every column is in one of these states; log p is -inf where none was the target.
+    """The statistics of whole rows from the states of all their columns; log p is -inf where no column is the target.
 
-    The states must have been made with the entropy if it is asked for.
+    With `entropy`, the states must contain `weighted`.
     """
     state = merge_rows(parts)
     alone = state.total == 0.0
@@ -103,7 +104,7 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
     gap = state.shift - state.target_logit
     d = (gap + total.log()).masked_fill(alone, -torch.inf)
-    # A small d that is the difference of larger numbers has their rounding; the logarithm of a product has its own.
+    # A small d as a difference of larger numbers would have their rounding error; the log of a product has its own.
     d = torch.where(d.abs() < _SMALL_D, (total * gap.exp()).log(), d)
     logprobs = -softplus(d)
     if not entropy:
@@ -119,10 +120,10 @@ def share_of_others(logprobs: Tensor, total: Tensor) -> Tensor:
 
 
 def finite(shift: Tensor) -> Tensor:
-    """A shift for exp: where there is nothing but -inf, any finite one keeps -inf - shift out of NaN."""
+    """A shift for exp: 0 where the shift is -inf, since -inf - (-inf) would be NaN."""
     return shift.masked_fill(shift == -torch.inf, 0.0)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), to a few ulp in both tails; torch.logaddexp rounds by where in the tensor an element lies."""
+    """log(1 + exp(x)), to a few ulp in both tails. The rounding of torch.logaddexp depends on the element's place."""
     return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))

@@ -1,13 +1,12 @@
-"""The row passes in plain torch: the path for CPUs, and for any device that Triton does not serve.
+"""The row passes in plain torch: the path for CPUs, and for any device without Triton.
 
-The same passes that `fused_grpo.kernels` offers, so that the plans are written once over either module. `logits` [R, C]
-is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes walk it in blocks of
-columns that fit the caches: a block is exponentiated, summed and differentiated while it is still there, in place, or
-where that cannot be in scratch of its size. That keeps the peak at one tile and is also the fast way on a CPU. The
-numerics are those of `statistics.py`.
+They are the same passes as those of `fused_grpo.kernels`, so the algorithms are written once, over either module.
+`logits` [R, C] is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes visit it
+in blocks of columns that fit the caches. A block is exponentiated, summed and differentiated while it is in cache, in
+place or in scratch memory of its size. That keeps the peak at one tile, and it is fast on a CPU. The numerics are those
+of `statistics.py`.
 
-A tile has its columns, not its rows, in one piece each: what a GEMM packs for each block of W is then the hidden
-states, which fit a cache, and not W.
+A tile is column-major: a GEMM then packs the hidden states, which fit a cache, for each block of W, and not W.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers, planner, reference
+from fused_grpo import _cpu_buffers, chunking, reference
+from fused_grpo.chunking import BLOCK_BYTES
 from fused_grpo.config import TokenTerms
-from fused_grpo.planner import BLOCK_BYTES
 from fused_grpo.statistics import (
     HEADROOM,
     RowState,
@@ -37,12 +36,12 @@ _PARTS = 4
 
 def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
-    stride = planner.column_stride(rows)
+    stride = chunking.column_stride(rows)
     return _cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
 
 
 def row_statistics(logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Any) -> RowState:
-    """The state of the rows of a tile, which stays as it is; `targets` outside of [0, C) are not here.
+    """The state of the rows of a tile, which is not changed. `targets` outside of [0, C) are in another tile.
 
     `head` is bias [C] or None, temperature [R], logit_scale and softcap.
     """
@@ -62,9 +61,9 @@ def softmax_weights_(
 
         d log p_n / d(h.w_v) = scale_n E_nv    for every v, the target included.
 
-    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows; where it is not,
-    their statistics must be `known`, and the scale is that of whole rows. Rows that are not finite have weights of 0
-    and keep their scale, NaN: products with other rows are numbers.
+    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows, or the statistics of
+    the whole rows are `known`. Rows that are not finite have weights of 0 and a scale of NaN, so that they do not
+    affect products with other rows.
     """
     tile, out = _Tile(logits, targets, **head), _in_place(logits, dtype or logits.dtype)
     if known is None:
@@ -85,17 +84,17 @@ def softmax_weights_(
 def _fold(tile: _Tile, *, entropy: bool, out: Tensor | None = None) -> tuple[RowState, Tensor]:
     """(the state of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
     parts = list[RowState]()
-    # A GPU would have to wait for the answer whether a shift is raised: there the largest logits are found first.
+    # On a GPU, a test whether a shift is raised would synchronize: the largest logits are computed first.
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
     for block in tile.blocks(out):
-        # With the entropy, sums are relative to the block's own largest logit: what they are off by would cancel.
+        # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
         top = block.z.amax(1) if entropy else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = shift if top is None else top
         centred = torch.sub(block.z, finite(centre)[:, None], out=block.scratch(0) if entropy else block.place())
         e = torch.exp(centred, out=block.place(1) if entropy else centred)
-        # Below -128 exp is 0 or all but: the clamp only keeps 0 * -inf out.
+        # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = _sums(centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts = with_part(parts, RowState(centre, _sums(e), weighted, tile.target_logit))
         if out is not None:
@@ -104,9 +103,9 @@ def _fold(tile: _Tile, *, entropy: bool, out: Tensor | None = None) -> tuple[Row
 
 
 def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None) -> Tensor:
-    """The shift of rows whose next logits are z, with a maximum of `top`; the exponentials `before` them follow it."""
+    """The shift of rows after the next logits z with maximum `top`. The exponentials `before` them are rescaled."""
     if top is None:
-        # The maximum of all rows is found twice as fast as that of each, and as a rule says enough.
+        # One maximum over all rows is twice as fast as one per row, and usually sufficient.
         if not len(shift) or z.amax() <= shift.amin() + HEADROOM:
             return shift
         top = z.amax(1)
@@ -120,9 +119,10 @@ def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None)
 
 
 def _sums(values: Tensor) -> Tensor:
-    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over columns in one piece each.
+    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns.
 
-    (A product with ones would be as fast, and add one column to the next: equal ones would all round alike.)
+    (A product with ones would be as fast, but would add one column after the other: equal columns would all round in
+    the same direction.)
     """
     if values.shape[1] % _PARTS:
         return values.sum(1)
@@ -142,11 +142,11 @@ def logits_gradient_(
 ) -> Tensor:
     """d loss / d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
-    `targets` outside of [0, C) are not here; the statistics are those of whole rows, the entropy among them where it
-    has a gradient. A row whose gradients are 0 is 0, whatever its logits are.
+    `targets` outside of [0, C) are in another tile. The statistics are those of whole rows, with the entropy where it
+    has a gradient. A row whose upstream gradients are 0 is 0, even if its logits are NaN.
     """
     tile, out = _Tile(logits, targets, **head), _in_place(logits, dtype or logits.dtype)
-    # Of each row, [R, 1]: once for the tile, not for each of its blocks.
+    # [R, 1], computed once for the tile, not for each block.
     log_p, upstream, shift = known.logprobs[:, None], grad_logprobs[:, None], finite(known.shift)[:, None]
     slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, known.total[:, None])
     at_target = upstream * -torch.expm1(log_p)
@@ -154,7 +154,7 @@ def logits_gradient_(
     none = upstream == 0
     if grad_entropy is not None and known.entropy is not None:
         upstream_entropy, mean = grad_entropy[:, None], known.entropy[:, None]
-        # The clamps, here and below, keep 0 * -inf out; beyond them a factor is 0 or all but.
+        # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0 or almost 0.
         at_target = at_target - upstream_entropy * log_p.exp() * (log_p.clamp_min(-128.0) + mean)
         of_entropy = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
         factor, none = slope * share, none & (upstream_entropy == 0)
@@ -174,7 +174,7 @@ def logits_gradient_(
 def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
     """(factor = scale * grad_logprobs [R], factor * hidden [R, D] in the dtype of hidden).
 
-    A row without a gradient is 0, whatever its scale and its hidden states are.
+    A row without a gradient is 0, even if its scale or its hidden states are NaN.
     """
     factor = torch.where(grad_logprobs == 0, 0.0, scale * grad_logprobs)
     if hidden is None:
@@ -183,7 +183,7 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """Values times a 0-d factor, in place; a CPU spares itself a factor of 1, elsewhere to ask would be to wait."""
+    """Values times a 0-d factor, in place. A factor of 1 is skipped on a CPU; elsewhere the test would synchronize."""
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return values
     return values.mul_(factor)
@@ -207,7 +207,7 @@ def grpo_token_loss(
     """
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     with torch.inference_mode(False), torch.enable_grad():
-        # Tensors of inference mode cannot take part in autograd; copies of them can.
+        # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
         for name in ("logprobs", "log_ratio"):
             value = ours[name]
@@ -224,24 +224,24 @@ def token_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class _Block(NamedTuple):
-    """Some columns of a tile, with their transformed logits."""
+    """A block of columns of a tile, with their transformed logits."""
 
     tile: _Tile
     columns: slice
-    z: Tensor  # [R, c], -inf at the targets; the tile itself where nothing transforms it, else scratch 0
+    z: Tensor  # [R, c], -inf at the targets; in the tile itself without a transform, else in scratch 0
     slope: Tensor | None  # [R, c] dz/dx of the soft cap, where there is one and results are written
     out: Tensor | None  # [R, c], where they are written
 
     def scratch(self, number: int) -> Tensor:
-        """[R, c], made when it is first asked for, which is for the largest block."""
+        """Scratch memory [R, c], allocated at the first call, which is for the largest block."""
         return self.tile.scratch(number, self.z.shape[1])
 
     def place(self, number: int = 0) -> Tensor:
-        """Where to compute [R, c]: where the result belongs, unless it has yet to be narrowed; then scratch."""
+        """Where to compute [R, c]: in the output, or in scratch memory if the output has another dtype."""
         return self.scratch(number) if self.out is None or self.out.dtype != self.z.dtype else self.out
 
     def write(self, values: Tensor) -> None:
-        """Put `values`, which are in `place`, times the slope where they belong."""
+        """Write `values`, which are in `place`, times the slope to the output."""
         assert self.out is not None
         values = values if self.slope is None else values.mul_(self.slope)
         if self.out.dtype != values.dtype:
@@ -249,7 +249,7 @@ class _Block(NamedTuple):
 
 
 class _Tile:
-    """A tile [R, C], what makes logits of its raw ones, and where its targets are."""
+    """A tile [R, C], the transform of its raw logits, and the places of its targets."""
 
     def __init__(
         self,
@@ -265,9 +265,9 @@ class _Tile:
         self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
         self.has_target = (targets >= 0) & (targets < raw.shape[1])
         self._column = torch.where(self.has_target, targets, 0)[:, None]
-        # At one temperature and scale 1 the raw logits are the logits; half of all calls, and a pass saved.
+        # At one temperature that equals the scale, the raw logits are the logits, which saves a pass.
         self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
-        # Powers of two cut the rows of a batch-invariant tile into blocks that are all alike.
+        # With powers of two, all blocks of a batch-invariant tile have the same width.
         self.width = 1 << (max(1, BLOCK_BYTES // max(1, len(raw) * raw.element_size())).bit_length() - 1)
         self._scratch: dict[int, Tensor] = {}
         at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
@@ -276,9 +276,9 @@ class _Tile:
         self.slope_at_target = None if softcap is None else _slope(at_target[:, 0] * (logit_scale / softcap))
 
     def blocks(self, out: Tensor | None) -> Iterator[_Block]:
-        """A cache-sized block at a time; the tile stays as it is but for what is written to `out`, in its memory."""
+        """One cache-sized block at a time. Only writes to `out`, in the memory of the tile, change the tile."""
         shown = self._hide_(self.raw, self.targets) if self.as_it_is else ()
-        for columns in planner.chunks(self.raw.shape[1], self.width):
+        for columns in chunking.chunks(self.raw.shape[1], self.width):
             raw, slope = self.raw[:, columns], None
             z = raw
             if not self.as_it_is:
@@ -290,7 +290,7 @@ class _Tile:
             self.raw.scatter_(1, *shown)
 
     def largest(self) -> Tensor:
-        """The largest logit but the target's, [R]."""
+        """The largest logit of each row except the target's, [R]."""
         return torch.stack([block.z.amax(1) for block in self.blocks(None)]).amax(0)
 
     def put_at_target_(self, out: Tensor, values: Tensor) -> None:
@@ -299,7 +299,7 @@ class _Tile:
         out.scatter_(1, self._column, mine)
 
     def scratch(self, number: int, columns: int) -> Tensor:
-        """[R, c], in the order of the tile."""
+        """Scratch memory [R, c], column-major as the tile."""
         rows = len(self.raw)
         if number not in self._scratch:
             self._scratch[number] = self.raw.new_empty(rows * columns)
@@ -308,11 +308,11 @@ class _Tile:
     def _transformed(
         self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(z, dz/dx of the soft cap if there is one and it is asked for), from `raw` [R, c] into `out`."""
+        """(z, dz/dx of the soft cap if there is one and `slope`), from `raw` [R, c] into `out`."""
         raw = raw if bias is None else torch.add(raw, bias, out=out)
         temperature = self.temperature[:, None]
         if self.softcap is None:
-            # Where temperature and scale are equal this is exactly 1: a row is multiplied or not, to the same bits.
+            # If temperature and scale are equal, this is exactly 1: skipping the product gives the same bits.
             return torch.mul(raw, self.logit_scale / temperature, out=out), None
         torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
         slopes = 1 - out.square() if slope else None
@@ -320,7 +320,7 @@ class _Tile:
 
     @staticmethod
     def _hide_(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """-inf at the targets that are columns of z [R, c]; what `z.scatter_(1, ...)` brings them back with."""
+        """Write -inf at the targets in z [R, c]. Returns the arguments of `z.scatter_(1, ...)` that restores them."""
         column = targets[:, None].clamp(0, z.shape[1] - 1)
         kept = z.gather(1, column)
         z.scatter_(1, column, torch.where(targets[:, None] == column, -torch.inf, kept))
@@ -332,6 +332,6 @@ def _all_equal(temperature: Tensor, value: float) -> bool:
 
 
 def _slope(x: Tensor) -> Tensor:
-    """1 - tanh^2(x) as 4 e / (1 + e)^2: nothing cancels where the cap saturates."""
+    """1 - tanh^2(x) as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
     e = torch.exp(-2 * x.abs())
     return 4 * e / (1 + e).square()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo import _impl, logprob_plans
+from fused_grpo import _dispatch, logprob_plans
 from fused_grpo.head import Head
 from fused_grpo.shards import Shards, shards_of
 from fused_grpo.statistics import Statistics, no_columns
@@ -26,12 +26,24 @@ def vocab_parallel_logprobs(
     batch_invariant: bool,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard; errors as of `shards_of`."""
+    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard.
+
+    Raises:
+        InputError, UnsupportedError: as `shards_of`.
+    """
     shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
     kept = head.targets != ignore_index
     head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
-    inputs = (head.hidden, head.weight, head.bias, head, shards, _impl.passes(_impl.choose(impl, head.hidden)), options)
+    inputs = (
+        head.hidden,
+        head.weight,
+        head.bias,
+        head,
+        shards,
+        _dispatch.passes(_dispatch.choose(impl, head.hidden)),
+        options,
+    )
     logprobs, entropies = _VocabParallel.apply(*inputs)  # type: ignore[no-untyped-call]
     return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
 
@@ -79,5 +91,5 @@ class _VocabParallel(torch.autograd.Function):
             hidden_dtype=head.dtype,
         )
         if d_hidden is not None:
-            d_hidden = shards.add_up(d_hidden).to(hidden.dtype)
+            d_hidden = shards.sum_over_ranks(d_hidden).to(hidden.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None

@@ -1,9 +1,9 @@
-"""Lay `kernels/` out as a repository of the Hugging Face Kernel Hub: `python scripts/build_kernel.py OUTPUT`.
+"""Build a repository of the Hugging Face Kernel Hub from `kernels/`: `python scripts/build_kernel.py OUTPUT`.
 
-kernel-builder, the Hub's own tool, needs Nix. A kernel without compiled code ("noarch") only wants its sources copied
-once per backend, with metadata. This does it from the same `build.toml`, with Python alone:
+kernel-builder, the Hub's own tool, needs Nix. A kernel without compiled code ("noarch") needs only a copy of its
+sources per backend, with metadata. This script writes them from the same `build.toml`, with Python alone:
 
-    OUTPUT/build/CARD.md              the card with its blanks filled, README.md on the Hub
+    OUTPUT/build/CARD.md              the card with its placeholders filled, README.md on the Hub
     OUTPUT/build/torch-<backend>/     the sources, metadata.json, and <package>/__init__.py for plain imports
 """
 
@@ -31,10 +31,10 @@ globals().update({{name: getattr(module, name) for name in module.__all__}})
 
 
 def build(project: Path, output: Path, repo_id: str | None = None) -> None:
-    """Write the kernel of `project` into `output`, a folder that is empty or not there yet."""
+    """Write the kernel of `project` into `output`, an empty or new folder."""
     config = tomllib.loads((project / "build.toml").read_text())
     general, noarch = config.get("general", {}), config.get("torch-noarch", {})
-    # An option that this does not know would be ignored in silence: refused instead.
+    # An unknown option is refused, so that no option is ignored silently.
     odd = config.keys() ^ SECTIONS | (general.keys() - {"hub"}) ^ GENERAL
     odd |= noarch.keys() ^ {ARCHS.get(backend, backend) for backend in general.get("backends", ())}
     want(not odd, f"{sorted(odd)} missing or unknown in build.toml", "mend it, or build with kernel-builder")
@@ -74,7 +74,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Lay kernels/ out for the Hugging Face Kernel Hub.")
-    parser.add_argument("output", type=Path, help="a folder that is empty or not there yet")
+    parser = argparse.ArgumentParser(description="Build a repository of the Hugging Face Kernel Hub from kernels/.")
+    parser.add_argument("output", type=Path, help="an empty or new folder")
     parser.add_argument("--repo-id", help="OWNER/NAME on the Hub, for the card")
     build(PROJECT, **vars(parser.parse_args()))

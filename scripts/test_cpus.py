@@ -1,11 +1,11 @@
-"""The tests that compare numbers, as other CPUs would compute them: `make test-cpus` prints a table.
+"""The tests that compare numbers, computed as on other CPUs: `make test-cpus` prints a table.
 
-Three libraries choose their code by the CPU they find: PyTorch's own kernels, MKL (fp32 and fp64 GEMMs) and oneDNN
-(bf16 GEMMs, so autocast and vLLM). Each lets an environment variable name an older or another CPU, and any of them, or
-another number of threads, sums in another order. A row per value. A row that asks for instructions this CPU lacks is
-said to be left out: run it on one that has them.
+Three libraries select their code by the CPU: PyTorch's own kernels, MKL (fp32 and fp64 GEMMs) and oneDNN (bf16 GEMMs,
+for autocast and vLLM). An environment variable of each selects the code of another CPU. That code, or another number of
+threads, sums in another order. The table has one row per value of a variable. A row whose instructions this CPU does
+not have is marked as left out.
 
-"bits" is a digest of a few sums made under that row: where it differs from the first row's, other code did run.
+"bits" is a digest of a few sums under that row: if it differs from that of the first row, other code has run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
-# The ops and the drop-ins, and of the trainer what says that two ways of training are equal.
+# The ops, the drop-ins, and tests of the trainer that compare two trainings.
 TESTS = ["tests/ops", "tests/integrations"] + [
     f"tests/trainer/{name}"
     for name in (
-        *("batching", "collect", "distributed", "models", "checkpoint/test_resume.py", "test_loop.py", "test_parts.py"),
+        *(
+            "batching",
+            "collect",
+            "distributed",
+            "models",
+            "checkpoint/test_resume.py",
+            "test_loop.py",
+            "test_construction.py",
+        ),
         *("test_packed_equals_padded.py", "test_textbook.py"),
     )
 ]
@@ -63,7 +71,7 @@ ROWS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Arguments go to pytest, which has whole files to give to each of two workers."""
+    """Run pytest with these arguments for each row, with two workers."""
     flags, model = this_cpu()
     print(f"{model}\n\n| row | bits | passed | failed | skipped | minutes |\n|---|---|---:|---:|---:|---:|", flush=True)
     failed = 0
@@ -72,7 +80,7 @@ def main(arguments: list[str]) -> int:
         if missing := row.needs - flags:
             print(f"| {name} | | not on this CPU, which has no {', '.join(sorted(missing))} | | | |", flush=True)
             continue
-        # What PyTorch's compiler has cached is for the instructions of another row.
+        # A fresh cache: the code in PyTorch's compiler cache is for the instructions of another row.
         cache = tempfile.mkdtemp()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache, row.variable: row.value}
         bits = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)
@@ -86,7 +94,7 @@ def main(arguments: list[str]) -> int:
 def run_tests(
     python: str | Path, tests: Sequence[str], *, env: dict[str, str]
 ) -> tuple[bool, tuple[int, int, int, str]]:
-    """Whether pytest ended well; how many passed, failed, were skipped, in how many minutes. Shows what failed."""
+    """Whether pytest was green; (passed, failed, skipped, minutes). Prints the output of a run that failed."""
     start = time.monotonic()
     command = [python, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *tests]
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
@@ -100,7 +108,7 @@ def run_tests(
 
 
 def this_cpu() -> tuple[set[str], str]:
-    """What instructions it has, and its name."""
+    """(the instruction sets, the name) of this CPU."""
     found = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in found.items()}
     return set(fields.get("flags", "").split()), fields.get("model name", "a CPU without a name")

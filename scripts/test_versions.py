@@ -1,10 +1,10 @@
 """The tests under the oldest and the newest versions that pyproject.toml claims: `make test-versions`.
 
-A row is an environment: the oldest versions of all that the package names (and no NumPy that Triton 3.6's interpreter
-cannot use), the newest, and the pinned ones of `make setup`, with vLLM. Each runs the ops, the kernels (compiled and
-interpreted), the drop-ins and short training runs; the pinned one trains with vLLM, too. What a row found is a row of
-the table in docs/versions.md. The environments, of gigabytes where torch comes with CUDA, stay in .venv-oldest and
-.venv-newest.
+A row is an environment: the oldest versions of all dependencies (with a NumPy that Triton 3.6's interpreter can use),
+the newest versions, and the pinned ones of `make setup`, with vLLM. Each runs the tests of the ops, the kernels
+(compiled and interpreted), the drop-ins and short training runs; the pinned one also trains with vLLM. The result is a
+row of the table in docs/versions.md. The environments stay in .venv-oldest and .venv-newest; with CUDA they take
+gigabytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROWS = (
 
 
 def main(names: list[str]) -> int:
-    """Run the rows of these names, or all; the table keeps what it has of the others."""
+    """Run the rows of these names, or all; the table keeps the results of the other rows."""
     count = 0
     for row in ROWS if not names else [row for row in ROWS if row.name in names]:
         line, failed = run(row)
@@ -55,7 +55,7 @@ def main(names: list[str]) -> int:
 
 
 def run(row: Row) -> tuple[str, bool]:
-    """Its line of the table, and whether anything failed."""
+    """(the line of the table, whether a test failed)."""
     python = ROOT / row.folder / "bin" / "python"
     if row.options is not None:
         install(row, python)
@@ -75,7 +75,7 @@ def install(row: Row, python: Path) -> None:
 
 
 def versions(python: Path) -> list[str]:
-    """Of what the table shows; a dash where it is not installed."""
+    """The versions in the table; a dash for what is not installed."""
     listed = subprocess.run([UV, "pip", "freeze", "--python", python], capture_output=True, text=True, check=True)
     found = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
     of_python = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]

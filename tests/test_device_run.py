@@ -21,9 +21,9 @@ WHOLE = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
 SOME = tuple(
     f"tests/{file}.py::test_{name}"
     for file, name in (
-        ("ops/test_speculative", "the_loss_that_was_foreseen"),
+        ("ops/test_speculative", "the_speculated_loss"),
         ("ops/test_outside_oracle", "ignored_rows_give_zero_and_no_gradient"),
-        ("ops/test_exactness", "a_confident_token_keeps_its_gradient"),
+        ("ops/test_extremes", "a_banned_target_has_no_probability_and_a_gradient"),
         ("kernels/test_logprob_forward", "single_token_vocabulary_is_certain"),
         ("kernels/test_row_passes", "gradients_of_each_option_alone"),
         ("kernels/test_row_passes", "without_a_gradient_a_row_is_zero_whatever_it_holds"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import gpu_first
 import pytest
 from bare_venv import bare_venv
 
@@ -17,10 +17,6 @@ from fused_grpo import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_first.py"
-spec = importlib.util.spec_from_file_location("gpu_first", SCRIPT)
-gpu_first = importlib.util.module_from_spec(spec)
-sys.modules["gpu_first"] = gpu_first  # which its dataclasses look for
-spec.loader.exec_module(gpu_first)
 
 
 def results_in(folder: Path) -> list[dict]:

@@ -1,8 +1,13 @@
-"""`Learner`: the policy and what moves it, one optimizer step at a time.
+"""`Learner`: the policy, its reference and its optimizer, one optimizer step at a time.
 
-A step is a sum over micro-batches whose normalisers are those of the whole step over all processes, so the way it is
-cut changes memory and nothing else. Either every process makes a step or none does: what decides about it (metrics,
-gradient norm) is known to all of them before the optimizer moves.
+    micro-batches = pack(EffectiveBatch)                      # [R, L] token ids, N completion tokens
+    ref_logprobs  = reference(micro-batch)                    # [N], with beta > 0 only
+    loss.backward() for each micro-batch                      # normalised by the counts of the whole step
+    clip, check, optimizer.step()
+
+The loss is a sum over micro-batches, normalised by the token and sequence counts of the whole step over all ranks, so
+the cut into micro-batches changes memory and nothing else. Either every rank makes a step or none does: metrics and
+gradient norm, which decide it, are known to all ranks before the optimizer moves.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.batching.merge_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
@@ -29,7 +35,6 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import is_sharded, prepare_sharding, reshard, shard_like_policy
 from fused_grpo.trainer.engines import checkpoint_weights
-from fused_grpo.trainer.logging.metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.models.adapters import as_reference, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.policy import PolicyLoss
@@ -45,10 +50,10 @@ class Learner:
     Args:
         model: the causal LM that is trained, in place; or a PeftModel.
         args: the options of the run.
-        accelerator: wraps the policy, and talks to the other processes.
-        max_steps: of the schedule.
-        optimizers: an optimizer over the model's parameters and a schedule, instead of those that `args` asks for.
-        corrected: whether rollouts come with log-probs of another engine.
+        accelerator: wraps the policy and connects the ranks.
+        max_steps: the length of the schedule.
+        optimizers: an optimizer over the model's parameters and a schedule, instead of those of `args`.
+        corrected: whether another engine than the trainer's own model samples, so that the loss corrects for it.
     """
 
     def __init__(
@@ -79,13 +84,13 @@ class Learner:
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
     def learn(self, batch: EffectiveBatch, *, check: Check | None = None) -> tuple[EffectiveBatch, dict[str, float]]:
-        """One update. Returns the batch with the log-probs that were computed on the way, and the step's metrics.
+        """One update. Returns the batch with the log-probs that were computed for it, and the metrics of all ranks.
 
-        `check` is asked before the optimizer moves, with the metrics of all processes; it raises where it must not.
+        `check` is called with the metrics before the optimizer moves; it raises where the step must not be made.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite, and `max_skipped_steps` does not say to pass
-                over the step; nothing has been updated.
+            NonFiniteError: the loss or the gradient norm is not finite, and more than `max_skipped_steps` steps in a
+                row were; nothing has been updated.
         """
         batch, packed = self._with_reference(batch, self._pack(batch))
         options = self._counts(packed, len(batch.completion_ids)) | self._entropy_options(packed)
@@ -93,7 +98,7 @@ class Learner:
         try:
             outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
             mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-            # Of all processes, so that either every one of them goes on from here or none does.
+            # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = merge_floats(gather_object([mine]))
             metrics["grad_norm"] = self._clip()
             admitted = self.nonfinite.admits(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
@@ -116,7 +121,7 @@ class Learner:
         return batch, metrics
 
     def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
-        """The batch with the log-probs of the policy as it is, for a step that comes after it has moved."""
+        """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
         packed = self._pack(batch)
         values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
         return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
@@ -124,7 +129,7 @@ class Learner:
     def _with_reference(
         self, batch: EffectiveBatch, packed: list[MicroBatch]
     ) -> tuple[EffectiveBatch, list[MicroBatch]]:
-        """Both with the reference's log-probs, where there is a KL term and they are not there yet."""
+        """Both with the reference's log-probs, where there is a KL term and they have not been computed yet."""
         if self.args.beta == 0 or batch.ref_logprobs is not None:
             return batch, packed
         with self._reference_policy() as reference:
@@ -135,16 +140,16 @@ class Learner:
         return dataclasses.replace(batch, ref_logprobs=ref_logprobs), packed
 
     def weights(self) -> dict[str, Tensor]:
-        """The causal LM's full state dict, for the first process to save; every process has to ask."""
+        """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
         return model_weights(self.accelerator.get_state_dict(self.policy))
 
     def served_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What an engine is given: full tensors under the names of a checkpoint, with an adapter merged into them."""
+        """The weights for an engine: full tensors under the names of a checkpoint, with an adapter merged into them."""
         return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model)
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:
-        """The frozen copy; where only an adapter is trained, the policy itself without it."""
+        """The frozen copy; where only an adapter is trained, the policy without its adapter."""
         if self.reference is not None:
             yield self.reference
             return
@@ -160,11 +165,11 @@ class Learner:
             device=self.accelerator.device,
             max_tokens=self.args.max_tokens_per_micro_batch,
             attention=self.attention,
-            agree=self._most,
+            agree=self._max_over_ranks,
         )
 
-    def _most(self, mine: int) -> int:
-        """The largest of all processes' numbers: they run as many micro-batches each, or wait for one another."""
+    def _max_over_ranks(self, mine: int) -> int:
+        """The largest number of all ranks: each runs as many micro-batches, or their collectives would not match."""
         numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         return int(numbers.max().item())
 
@@ -181,17 +186,17 @@ class Learner:
             reshard(policy)
 
     def _counts(self, packed: Sequence[MicroBatch], sequences: int) -> dict[str, Any]:
-        """The normalisers of the whole step, over all micro-batches and processes."""
+        """The normalisers of the whole step, over all micro-batches and ranks."""
         mine = [sum(len(part.targets) for part in packed), sequences]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
-        # A step may have nothing to learn from: every completion truncated and masked.
+        # A step may have no token in its loss: every completion truncated and masked.
         num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return {"num_tokens": num_tokens, "num_sequences": num_sequences}
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> dict[str, Any]:
-        """The coefficient of this step, and a quantile's threshold over all of its tokens where there is one.
+        """The entropy coefficient of this step, and with `top_entropy_quantile` the threshold over all of its tokens.
 
-        The threshold takes a forward pass of its own: which tokens count is not known before all were seen.
+        The threshold takes a forward pass of its own, because it depends on all tokens of the step.
         """
         config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
         options: dict[str, Any] = {"config": config}
@@ -204,15 +209,15 @@ class Learner:
         return options
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
-        # DDP and FSDP average over processes what has to be a sum. DDP needs to reduce only once; FSDP would have to
-        # keep every gradient whole until then, which is what it is there to avoid.
+        # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
+        # full gradients until then, which costs the memory that it is used to save.
         with nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy):
             output: GRPOLossOutput = self.policy(part, **options)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output
 
     def _clip(self) -> float:
-        """Clip the gradient of all processes to `max_grad_norm`; its norm before."""
+        """Clip the gradient of all ranks to `max_grad_norm`. Returns the norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
         return float(norm.full_tensor() if is_sharded(norm) else norm)
 
@@ -222,7 +227,7 @@ class Learner:
             return
         share, policy = self.args.ref_model_mixup_alpha, self.accelerator.unwrap_model(self.policy)
         with torch.no_grad():
-            # A tied tensor once; where they are divided, each process its part of both.
+            # A tied tensor once; where parameters are sharded, each rank updates its shard.
             for mine, theirs in zip(self.reference.parameters(), policy.parameters(), strict=True):
                 mine.lerp_(theirs.to(mine), share)
 
@@ -244,7 +249,7 @@ class EntropyController:
         return self.coefficient if self.last_entropy <= self.args.entropy_target else 0.0
 
     def update(self, entropy: float | None) -> dict[str, float]:
-        """Take in the mean entropy of a step, in nats; what to log of it."""
+        """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
         if not self.args.use_adaptive_entropy or entropy is None:
             return {}
         args, applied = self.args, self.applied
@@ -277,7 +282,7 @@ def quantile(values: Tensor, share: float) -> Tensor:
 
 
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
-    """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in none."""
+    """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in no batch."""
     found = [torch.zeros(0)] * total
     for part, flat in zip(packed, values, strict=True):
         pieces = flat.detach().float().cpu().split(part.cu_seqlens.diff().tolist())
@@ -327,7 +332,7 @@ def _prepare_model(model: PreTrainedModel, args: GRPOConfig) -> None:
         options = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if options["use_reentrant"] and is_adapted(model):
-            # It sees gradients only where an input asks for them, and the frozen embedding's output does not.
+            # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
             model.enable_input_require_grads()
     if args.disable_dropout:
         disable_dropout(model)

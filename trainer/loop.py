@@ -1,23 +1,36 @@
-"""The GRPO loop: sync, generate, score, learn, log. Read `GRPOTrainer.train` first; everything else serves it.
+"""The GRPO loop: sync, generate, score, learn, log. One step, with P prompts, G completions each, B = P * G sequences:
+
+    engine.load_weights(policy)                          # only where the engine serves older ones
+    rollouts = engine.generate(prompts, n=G)             # once per effective batch: B completions, their log-probs
+    rewards = reward_funcs(completions)                  # [B]
+    advantages = normalised within groups                # [B]
+    batches = balanced across ranks, one for each optimizer step, old log-probs for all but the first
+    for micro_batch in packed(batch):                    # [R, L] token ids, N completion tokens
+        hidden = backbone(micro_batch)                   # [N, D], no logits
+        loss = fused_linear_grpo_loss(hidden, lm_head)   # 0-d, normalised by the whole step's tokens
+        loss.backward()
+    clip, check against the engine's log-probs, optimizer.step()
+    log, evaluate, save
 
 What makes it this loop and not another:
 
-- **One generation per effective batch.** The engine is asked once for everything that an optimizer step (times
+- **One generation per effective batch.** The engine is called once for everything that an optimizer step (times
   `num_iterations`) learns from, so it runs at its best batch size and gradient accumulation costs no generation.
 - **No forward pass for old log-probs.** The rollouts come from the weights being trained, so the old log-probs of the
-  first iteration are the current ones; the loss hands them out and later iterations use them.
-- **The engine is checked by what it says.** Each sampled token comes with the sampler's log-prob; the loss measures the
-  trainer's against it, and a step whose difference is beyond rounding stops before the optimizer moves.
-- **It can be killed.** A checkpoint holds all that the next step depends on, rollouts in progress included; a resumed
-  run makes the same steps, bit for bit, that the killed one would have made.
+  first iteration are the current ones; the loss returns them and later iterations use them.
+- **The engine is checked by its log-probs.** Each sampled token comes with the engine's log-prob; the loss compares the
+  trainer's with it, and a step whose difference is beyond rounding ends the run before the optimizer moves.
+- **It can be killed.** A checkpoint holds everything that the next step depends on, unfinished rollouts included; a
+  resumed run makes the same steps, bit for bit, as one that was not killed.
 
-It is not a subclass of transformers.Trainer: the loop is short, and what a trainer should borrow (devices, DDP, mixed
-precision, schedulers, trackers, weights on disk) it takes from Accelerate and transformers.
+It is not a subclass of transformers.Trainer: the loop is short. Devices, DDP, FSDP2, mixed precision, schedulers,
+trackers and files of weights are those of Accelerate and transformers.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +39,15 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, training_state
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.config.arguments import refuse_function_ahead, refuse_missing
+from fused_grpo.trainer.config.checks import check_rollout_func
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
@@ -47,8 +60,8 @@ from fused_grpo.trainer.engines.function import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.metrics import rewind_logs
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
-from fused_grpo.trainer.logging.run_facts import run_facts
-from fused_grpo.trainer.logging.run_output import Phases, RunOutput, TrainResult
+from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model, files_of, is_adapted
 from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
 
@@ -98,16 +111,16 @@ class GRPOTrainer:
         peft_config: Any = None,
         **unsupported: Any,
     ) -> None:
-        # Everything that can be wrong is looked at before anything is loaded, started or written.
-        refuse_missing(unsupported)
-        refuse_function_ahead(args, rollout_func)
+        # Everything is checked before anything is loaded, started or written.
+        refuse_trainer_arguments(unsupported)
+        check_rollout_func(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
         self.dataset = check_dataset(train_dataset, name="train_dataset")
         self.eval_dataset = (
             None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset", indexed=True)
         )
         self.accelerator = make_accelerator(args)
-        # Models and engines are made from here on, which may fail on one process alone.
+        # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
             rank, processes = self.accelerator.process_index, self.accelerator.num_processes
             self.output_dir = Path(args.output_dir)
@@ -115,7 +128,7 @@ class GRPOTrainer:
             self.prompts_per_process = args.prompts_per_process(processes)
             check_output_dir(
                 self.output_dir,
-                # Where there are checkpoints, `train` will be told whether to go on from them.
+                # Where there are checkpoints, the arguments of `train` say whether to resume from them.
                 resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
                 overwrite=args.overwrite_output_dir,
                 keep=self.model_path,
@@ -124,7 +137,7 @@ class GRPOTrainer:
                 reward_funcs, args, processing_classes=reward_processing_classes, device=self.accelerator.device
             )
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
-                self.rewards.check_columns(self.dataset[0])  # an engine of the user's may add columns
+                self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
             self.sampler = PromptSampler(
                 self.dataset,
                 prompts_per_batch=self.prompts_per_process,
@@ -134,7 +147,7 @@ class GRPOTrainer:
                 world_size=processes,
             )
             self.max_steps = self._planned_steps()
-            set_seed(args.seed, device_specific=True)  # of dropout, and of adapters that are to be made
+            set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             model = str(model) if isinstance(model, Path) else model
             self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
             self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
@@ -150,13 +163,20 @@ class GRPOTrainer:
             )
             vocab_size = self.model.config.get_text_config().vocab_size
             self.collector = Collector(
-                args, self.accelerator, self.sampler, self.rewards, self.processing_class, vocab_size=vocab_size
+                args,
+                self.accelerator,
+                self.sampler,
+                self.rewards,
+                self.processing_class,
+                vocab_size=vocab_size,
+                with_old_logprobs=self.learner.with_old_logprobs,
+                attention=self.learner.attention,
             )
             self.buffer: RolloutBuffer | None = None
             self.stop = StopOnSigterm()
             self.state = TrainerState(max_steps=self.max_steps)
             self.output = RunOutput.silent(args)
-            # Last, and on all ranks: none enters `train` before all have an engine.
+            # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(self.accelerator, "starting the engine"):
                 self.engine = self._choose_engine(rollout_func) if rollout_engine is None else rollout_engine
 
@@ -169,15 +189,15 @@ class GRPOTrainer:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
-            resume_from_checkpoint: as the option of that name, which it takes the place of.
+            resume_from_checkpoint: replaces the option of that name.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
             WeightSyncError: the engine does not serve the trainer's weights.
             NonFiniteError: the loss or a gradient is not finite.
             PeerError: another rank failed; the message has its reason.
-            In all four cases the step that failed has updated nothing.
-            CheckpointError: the checkpoint to resume from is damaged, or of another run.
+                In all four cases the step that failed has updated nothing.
+            CheckpointError: the checkpoint to resume from is damaged, or belongs to another run.
             SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
         """
         metrics: dict[str, Any] = {}
@@ -186,12 +206,13 @@ class GRPOTrainer:
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while self.step < self.max_steps:
                     phases = Phases()
-                    if self.buffer is None or self.buffer.is_used_up:
+                    if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
                         metrics = self._learn(self.buffer)
+                    must_stop = any_rank(self.accelerator, self.stop.requested)
                     self._record(metrics, phases)
-                    if any_rank(self.accelerator, self.stop.requested):
+                    if must_stop:
                         self._stop()
                     if self._due(self.args.eval_steps):
                         self.evaluate()
@@ -217,7 +238,7 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
 
-        Of a directory of your own, only the files of the model are written.
+        In a directory that you name, only the files of the model are written.
         """
         if output_dir is None:
             return self._save(self.output_dir / "final")
@@ -241,9 +262,9 @@ class GRPOTrainer:
         return choose_engine(self.args, self.model, self.processing_class, datasets, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
-        """Make the output directory and the log; measure the model, or put everything back where a checkpoint left."""
+        """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
-        # A model may come with gradients of what it was trained on before: they are no part of the first step.
+        # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "making the output directory"):
@@ -252,7 +273,7 @@ class GRPOTrainer:
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         if checkpoint is not None:
             self._restore(checkpoint)
-        facts = run_facts(
+        facts = describe_run(
             self.args,
             self.model,
             name=self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM"),
@@ -277,34 +298,26 @@ class GRPOTrainer:
                 rewind_logs(self.output_dir, self.step)
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
-        """The next generated batch, scored: one `generate` call, but for groups that `dynamic_sampling` replaces."""
+        """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
         self._wake_engine()
-        if self.collector.ahead is None:
-            with phases("sync"):
-                self._sync_engine()
-        ask = (lambda: self._ask_ahead(phases)) if self.args.generate_ahead else None
-        buffer, scored, advantages = self.collector.collect(self.engine, phases, trainer_state=self.state, then=ask)
+        if self.collector.prefetched is None:
+            self._sync_engine(phases)
+        drawn = None
+        if self.args.generate_ahead:
+            with all_ranks_succeed(self.accelerator, "sampling"):
+                drawn = self.collector.draw(self.engine, phases)
+            steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
+            if self.step + steps < self.max_steps:
+                self._sync_engine(phases)
+                with all_ranks_succeed(self.accelerator, "requesting the next batch"):
+                    self.collector.prefetch(self.engine)
+        buffer, records = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
-            self.engine.sleep()
-            self.output.rollouts(self.step + 1, scored.records(advantages))
-        with phases("train"):
-            attention = self.learner.attention
-            buffer.batches = [balanced(batch, self.accelerator, attention=attention) for batch in buffer.batches]
-            # The policy will have moved by the time it comes to these.
-            buffer.batches[1:] = [self.learner.with_old_logprobs(batch) for batch in buffer.batches[1:]]
+            self.output.rollouts(self.step + 1, records)
         return buffer
 
-    def _ask_ahead(self, phases: Phases) -> None:
-        """Have the next batch sampled while this one is learned from, if there will be one."""
-        steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
-        if self.step + steps < self.max_steps:
-            with phases("sync"):
-                self._sync_engine()
-            with all_ranks_succeed(self.accelerator, "asking for the next batch"):
-                self.collector.begin(self.engine)
-
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
-        """One optimizer step from the buffer's next part."""
+        """One optimizer step from the next part of the buffer."""
         on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
         batch, metrics = self.learner.learn(buffer.current, check=self._check_agreement if on_policy else None)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
@@ -312,8 +325,8 @@ class GRPOTrainer:
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
 
     def _check_agreement(self, metrics: dict[str, float]) -> None:
-        """Raise where the engine cannot have served the weights that the trainer has."""
-        # What a function samples with is its own affair, and dropout moves log-probs more than a stale engine does.
+        """Raise where the engine cannot have sampled from the trainer's weights."""
+        # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
         if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
             check_agreement(
@@ -325,7 +338,7 @@ class GRPOTrainer:
             )
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
-        """Log a step: the numbers first, then where its seconds went."""
+        """Log a step: its metrics and the seconds of its phases."""
         metrics |= {
             "epoch": self.epoch(),
             "generate_calls": self.collector.generate_calls,
@@ -334,7 +347,9 @@ class GRPOTrainer:
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
-        if self.step % self.args.logging_steps == 0:  # as in transformers: a line for every step would grow for ever
+        if (
+            self.step % self.args.logging_steps == 0
+        ):  # as in transformers: an entry for every step would grow without end
             self.state.log_history.append(metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, phases)
@@ -373,14 +388,14 @@ class GRPOTrainer:
         return directory
 
     def _stop(self) -> None:
-        """Save what a resumed run needs, whatever `save_only_model` says, and leave: SIGTERM has reached a process."""
+        """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received SIGTERM."""
         where = self._save_checkpoint(resumable=True)
         self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
         barrier(self.accelerator)
         raise SystemExit(EXIT_STATUS)
 
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
-        """Measure, save and describe the trained model."""
+        """Evaluate, save and describe the trained model."""
         after, final = self.evaluate(), self.output_dir / "final"
         facts = CardFacts(
             name=self.args.hub_model_id or self.output_dir.name,
@@ -411,14 +426,15 @@ class GRPOTrainer:
         with all_ranks_succeed(self.accelerator, "waking the engine"):
             self.engine.wake()
 
-    def _sync_engine(self) -> None:
-        """Hand the current weights to the engines, where one of them serves others."""
-        self.collector.settle()
-        if any_rank(self.accelerator, self.engine.weight_version != self.step):
-            self.accelerator.wait_for_everyone()  # processes may share a server: none of them samples from it now
-            weights = self.learner.served_weights()
-            with all_ranks_succeed(self.accelerator, "handing weights to the engine"):
-                sync(self.engine, weights, version=self.step)
+    def _sync_engine(self, phases: Phases | None = None) -> None:
+        """Send the current weights to the engines, if any of them serves older ones."""
+        with nullcontext() if phases is None else phases("sync"):
+            self.collector.wait_for_prefetched()
+            if any_rank(self.accelerator, self.engine.weight_version != self.step):
+                self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
+                weights = self.learner.served_weights()
+                with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
+                    sync(self.engine, weights, version=self.step)
 
     def _planned_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -431,5 +447,5 @@ class GRPOTrainer:
         return generations * self.args.steps_per_rollout(processes) * self.args.num_iterations
 
     def _due(self, every: float | None) -> bool:
-        """True at every so many steps, except at the last, which has its own."""
+        """True after every `every` steps but the last, after which `_finish` evaluates and saves."""
         return every is not None and self.step % every == 0 and self.step < self.max_steps

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -57,14 +58,14 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """Everything one optimizer step learns from, on this process: B sequences in order, whole groups."""
+    """What one optimizer step learns from, on this rank: B sequences in order, whole groups."""
 
     prompt_ids: list[list[int]]  # B
     completion_ids: list[list[int]]  # B
     sampling_logprobs: list[list[float]] | None  # B; None: the engine does not say
     advantages: Tensor  # [B] fp32
     rewards: Tensor | None = None  # [B] fp32, NaN: not scored; to look at, nothing is computed from them
-    learns: Tensor | None = None  # [B] bool, False: counted among the step's sequences, and that is all; None: all True
+    in_loss: Tensor | None = None  # [B] bool, False: the sequence counts in normalisers only; None: all True
     old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
     ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
 
@@ -80,9 +81,27 @@ class EffectiveBatch:
             sampling_logprobs=some(self.sampling_logprobs),
             advantages=self.advantages[list(indices)],
             rewards=None if self.rewards is None else self.rewards[list(indices)],
-            learns=None if self.learns is None else self.learns[list(indices)],
+            in_loss=None if self.in_loss is None else self.in_loss[list(indices)],
             old_logprobs=some(self.old_logprobs),
             ref_logprobs=some(self.ref_logprobs),
+        )
+
+    @classmethod
+    def joined(cls, batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
+        """Batches of the same step, one after the other."""
+
+        def lists(name: str) -> Any:
+            values = [getattr(batch, name) for batch in batches]
+            return None if any(value is None for value in values) else [entry for some in values for entry in some]
+
+        def tensors(name: str) -> Any:
+            values = [getattr(batch, name) for batch in batches if getattr(batch, name) is not None]
+            return torch.cat(values) if values else None
+
+        names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")
+        return cls(
+            **{name: lists(name) for name in names},
+            **{name: tensors(name) for name in ("advantages", "rewards", "in_loss")},
         )
 
 

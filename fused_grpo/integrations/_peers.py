@@ -1,4 +1,4 @@
-"""What every drop-in needs: the peer in a version that was read, and a way to put things in its place and back."""
+"""Helpers of all drop-ins: a check of the other project's version, and a replacement of its attributes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fused_grpo.errors import UnavailableError
 
 
 def check_version(package: str, versions: str) -> None:
-    """Raise where `package` is not installed in one of `versions`, as in "~=1.16.0".
+    """Check that `package` is installed in one of `versions`, for example "~=1.16.0".
 
     Raises:
-        UnavailableError: with the command that installs it.
+        UnavailableError: it is not installed, or in another version. The message has the command that installs it.
     """
     fix = f"fix: pip install '{package}{versions}'"
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise UnavailableError(f"got no {package}, want {package}{versions}; {fix}") from None
-    # Every peer brings it; torch and triton do not.
+    # Every peer depends on it; torch and triton do not.
     from packaging.specifiers import SpecifierSet
 
     if installed not in SpecifierSet(versions):
@@ -32,9 +32,9 @@ def check_version(package: str, versions: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner.name` be `value` for a while. What was there comes back, or goes again if it was inherited.
+    """Replace `owner.name` by `value` inside the context. Afterwards it is restored, or deleted if it was inherited.
 
-    What somebody has put around it in the meantime stays: they have it to undo.
+    If other code has replaced it in the meantime, that replacement stays: that code has to undo it.
     """
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)

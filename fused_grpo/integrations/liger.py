@@ -1,23 +1,23 @@
 """Liger's fused GRPO loss: the class `LigerFusedLinearGRPOLoss` of liger-kernel 0.8.5, over `fused_linear_grpo_loss`.
 
-The same constructor, call, loss, metrics and gradients; Liger itself is not imported. What the op has no argument for
-is said in those that it has:
+The constructor, call, loss, metrics and gradients are Liger's; Liger itself is not imported. Some of Liger's arguments
+are expressed by other arguments of the op:
 
 **The sampler's ratio** rho multiplies the policy term of a token. Each of these terms is positively homogeneous in the
-advantage A (sapo's temperature looks at its sign only), so rho * l(A) is l(rho * A) for rho >= 0.
+advantage A (sapo's temperature depends on its sign only), so rho * l(A) is l(rho * A) for rho >= 0.
 
-"vespo" takes rho into the weight phi(w) of the sequence instead: w is the product of the ratios of its tokens and of
-all rho, those on padding among them. With old log-probs the op does that, given sampling log-probs that differ from
-the old by log rho in sum. Without, w is known beforehand, and phi(w) multiplies A like any rho.
+For "vespo", rho is a factor of the sequence weight phi(w) instead: w is the product of the ratios of its tokens and of
+all rho, also those on padding. With old log-probs, the op computes this from sampling log-probs whose sum differs from
+the sum of the old ones by log rho. Without old log-probs, w is known beforehand, and phi(w) multiplies A like any rho.
 
-**Without a reference** Liger compares the policy with itself: that KL is 0, its gradient too, and beta = 0 is the same.
+**Without a reference** Liger compares the policy with itself: that KL and its gradient are 0, as with beta = 0.
 
-**"luspo"** is the mean over [B, T] of l times the length of its sequence, and nothing masks it: where l is one number
-per token, padding counts. At the sequence level and without a KL term it is one per sequence, and the op's (a ratio per
-token then counts by its mean over all T). The other cases are Liger's few lines of torch over `linear_logprobs`.
+**"luspo"** is the mean over [B, T] of l times the length of its sequence, without a mask: if l differs between tokens,
+padding counts. At the sequence level and without a KL term, l is one number per sequence, which the op computes (the
+sampler's ratio of tokens is then averaged over all T). The other cases use a few lines of torch over `linear_logprobs`.
 
-**The metrics** are made of the log-probs that the op hands out: its own are TRL's, which leave the ratio out of the KL
-and count clipping after delta.
+**The metrics** are computed from the log-probs that the op returns. The op's own metrics are TRL's, whose KL does not
+contain the ratio, and whose clip ratio is measured after delta.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.logprobs import linear_logprobs
-from fused_grpo.reference import compute_dtype, kl_term, policy_term, vespo_phi
+from fused_grpo.precision import compute_dtype
+from fused_grpo.reference import kl_term, policy_term, vespo_phi
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0
 
 
 class _Tokens(NamedTuple):
-    """What a call says about its tokens besides their ids, [B, T] each, constants for autograd."""
+    """The arguments of a call about its tokens besides their ids, [B, T] each, constants for autograd."""
 
     mask: Tensor  # bool
     advantages: Tensor  # [B, 1]
@@ -60,12 +61,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     Args:
         beta, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
             sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in Liger; GRPOLossConfig says what they do.
-        use_ref_model: whether a call has to bring a reference.
-        compiled, chunk_size: taken, and without effect: nothing is compiled, chunks are cut by a byte budget.
+            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in Liger; GRPOLossConfig documents them.
+        use_ref_model: whether a call must have a reference.
+        compiled, chunk_size: accepted without effect: nothing is compiled, and a byte budget sets the chunks.
 
     Raises:
-        InputError: values out of range; like Liger, most of what does not go together is found by the first call.
+        InputError: a value out of range. As in Liger, the first call finds most wrong combinations.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
         Args:
             _input: hidden states [B, T, D].
-            lin_weight, bias: the head, [V, D] and [V]. What requires no gradient costs none.
+            lin_weight, bias: the head, [V, D] and [V]. No gradient is computed for tensors that require none.
             selected_token_ids: [B, T].
-            attention_mask: [B, T], zeros and ones. Padding may hold anything, unless it counts ("luspo", see above).
+            attention_mask: [B, T], zeros and ones. Padding may have any values, except where it counts ("luspo").
             advantages: [B].
             ref_per_token_logps: [B, T], or the reference itself: ref_input [B, T, D'], ref_weight [V, D'], ref_bias.
             old_per_token_logps: [B, T]. None: on policy.
@@ -136,6 +137,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
         Returns:
             The loss, 0-d, and detached 0-d metrics: the mean KL (not with beta = 0), the share of clipped tokens.
+
+        Raises:
+            InputError: shapes or options that cannot be right, or no reference where one is required.
         """
         self._check_call(selected_token_ids, attention_mask, advantages, vllm_is_ratio)
         _check_per_token(selected_token_ids.shape, old_per_token_logps, ref_per_token_logps)
@@ -156,7 +160,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return output.loss, self._metrics(output.logprobs, tokens)
 
     def _check_call(self, ids: Tensor, attention_mask: Tensor, advantages: Tensor, rho: Tensor | None) -> None:
-        """What Liger asserts, and shapes that would broadcast."""
+        """Check what Liger asserts, and shapes that would broadcast."""
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise InputError(
                 f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}. "
@@ -196,7 +200,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         clipped = self.loss_type in CLIPPED
         return GRPOLossConfig(
             loss_type=self.loss_type,
-            # Below 0 the ratio never comes.
+            # The ratio is never negative.
             epsilon=min(self.epsilon_low, 1.0) if clipped else 0.0,
             epsilon_high=self.epsilon_high,
             delta=self.delta if clipped else None,
@@ -232,7 +236,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             "ref_logprobs": tokens.ref,
             "sampling_logprobs": sampling,
             "num_tokens": _num_tokens(tokens.mask, num_items) if self.loss_type in _BY_NUM_TOKENS else None,
-            # The clipping of a token counts whatever its rho is; that of a token without an advantage does not.
+            # The clip ratio counts tokens with rho = 0, but no tokens without an advantage.
             "score": "needed" if rho is None else "all",
         }
 
@@ -258,7 +262,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return kl * ratio if self.use_bias_correction_kl else kl
 
     def _metrics(self, logprobs: Tensor, tokens: _Tokens) -> tuple[Tensor, ...]:
-        """The mean KL with its correction, unless beta is 0, and the share of tokens that are clipped."""
+        """The mean KL with its correction (not with beta = 0) and the share of clipped tokens."""
         count, ratio = tokens.lengths().sum().clamp_min(1), self._ratio(logprobs, tokens)
         clipped = torch.zeros_like(tokens.mask)
         if self.loss_type in (*CLIPPED, "cispo"):
@@ -281,19 +285,19 @@ def _check_per_token(shape: torch.Size, old: Tensor | None, ref: Tensor | None) 
 
 
 def _on_few_tokens(totals: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] that add up to `totals` [B, 1] over the mask, each within what "vespo" lets a token have.
+    """[B, T] with the sums `totals` [B, 1] over the mask, each number within the bounds of "vespo" for a token.
 
-    The first tokens take all they can, the others are exactly 0: a small share for everyone would be rounded for all of
-    them in the same direction.
+    The first tokens get the largest possible number, the others exactly 0: equal small shares would all round in the
+    same direction.
     """
     before = mask.cumsum(1) - 1
     return (totals - before * _LOWEST).clamp(_LOWEST, 0.0) + (totals - before * _HIGHEST).clamp(0.0, _HIGHEST)
 
 
 def _num_tokens(mask: Tensor, num_items: float | Tensor | None) -> Tensor:
-    """What "dapo", "cispo" and "vespo" divide by: the tokens of the step per process, 0-d.
+    """The normaliser of "dapo", "cispo" and "vespo": the tokens of the step per rank, 0-d.
 
-    Liger counts over the processes again in every chunk, and hangs where they have different numbers of chunks.
+    Liger counts over the ranks again in every chunk, and hangs where ranks have different numbers of chunks.
     """
     group = dist.is_available() and dist.is_initialized()
     if num_items is None:

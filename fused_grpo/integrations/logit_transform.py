@@ -1,8 +1,8 @@
-"""What causal LMs of transformers do to their logits, read from their config.
+"""The transforms that causal LMs of transformers apply to their logits, read from their config.
 
-Between the hidden states that leave the backbone and the logits that a loss sees there is more than the head's weight:
-Gemma caps, Cohere multiplies, Granite divides. Each family has a name of its own for it, and two use the same name for
-opposite things, so this is a table: of transformers 5.19, every `*ForCausalLM` and `*ForConditionalGeneration` there.
+Between the hidden states of the backbone and the logits of a loss there is more than the head's weight: Gemma caps,
+Cohere multiplies, Granite divides. Each family has its own option name, and two families use one name for opposite
+operations. This table covers every `*ForCausalLM` and `*ForConditionalGeneration` of transformers 5.19:
 
     softcap * tanh(x / softcap)   final_logit_softcapping  Gemma 2, 3, 3n, 4, VaultGemma, NanoChat, Muse Glimmer
                                   logits_soft_cap          RecurrentGemma
@@ -15,9 +15,9 @@ opposite things, so this is a table: of transformers 5.19, every `*ForCausalLM` 
     h / scale, before the head    logits_scaling           MiniCPM3
                                   logits_mup_width_multiplier  Inkling
 
-A name in a config is no proof. MPT's config has a `logit_scale` that its forward never reads, and most multimodal
-models take their head's output for logits, whatever the config of their text model says (PaliGemma 2 around Gemma 2,
-Aya Vision around Cohere 2, LLaVA around Granite). So whoever can should compare with what the model does, as
+An option in a config is no proof. MPT's config has a `logit_scale` that its forward never reads. Most multimodal models
+use the output of their head as logits and ignore the options of their text config (PaliGemma 2 around Gemma 2, Aya
+Vision around Cohere 2, LLaVA around Granite). So callers should compare with the model itself where they can, as
 `return_logprobs` does at every call.
 """
 
@@ -35,10 +35,10 @@ _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 _NEVER_READS_ITS_LOGIT_SCALE = ("mpt",)
 
-# What these divide are hidden states, on their way into the head.
+# These options divide hidden states, before the head.
 _DIVISORS_BEFORE_THE_HEAD = {"minicpm3": "logits_scaling", "inkling_text": "logits_mup_width_multiplier"}
 
-# Multimodal models that do to their logits what the config of their text model says. The others do nothing.
+# Multimodal models that apply the options of their text config to their logits. The others apply nothing.
 _HEEDS_ITS_TEXT_CONFIG = (
     "cohere_compass",
     "gemma3n",
@@ -59,7 +59,7 @@ class LogitTransform(TypedDict):
 
 
 def head_transform(config: Any) -> LogitTransform:
-    """What a model does to the output of its head, x = h.w + b with h as it comes to the head.
+    """The transform of the output of a head, x = h.w + b, where h is the input of the head.
 
     Args:
         config: of the whole model: `model.config`.
@@ -80,12 +80,13 @@ def head_transform(config: Any) -> LogitTransform:
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """What a model does between the last hidden state h of its backbone and its logits, x = h.w.
+    """The transform from x = h.w to logits, where h is the last hidden state of the backbone.
 
-    For who runs the backbone and applies the head's weight. Who stands where the head stands wants `head_transform`.
+    It is for callers that run the backbone and apply the head's weight. `head_transform` is for code that replaces the
+    head module.
 
     Raises:
-        UnsupportedError: the model leaves out columns of its head, which no scale or cap can say.
+        UnsupportedError: the model leaves out columns of its head, which no scale or cap can express.
     """
     text, transform = config.get_text_config(), head_transform(config)
     used = getattr(text, "unpadded_vocab_size", None)

@@ -1,25 +1,24 @@
-"""A causal LM of transformers that returns log-probs instead of logits, for as long as a `with` block lasts.
+"""A causal LM of transformers that returns log-probs instead of logits, inside a `with` block.
 
     with return_logprobs(model):
         out = model(input_ids, attention_mask=attention_mask, labels=labels)
     out.log_probs, out.entropy, out.loss
 
-The model's own forward runs, to its last line. Only its head answers differently: for the length of a call with labels,
-`lm_head.forward` computes log-probs from the hidden states that it is given, and a *probe* goes on in place of the
-logits: one made-up row, [1, 1, V]. Four things follow from doing it there, and not beside the model:
+The model's own forward runs to its end. Only its head is replaced: during a call with labels, `lm_head.forward`
+computes log-probs from its input, and the model continues with a *probe* instead of the logits: one artificial row,
+[1, 1, V]. This has four consequences:
 
-- Everything else stays the model's: what it does before its head (a scale, a dense layer, a cast), the auxiliary loss
-  of its experts, hidden states, adapters. Nothing here knows how a model is built inside.
-- Whatever wraps the head wraps us: FSDP has gathered its weight, Accelerate has moved its inputs. In the backward pass
-  too, where the log-prob op computes logits again and needs the weight: log-probs are what the head *returns*, through
-  every hook that is on it, and those hooks see to it. The last of them is ours, and swaps the log-probs for the probe.
-- The transform of the logits is checked at every call. It has to be known before (`logit_transform.py` reads it from
-  the config), but then the model does to the probe what it does to logits: scales, caps, cuts, masks. If that is not
-  what the log-probs were computed with, the call is refused.
-- A call without labels is the model's own, so `generate` works.
+- All other parts of the model stay as they are: transforms before the head (a scale, a dense layer, a cast), the
+  auxiliary loss of experts, hidden states, adapters. This file does not depend on the structure of a model.
+- Everything that wraps the head also wraps the log-prob op: FSDP gathers its weight, Accelerate moves its inputs. This
+  holds in the backward pass, too, where the op recomputes logits and needs the weight: the head *returns* log-probs
+  through all its hooks, and the hooks gather the weight again. Our hook is the last one: it replaces the log-probs by
+  the probe.
+- The transform of the logits is checked at every call. `logit_transform.py` reads it from the config before; then the
+  model applies its real transform (scales, caps, cuts, masks) to the probe. If they differ, the call is refused.
+- A call without labels runs the original model, so `generate` works.
 
-What changes are two instance attributes: `forward` of the model and, during a call, of its head. Both go when they
-should, and what was there comes back.
+Two instance attributes change: `forward` of the model and, during a call, `forward` of its head. Both are restored.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fused_grpo._dispatch import Impl
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._impl import Impl
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.integrations.logit_transform import head_transform, transformed
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.reference import compute_dtype
+from fused_grpo.precision import compute_dtype
 
 check_version("transformers", ">=5.3")
 
@@ -64,7 +63,7 @@ def return_logprobs(
     batch_invariant: bool = False,
     impl: Impl = "auto",
 ) -> Iterator[None]:
-    """In here, `model(..., labels=labels)` returns log-probs, and never makes logits. Other calls are the model's own.
+    """Inside, `model(..., labels=labels)` returns log-probs and never computes logits. Other calls do not change.
 
     Equals: `logits = model(...).logits[:, :-1].float() / temperature`
             `logits.log_softmax(-1).gather(-1, labels[:, 1:, None])[..., 0]`
@@ -72,23 +71,23 @@ def return_logprobs(
     The output is the model's own, without logits and with
         log_probs: [B, T-1] fp32, of each next token; 0 where its label is -100.
         entropy: [B, T-1] fp32, of the whole distribution, in nats; 0 there too. None with `entropy=False`.
-        loss: minus the sum of the log-probs, divided by `num_items_in_batch` if that is passed and by the number of
-            labels if not; plus the model's auxiliary loss times its coefficient. At temperature 1, the model's own.
-    Labels are transformers': of the shape of `input_ids`, shifted in here. With `shift_labels=` instead, which are
-    shifted already, results are [B, T]. There is no cache while there are labels.
+        loss: minus the sum of the log-probs, divided by `num_items_in_batch` or, without it, by the number of labels;
+            plus the model's auxiliary loss times its coefficient. At temperature 1 it is the model's own loss.
+    Labels are those of transformers: in the shape of `input_ids`, and shifted inside. With `shift_labels=` instead,
+    which are shifted already, results are [B, T]. A call with labels uses no cache.
 
     Args:
         model: a causal LM of transformers, or one inside a PeftModel, DDP, FSDP, DeepSpeed's engine or torch.compile.
-        temperature: what logits are divided by; a number, or a tensor that broadcasts to the shape of the log-probs.
-        entropy: whether to return it.
+        temperature: the divisor of the logits; a number, or a tensor that broadcasts to the shape of the log-probs.
+        entropy: whether to return the entropy.
         chunk_bytes, batch_invariant, impl: as in `linear_logprobs`.
 
-    Numerics, memory: those of `linear_logprobs`. In bf16 and under autocast, too, log-probs are those of logits that
-        were never rounded: nearer to the truth than what comes of the model's own logits.
+    Numerics, memory: those of `linear_logprobs`. Also in bf16 and under autocast, log-probs are those of logits that
+        were never rounded, so they are more exact than those from the model's own logits.
 
     Raises:
         InputError: no causal LM; labels that do not fit the hidden states.
-        UnsupportedError: a head that is not one matrix; a model that does to its logits what its config does not say.
+        UnsupportedError: a head that is not one matrix; a model whose transform of the logits is not in its config.
     """
     causal_lm = _causal_lm(model)
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
@@ -102,16 +101,16 @@ def return_logprobs(
 
 @dataclasses.dataclass
 class _Call:
-    """A call with labels, from when it comes to the model until its output leaves it."""
+    """The state of one call with labels."""
 
-    targets: Tensor  # [B, T], of the token after each; -100 where there is none
-    shifted: bool  # whether the labels came shifted: then the last position has one
+    targets: Tensor  # [B, T], the next token of each token; -100 where there is none
+    shifted: bool  # whether the caller shifted the labels: then the last position has a target
     scores: tuple[Tensor, ...] | None = None  # log-probs and maybe entropy, once the head has been called
-    probe: Tensor | None = None  # [1, 1, V], what went on in place of the logits
+    probe: Tensor | None = None  # [1, 1, V], in place of the logits
 
 
 class _Scorer:
-    """What stands in for a model's forward and, during a call with labels, for that of its head."""
+    """Replaces the forward of a model and, during a call with labels, the forward of its head."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, temperature: float | Tensor, entropy: bool, options: dict[str, Any]
@@ -119,7 +118,7 @@ class _Scorer:
         self.causal_lm, self.temperature, self.entropy, self.options = causal_lm, temperature, entropy, options
         self.name, self.verified, self.open = type(causal_lm).__name__, False, True
         self.transform = head_transform(causal_lm.config)
-        _head_of(causal_lm)  # better refused before anything runs
+        _head_of(causal_lm)  # raises before anything runs
         if getattr(causal_lm, "z_loss_coefficient", 0.0):
             raise UnsupportedError(
                 f"got a {self.name} with a loss on the size of its logits, want z_loss_coefficient=0.0; fix: set "
@@ -127,9 +126,9 @@ class _Scorer:
             )
 
     def wrap(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward for `own`, with the same signature: generate() checks arguments by it.
+        """The replacement of `own`, with the same signature, by which generate() checks its arguments.
 
-        A method, because copies of the model take it along: bound to the copy, it is the copy's own.
+        It is a bound method, because copies of the model copy it: bound to the copy, it calls the copy's own forward.
         """
         signature = inspect.signature(own)
 
@@ -156,35 +155,35 @@ class _Scorer:
         return types.MethodType(forward, self.causal_lm)
 
     def _score(self, own: Callable[..., Any], arguments: dict[str, Any], call: _Call, count: Any) -> Any:
-        """The model's own output, with scores for logits."""
+        """The output of the model's own forward, with log-probs instead of logits."""
         head = _head_of(self.causal_lm)
 
-        def answer(hidden: Tensor) -> tuple[Tensor, ...]:
+        def scores_of(hidden: Tensor) -> tuple[Tensor, ...]:
             if call.scores is not None:
                 raise UnsupportedError(f"got a {self.name} that calls its head twice, want one call; fix: {_INSTEAD}")
-            call.scores, call.probe = self._answer(head, hidden, call)
+            call.scores, call.probe = self._score_targets(head, hidden, call)
             return call.scores
 
         def swap(module: nn.Module, inputs: Any, outputs: Any) -> Tensor:
             assert call.scores is not None
             assert call.probe is not None
-            # What other hooks have made of the log-probs is what these know in the backward pass. FSDP2 also rounds
-            # them to its `output_dtype`, after hooks on the ones before: those will do, and are fp32.
+            # Other hooks may have replaced the log-probs, and need their replacements in the backward pass. FSDP2 also
+            # rounds them to its `output_dtype` after its hooks: then the fp32 tensors before that are used.
             pairs = zip(outputs, call.scores, strict=True)
             call.scores = tuple(new if new.dtype == old.dtype else old for new, old in pairs)
             return call.probe.clone()
 
-        # Where Accelerate has put hooks on a module, its `forward` is theirs, and calls this one.
+        # If Accelerate has put hooks on a module, its `forward` is a wrapper, which calls `_old_forward`.
         name = "_old_forward" if hasattr(head, "_hf_hook") else "forward"
         hook = head.register_forward_hook(swap)
         try:
-            with replaced(head, name, answer):
+            with replaced(head, name, scores_of):
                 output = own(**arguments)
         finally:
             hook.remove()
         return self._finish(output, call, count)
 
-    def _answer(self, head: Any, hidden: Tensor, call: _Call) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _score_targets(self, head: Any, hidden: Tensor, call: _Call) -> tuple[tuple[Tensor, ...], Tensor]:
         """Log-probs and maybe entropy, [B, T] or [B, T-1]; and the probe."""
         if hidden.shape[:-1] != call.targets.shape:
             raise InputError(
@@ -203,7 +202,7 @@ class _Scorer:
             scores: tuple[Tensor, ...] = linear_logprobs_and_entropy(hidden, weight, targets, **arguments)
         else:
             scores = (linear_logprobs(hidden, weight, targets, **arguments),)
-        # Not views: an in-place operation on one would lose the hooks that FSDP2 puts on it.
+        # Not views: an in-place operation on a view would lose the hooks of FSDP2.
         return tuple(score[:, scored].clone() for score in scores), _probe(hidden, len(weight))
 
     @outside_graphs
@@ -223,7 +222,12 @@ class _Scorer:
         return _output_class(own_class)(**{**kept, **scores, "logits": None, "unrounded": _Unrounded(scores)})
 
     def _check_probe(self, output: Any, call: _Call) -> None:
-        """Raise UnsupportedError where the model has done to the probe what we have not done to the logits."""
+        """Check that the model applies to the probe the transform that the log-probs were computed with.
+
+        Raises:
+            InputError: no output class with logits.
+            UnsupportedError: another transform, or the head was not called.
+        """
         if call.probe is None:
             raise UnsupportedError(
                 f"got a {self.name} that does not call its output embeddings, want logits from there; fix: {_INSTEAD}"
@@ -236,10 +240,10 @@ class _Scorer:
         want = transformed(call.probe.to(compute_dtype(call.probe)), self.transform)
         found = f"logits {tuple(want.shape)} to {tuple(logits.shape)}"
         if logits.shape == want.shape:
-            # A few roundings, in what may be fp32 where the rest is fp64.
+            # A few roundings; some of the operations may be in fp32 where the rest is in fp64.
             eps = max(torch.finfo(dtype).eps for dtype in (call.probe.dtype, torch.float32))
             close = torch.isclose(logits.detach().to(want), want, rtol=8 * eps, atol=1e-6)
-            if self.verified and close.device.type == "cuda":  # once is reason enough to stop the stream
+            if self.verified and close.device.type == "cuda":  # only the first check may synchronize
                 return torch._assert_async(close.all(), f"{self.name} does something else to its logits than before")
             if bool(close.all()):
                 self.verified = True
@@ -265,7 +269,11 @@ class _Scorer:
 
 
 def _causal_lm(model: Any) -> PreTrainedModel:
-    """The model of transformers inside whatever has been put around it."""
+    """The model of transformers inside its wrappers.
+
+    Raises:
+        InputError: there is none.
+    """
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
@@ -283,7 +291,11 @@ def _causal_lm(model: Any) -> PreTrainedModel:
 
 
 def _head_of(causal_lm: PreTrainedModel) -> Any:
-    """The module whose forward makes the logits: nn.Linear, or PEFT's LoRA around one."""
+    """The module that computes the logits: nn.Linear, or PEFT's LoRA around one.
+
+    Raises:
+        UnsupportedError: no head, or a head that is not one matrix.
+    """
     name, head = type(causal_lm).__name__, causal_lm.get_output_embeddings()
     if head is None:
         raise UnsupportedError(f"got a {name} without output embeddings, want a causal LM; fix: AutoModelForCausalLM")
@@ -306,7 +318,7 @@ def _head_of(causal_lm: PreTrainedModel) -> Any:
 
 
 def _is_a_sum(head: Any) -> bool:
-    """Whether LoRA does to this layer what adding a matrix to its weight would do."""
+    """Whether LoRA on this layer equals the sum of its weight and a matrix."""
     drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in head.lora_dropout.values())
     return not drops and not any(head.lora_variant.get(x) is not None or head.lora_bias[x] for x in head.lora_A)
 
@@ -337,7 +349,7 @@ def _broadcast(temperature: Any, rows: Tensor) -> Tensor:
 
 
 def _probe(hidden: Tensor, vocab_size: int) -> Tensor:
-    """[1, 1, V] in the dtype that logits would have: large and small, of both signs, no column like the next."""
+    """[1, 1, V] in the dtype of logits: small and large numbers of both signs, no two neighbours equal."""
     device, dtype = hidden.device, hidden.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
@@ -346,7 +358,7 @@ def _probe(hidden: Tensor, vocab_size: int) -> Tensor:
 
 
 class _Unrounded:
-    """Scores as they left the model, in something that whoever walks through an output does not look into."""
+    """Log-probs, entropy and loss as they left the model, in a class that tree walks over an output do not enter."""
 
     def __init__(self, scores: dict[str, Tensor | None]) -> None:
         self.scores = {name: score for name, score in scores.items() if score is not None}
@@ -354,14 +366,14 @@ class _Unrounded:
 
 @functools.cache
 def _output_class(base: Any) -> Any:
-    """A model's output class with our fields: still the mapping and dataclass that DDP and FSDP find tensors in."""
+    """The output class of a model with our fields: a mapping and a dataclass, in which DDP and FSDP find tensors."""
 
     def restore(self: Any) -> None:
         base.__post_init__(self)
         if self.unrounded is None:
             return
-        # FSDP2 makes a new output, of tensors in its `output_dtype`. Accelerate sets that to bf16, and a log-prob of -5
-        # would be off by 0.02. Hooks for the backward pass are on the tensors before, so these may come back.
+        # FSDP2 makes a new output with tensors in its `output_dtype`. Accelerate sets that to bf16, in which a log-prob
+        # of -5 is off by 0.02. Hooks for the backward pass are on the fp32 tensors, so these can be restored.
         for name, score in self.unrounded.scores.items():
             if getattr(self, name).dtype != score.dtype:
                 setattr(self, name, score)

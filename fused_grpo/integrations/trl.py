@@ -1,18 +1,19 @@
 """TRL's trainers with our ops under them.
 
-TRL 1.16 asks its models for log-probs: `model(..., labels=..., fused_lm_head=True)` runs the backbone and hands hidden
-states and head to one autograd function, which it looks up at call time. That function is what is replaced here, so
-everything else stays TRL's own code: what it passes through `model(...)`, so that DDP and FSDP see every gradient, how
-it computes the loss and each number that it logs.
+TRL 1.16 computes log-probs by `model(..., labels=..., fused_lm_head=True)`: it runs the backbone and passes hidden
+states and head to one autograd function, which it looks up at call time. This file replaces that function. Everything
+else stays TRL's own code: the call of `model(...)`, so that DDP and FSDP see every gradient, the loss, and all logged
+numbers.
 
-`GRPOTrainer` gets more. Which loss it will compute from the log-probs is known before: the options are on the trainer,
-the inputs in the batch. So the gradients are taken in the forward pass, while the logits are there: three GEMMs for a
-trainable head instead of four, fewer where rows have no gradient (`speculative.py`). The backward pass compares TRL's
-gradient with the speculative one. Who computes something else gets the right gradients, at the price of five.
+`GRPOTrainer` also gets speculative gradients. The loss that it will compute from the log-probs is known before: the
+options are on the trainer, the inputs in the batch. So the gradients are computed in the forward pass, while the logits
+are in memory: three GEMMs for a trainable head instead of four, and fewer where rows have no gradient
+(`speculative.py`). The backward pass compares TRL's gradient with the speculative one. A subclass with another loss
+gets the right gradients with five GEMMs.
 
-Two ways in:
+There are two entry points:
 
-    from fused_grpo.integrations.trl import FusedGRPOTrainer       # a GRPOTrainer; nothing else is touched
+    from fused_grpo.integrations.trl import FusedGRPOTrainer       # a GRPOTrainer; nothing else changes
     with fused_grpo.integrations.trl.patched(): ...                # TRL's own GRPO and RLOO, until the end of the block
 """
 
@@ -29,11 +30,12 @@ import torch
 from torch import Tensor
 
 from fused_grpo._graphs import outside_graphs
-from fused_grpo._layout import loss_inputs
+from fused_grpo._loss_inputs import loss_inputs
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
+from fused_grpo.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
-from fused_grpo.logprobs import flatten_head, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.speculative import speculative_logprobs
 
 check_version("trl", "~=1.16.0")
@@ -44,21 +46,21 @@ from trl import GRPOTrainer  # noqa: E402
 __all__ = ["FusedGRPOTrainer", "patched"]
 
 logger = logging.getLogger("fused_grpo")
-_NOT_FORESEEN = "log-probs are ours, the loss and its gradient TRL's own (4 products over the head, not 3)"
+_NO_SPECULATION = "log-probs are from fused_grpo, the gradient of the loss is TRL's own (4 GEMMs over the head, not 3)"
 Fields = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @contextmanager
 def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
-    """TRL's trainers use our ops, those made before as well; leaving it puts TRL's own back.
+    """Inside, all trainers of TRL use our ops, also existing ones; leaving restores TRL's own op.
 
-    GRPO and RLOO, and reference models of the others, take log-probs and entropies from `linear_logprobs`;
-    `GRPOTrainer` has its gradients from the forward pass. On every device only positions with a label are scored.
-    What asks for more than that (the policies of SFT, DPO and KTO want token accuracy or mean logits) stays TRL's, and
-    so does everything outside the head. Blocks that overlap have to end in the order of a stack.
+    GRPO and RLOO, and reference models of the other trainers, get log-probs and entropies from `linear_logprobs`;
+    `GRPOTrainer` gets speculative gradients. On every device only positions with a label are scored. Calls that need
+    more (the policies of SFT, DPO and KTO need token accuracy or mean logits) run TRL's own op. Overlapping blocks must
+    be left in the reverse order of entering.
 
     Args:
-        chunk_bytes: budget for the one piece of logits, as in `linear_logprobs`.
+        chunk_bytes: budget for the one chunk or tile of logits, as in `linear_logprobs`.
     """
     theirs = GRPOTrainer._compute_loss
 
@@ -74,7 +76,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer` with our ops: arguments, options, metrics and checkpoints are TRL's."""
 
     chunk_bytes: int | None = None
-    """Budget for the one piece of logits, as in `linear_logprobs`; may be set at any time."""
+    """Budget for the one chunk or tile of logits, as in `linear_logprobs`; may be set at any time."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with _our_ops(self.chunk_bytes):
@@ -85,19 +87,19 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return super()._compute_loss(model, inputs)
 
 
-class LossToCome(NamedTuple):
-    """What TRL is about to compute from a micro-batch's log-probs."""
+class SpeculatedLoss(NamedTuple):
+    """The loss that TRL will compute from the log-probs of a micro-batch."""
 
     config: GRPOLossConfig
     inputs: dict[str, Any]  # keyword arguments of `loss_inputs`, per token [N] of those with a label
 
 
-_loss_to_come: ContextVar[LossToCome | None] = ContextVar("loss_to_come", default=None)
+_current_loss: ContextVar[SpeculatedLoss | None] = ContextVar("speculated_loss", default=None)
 
 
 @contextmanager
 def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
-    """Ours for TRL's autograd function, and for its question whether to score the labelled positions alone."""
+    """Replaces TRL's autograd function, and TRL's test whether to score only the labelled positions."""
     theirs = trl_utils._ChunkedLogProbFunction
     ours = _Ops(theirs.theirs if isinstance(theirs, _Ops) else theirs, chunk_bytes)
     with replaced(trl_utils, "_ChunkedLogProbFunction", ours), replaced(trl_utils, "_use_triton", lambda device: True):
@@ -105,7 +107,7 @@ def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
 
 
 class _Ops:
-    """Stands where TRL's autograd function stood, and is called as it was."""
+    """Replaces TRL's autograd function, with the same call."""
 
     def __init__(self, theirs: Any, chunk_bytes: int | None) -> None:
         self.theirs, self.chunk_bytes = theirs, chunk_bytes
@@ -123,7 +125,7 @@ class _Ops:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] | None = None,
     ) -> Fields:
-        """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None where `outputs` does not ask for it."""
+        """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for those that are not in `outputs`."""
         more = ("more than log-probs and entropy",) if outputs is None else {*outputs} - {"log_probs", "entropy"}
         if more:
             _announce(f"asked for {', '.join(sorted(more))}, which ours do not compute: TRL's own op runs")
@@ -133,15 +135,15 @@ class _Ops:
             return fields
         options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
         options["softcap"] = final_logit_softcapping
-        to_come, speculates = _loss_to_come.get(), torch.is_grad_enabled()
-        if to_come is not None and speculates and len(targets) == len(to_come.inputs["advantages"]):
+        expected, speculates = _current_loss.get(), torch.is_grad_enabled()
+        if expected is not None and speculates and len(targets) == len(expected.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, **options)
             if head.hidden.dtype != torch.float16:
-                named = {"dtype": head.dtype, "device": hidden.device, **to_come.inputs, "config": to_come.config}
+                named = {"dtype": head.dtype, "device": hidden.device, **expected.inputs, "config": expected.config}
                 inputs = loss_inputs(targets.shape, **named)
-                values = speculative_logprobs(head, inputs, to_come.config, chunk_bytes=self.chunk_bytes)
+                values = speculative_logprobs(head, inputs, expected.config, chunk_bytes=self.chunk_bytes)
                 return *values, None, None, None
-            _announce(f"fp16 would lose small gradients before they are scaled: {_NOT_FORESEEN}")
+            _announce(f"fp16 would lose small gradients before they are scaled: {_NO_SPECULATION}")
         options["chunk_bytes"] = self.chunk_bytes
         if outputs is not None and "entropy" in outputs:
             return *linear_logprobs_and_entropy(hidden, weight, targets, **options), None, None, None
@@ -150,27 +152,27 @@ class _Ops:
 
 @contextmanager
 def _speculating(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
-    """Log-probs asked for in here are for the loss that `trainer._compute_loss` makes of `inputs`."""
-    token = _loss_to_come.set(loss_to_come(trainer, inputs) if torch.is_grad_enabled() else None)
+    """Inside, log-probs get the speculative gradients of the loss that `trainer._compute_loss` computes of `inputs`."""
+    token = _current_loss.set(speculated_loss(trainer, inputs) if torch.is_grad_enabled() else None)
     try:
         yield
     finally:
-        _loss_to_come.reset(token)
+        _current_loss.reset(token)
 
 
-def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
-    """The loss that `trainer._compute_loss` makes of `inputs`; None, and a line in the log, where that is none of ours.
+def speculated_loss(trainer: Any, inputs: dict[str, Any]) -> SpeculatedLoss | None:
+    """The loss that `trainer._compute_loss` computes of `inputs`. None, with a log line, if our ops do not have it.
 
-    Normalisers are TRL's: means over a micro-batch, which its accumulation steps share, or the tokens of a generation
-    batch scaled to one optimizer step of one process.
+    Normalisers are TRL's: means over a micro-batch, divided by the accumulation steps, or the tokens of a generation
+    batch, scaled to one optimizer step of one rank.
     """
     if trainer.top_entropy_quantile < 1.0 and trainer.accelerator.num_processes > 1:
-        _announce(f"the threshold of top_entropy_quantile is of all processes: {_NOT_FORESEEN}")
+        _announce(f"the threshold of top_entropy_quantile is over all ranks: {_NO_SPECULATION}")
         return None
     try:
         config = _config(trainer)
     except InputError as error:
-        _announce(f"{error}: {_NOT_FORESEEN}")
+        _announce(f"{error}: {_NO_SPECULATION}")
         return None
     labelled = inputs["completion_mask"] != 0
     per_token = {
@@ -185,7 +187,7 @@ def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
     advantages = inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     if _corrects(trainer) and config.loss_type != "vespo":
-        # The policy term of a token is linear in |advantage|: rho may as well be a part of that.
+        # The policy term of a token is linear in |advantage|, so rho can be a factor of the advantage.
         advantages = advantages * inputs["importance_sampling_ratio"]
     lengths = labelled.sum(1)
     tokens = lengths.sum() if inputs.get("tool_mask") is None else (inputs["tool_mask"] * labelled).sum()
@@ -198,13 +200,13 @@ def loss_to_come(trainer: Any, inputs: dict[str, Any]) -> LossToCome | None:
     per_token["advantages"] = advantages.to(torch.promote_types(advantages.dtype, torch.float32))
     found = {name: None if x is None else x.expand(labelled.shape).reshape(-1)[at] for name, x in per_token.items()}
     found["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    # A mean over the micro-batch, too; of the tokens above the quantile, where there is one.
+    # This is a mean over the micro-batch, too; over the tokens above the quantile, if there is one.
     counts["num_entropy_tokens"] = tokens.clamp_min(1) if config.top_entropy_quantile == 1.0 else None
-    return LossToCome(config, {**found, **counts, "entropy_threshold": None})
+    return SpeculatedLoss(config, {**found, **counts, "entropy_threshold": None})
 
 
 def _config(trainer: Any) -> GRPOLossConfig:
-    """The options of the trainer's loss, but for its normalisers."""
+    """The options of the trainer's loss, without its normalisers."""
     args, names = trainer.args, ["sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"]
     names += ["vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"]
     of_sequence = _corrects(trainer) and trainer.loss_type == "vespo"

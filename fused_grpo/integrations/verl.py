@@ -1,21 +1,22 @@
-"""verl's fused head: `linear_cross_entropy` with verl's call and ours behind it, and a way to put it in verl's place.
+"""verl's fused head: `linear_cross_entropy` with the same call, over our op, and a context manager to replace verl's.
 
 verl calls `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` by position, from its FSDP engine (the "triton"
-backend of `use_fused_kernels`) and from its Megatron engine (with the tensor-parallel group). What it may rely
-on, and what is therefore kept here:
+backend of `use_fused_kernels`) and from its Megatron engine (with the tensor-parallel group). This function keeps the
+properties that verl relies on:
 
 - `hidden` and `labels` are flattened each on its own: Megatron passes [T, 1, D] beside [1, T].
 - Both results are fp32; the entropy is always [N], `reduction` ("none", "sum", "mean" over all N) is of the log-probs.
 - Gradients flow through both results. That of `weight` is of this rank's shard.
-- With a group, the gradient of `hidden` on a rank is one *share*: the whole is the sum over the group. verl does no
-  collective in its backward pass, since Megatron's sequence parallelism scatters that very sum to the ranks. Ours
-  arrives whole on every rank, so each hands on 1/W of it; handing on all of it would train the backbone on W times it.
+- With a group, the gradient of `hidden` on a rank is one *share*: the full gradient is the sum over the group. verl
+  calls no collective in its backward pass, since Megatron's sequence parallelism reduce-scatters this sum to the ranks.
+  Our op returns the full gradient on every rank, so each rank passes on 1/W of it; otherwise the backbone would get W
+  times the gradient.
 
-What differs, always towards more: any hidden size (verl: multiples of 128), any strides, any device, shards of any
-sizes, a label of -100 gives 0 and no gradient (verl reads memory that nobody wrote), and any other label outside the
-vocabulary is refused.
+This function accepts more: any hidden size (verl: multiples of 128), any strides, any device, shards of any sizes. A
+label of -100 gives 0 and no gradient (verl reads uninitialised memory); other labels outside of the vocabulary are
+refused.
 
-verl itself is imported by `patched` and by nothing else here.
+Only `patched` imports verl.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], fp32, bf16 or fp16 (fp64 without Triton).
         weight: [V, D]; with a group, this rank's rows of it.
-        labels: N integers in any shape, in the order of the rows of `hidden`; already rolled. -100 is left out.
-        temperature: one number; logits are divided by it.
-        reduction: "none", "sum" or "mean" of the log-probs, the mean over all N rows, also those at -100.
-        dist_process_group: ranks that hold the head in shards along V, in rank order.
+        labels: N integers in any shape, in the order of the rows of `hidden`, already shifted. -100 is ignored.
+        temperature: a number, the divisor of the logits.
+        reduction: "none", "sum" or "mean" of the log-probs; the mean is over all N rows, also those at -100.
+        dist_process_group: the ranks that hold the head in shards along V, in rank order.
 
     Returns:
         (logprobs, entropy): [N] or 0-d, and [N]; fp32 (fp64 for fp64 inputs), the same on all ranks of the group.
 
-    Numerics and memory: those of `fused_grpo.linear_logprobs_and_entropy`. With a group, the gradients of `hidden` are
-        to be summed over it by the caller, as with verl's own.
+    Numerics and memory: those of `fused_grpo.linear_logprobs_and_entropy`. With a group, the caller sums the gradient
+        of `hidden` over its ranks, as with verl's own function.
 
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right, or another reduction.
@@ -88,7 +89,7 @@ def linear_cross_entropy(
 
 
 class _Share(torch.autograd.Function):
-    """The identity; of the gradient, which all W ranks have whole, each passes on 1/W."""
+    """The identity. All W ranks have the full gradient, and each passes on 1/W of it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, world_size: int) -> Tensor:
@@ -101,33 +102,33 @@ class _Share(torch.autograd.Function):
 
 
 def patched() -> contextlib.AbstractContextManager[None]:
-    """While this is open, verl's `linear_cross_entropy` is ours, in every module that has it under this name.
+    """Inside, verl's `linear_cross_entropy` is this function, in every module that has it under this name.
 
     Equals: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy = linear_cross_entropy`
             and the same in each module that has imported it from there
 
-    Leaving puts the very objects back that were there, also into modules that were first imported inside. It is a
-    matter of this process: verl trains in worker processes of Ray, so it is they who must open it. Dropping the object
-    without leaving undoes nothing.
+    Leaving restores the original objects, also in modules that were first imported inside. It changes this process
+    only: verl trains in worker processes of Ray, which must enter it themselves. Deleting the object without leaving
+    restores nothing.
 
     Raises:
-        UnavailableError: on entering, where verl is not installed, does not import, or is of a release that was not
-            checked. Nothing has changed then.
+        UnavailableError: on entering, if verl is not installed, cannot be imported, or has a version that was not
+            checked. Nothing is changed then.
     """
     return _Patch()
 
 
 class _Patch(contextlib.AbstractContextManager[None]):
-    """Not a generator: one that is garbage-collected runs its `finally`, and a worker keeps nothing to leave."""
+    """Not a generator, which would restore when it is garbage-collected: a worker may drop it without leaving."""
 
     def __init__(self) -> None:
         self.swaps: list[tuple[object, object]] = []
 
     def __enter__(self) -> None:
         theirs = find_verl().linear_cross_entropy
-        # Not `linear_cross_entropy` itself: who imported that from here is to keep it.
+        # A copy, so that modules which import `linear_cross_entropy` from here keep it when verl's is restored.
         ours = functools.partial(linear_cross_entropy)
-        # By its name alone: what somebody keeps as `theirs`, to compare with, stays theirs.
+        # Only under this name: references under other names, such as `theirs`, stay.
         replace_everywhere(theirs, ours, "linear_cross_entropy")
         self.swaps.append((ours, theirs))
 
@@ -136,7 +137,11 @@ class _Patch(contextlib.AbstractContextManager[None]):
 
 
 def find_verl() -> ModuleType:
-    """The module that verl's function lives in, of a release that was checked."""
+    """The module of verl's function, in a version that was checked.
+
+    Raises:
+        UnavailableError: verl is not installed, cannot be imported, or has another version.
+    """
     try:
         home, verl = importlib.import_module(HOME), importlib.import_module("verl")
     except ImportError as error:
@@ -145,7 +150,7 @@ def find_verl() -> ModuleType:
                 f"got no module {error.name!r}, want verl{CHECKED}; fix: pip install 'verl{CHECKED}'"
             ) from None
         raise UnavailableError(f"verl is installed but does not import: {error}; fix: import verl, and see") from error
-    # verl imports it, too.
+    # verl depends on it, too.
     from packaging.specifiers import SpecifierSet
 
     if not SpecifierSet(CHECKED).contains(verl.__version__, prereleases=True):
@@ -157,8 +162,8 @@ def find_verl() -> ModuleType:
 
 
 def replace_everywhere(old: object, new: object, name: str | None = None) -> None:
-    """In the namespace of every module, `old` becomes `new` where it is called `name` (None: whatever it is called)."""
+    """Replace `old` by `new` in the namespaces of all modules, under `name` or, with None, under any name."""
     for module in list(sys.modules.values()):
-        # `vars` and not `getattr`: a lazy module would import itself for an answer.
+        # `vars` and not `getattr`, which would import lazy modules.
         names = vars(module) if isinstance(module, ModuleType) else {}
         names.update({key: new for key, value in list(names.items()) if value is old and key == (name or key)})

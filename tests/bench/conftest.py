@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fused_grpo.bench.work import Work
+from fused_grpo.bench.heads.work import Work
 
 WORK = Work(kind="loss", head="GPT-2", tokens=2048)
 ROUNDS = (1.0, 0.98, 1.01, 1.03, 0.99)
@@ -19,30 +19,30 @@ MEBIBYTES = {"products alone": 400, "fused-grpo": 250, "full logits": 1200, "Lig
 ERRORS = {"fused-grpo": 4e-7, "full logits": 3e-7, "Liger GRPO": 9e-6, "TRL": 1.1e-5}
 
 
-def head(contender: str, work: Work = WORK, **changed: Any) -> dict[str, Any]:
+def head(implementation: str, work: Work = WORK, **changed: Any) -> dict[str, Any]:
     """A benchmark of a head by itself; `seconds` is its median."""
-    error, scale = ERRORS.get(contender, 1e-6), work.tokens / WORK.tokens
+    error, scale = ERRORS.get(implementation, 1e-6), work.tokens / WORK.tokens
     extra = {
-        "contender": contender,
+        "implementation": implementation,
         "version": "1.2.3",
         "setting": "as documented",
         "work": work.described(),
         "errors": {"value": error / 4, "d_hidden": error, "d_weight": error / 2},
-        "peak_bytes": MEBIBYTES.get(contender, 500) * 2**20,
+        "peak_bytes": MEBIBYTES.get(implementation, 500) * 2**20,
     }
-    seconds = changed.pop("seconds", SECONDS.get(contender, 1.0) * scale)
+    seconds = changed.pop("seconds", SECONDS.get(implementation, 1.0) * scale)
     rounds = changed.pop("rounds", ROUNDS)
     return timed(work.name, {**extra, **changed}, [seconds * share for share in rounds], seconds)
 
 
-def other(group: str, contender: str, seconds: float, **extra: Any) -> dict[str, Any]:
+def other(group: str, implementation: str, seconds: float, **extra: Any) -> dict[str, Any]:
     """A benchmark of a whole trainer, or of generation."""
-    return timed(group, {"contender": contender, **extra}, [seconds * share for share in ROUNDS], seconds)
+    return timed(group, {"implementation": implementation, **extra}, [seconds * share for share in ROUNDS], seconds)
 
 
 def timed(group: str, extra: dict[str, Any], data: list[float], median: float) -> dict[str, Any]:
     stats = {"median": median, "min": min(data), "max": max(data), "rounds": len(data), "data": data}
-    return {"group": group, "name": f"test[{extra['contender']}]", "extra_info": extra, "stats": stats}
+    return {"group": group, "name": f"test[{extra['implementation']}]", "extra_info": extra, "stats": stats}
 
 
 def result(benchmarks: list[dict[str, Any]] | None = None, **notes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Predicted times: the roofline's arithmetic, what it counts as bytes, and who reads its file."""
+"""Predicted times: the arithmetic of the roofline, the bytes of an operation, and the readers of the file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_grpo import fused_linear_grpo_loss
-from fused_grpo.bench import cuda_trace, predict, predicted, predictions_page, tables
-from fused_grpo.bench.cuda_trace import Operation
-from fused_grpo.bench.work import Work
+from fused_grpo.bench import predict
+from fused_grpo.bench.heads.work import Work
+from fused_grpo.bench.predictions import cuda_trace, predicted
+from fused_grpo.bench.predictions.cuda_trace import Operation
+from fused_grpo.bench.report import tables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, launch_s=4e-6)
@@ -41,7 +43,7 @@ def test_no_rate_is_made_up_for_another_dtype():
 
 
 class Bytes(TorchDispatchMode):
-    """What each operation moves."""
+    """The bytes of each operation."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +104,7 @@ def test_the_file_is_read_with_the_standard_library_alone():
         "plan, machine = m.plan_of('fused-grpo', 'loss', 'trainable'), m.machine_of('NVIDIA H200'); "
         "print(json.dumps([m.predicted(plan, 4096, n, machine) for n in (8192, 3)]))"
     )
-    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT / "bench" / "predicted.py")]
+    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT / "bench" / "predictions" / "predicted.py")]
     found, unknown = json.loads(subprocess.check_output(command))
     assert 38.7 < found < 60
     assert unknown is None
@@ -117,7 +119,7 @@ def test_a_work_is_predicted_only_as_it_was_traced():
     assert predicted.of_work("fused-grpo", work.described(), "cpu") is None
 
 
-def test_a_table_of_a_gpu_holds_measurements_against_predictions(build):
+def test_a_table_of_a_gpu_compares_measurements_with_predictions(build):
     work = Work(kind="loss", head="Qwen3-8B", tokens=8192, sequences=16, dtype="bfloat16")
     twice = 2 * predicted.of_work("fused-grpo", work.described(), "NVIDIA H200")
     result = build.result([build.head("fused-grpo", work, seconds=twice), build.head("CCE", work)])
@@ -125,12 +127,6 @@ def test_a_table_of_a_gpu_holds_measurements_against_predictions(build):
     result["machine_info"]["device"] = "NVIDIA H200"
     lines = [line.split(" | ") for line in tables.render(result).splitlines() if line.startswith("| ")]
     assert [line[-1] for line in lines] == ["x predicted |", "---: |", "2.00 |", "- |"]
-
-
-def test_the_page_is_made_from_the_file():
-    page = predictions_page.PAGE.read_text()
-    assert page == predictions_page.render(predicted.content()), "fix: python -m fused_grpo.bench.predict --write"
-    assert "Predicted times, not measured" in page
 
 
 def test_where_memory_runs_out_there_is_no_time():

@@ -1,4 +1,4 @@
-"""A run of the suite that was interrupted goes on with what it had not measured, and then writes the whole result."""
+"""An interrupted run of the suite continues with the cases that it had not measured, and writes the whole result."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import json
 
 import pytest
 
-# The suite as it is, with a crew that measures in no time and is interrupted in its third case.
+# The real suite, with a pool that measures in no time and is interrupted in its third case.
 PROGRAM = r"""
 import os, signal, sys
 from pathlib import Path
-from fused_grpo.bench import __main__, crew
+from fused_grpo.bench import __main__
+from fused_grpo.bench.heads import worker_pool as pool
 
-class Instant(crew.Crew):
+class Instant(pool.WorkerPool):
     def measure(self, work, names, *, rounds, memory=True):
         log = Path(sys.argv[2])
         log.write_text((log.read_text() if log.exists() else "") + work.name + "\n")
         if sys.argv[3] == "interrupted" and len(log.read_text().splitlines()) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         errors = {"value": 0.0, "d_hidden": 0.0, "d_weight": 0.0}
-        return {name: crew.Measurement(seconds=[1.0] * rounds, errors=errors) for name in names}
+        return {name: pool.Measurement(seconds=[1.0] * rounds, errors=errors) for name in names}
 
     def longest(self, work, names, *, most):
         return {name: {"tokens": most} for name in names}
 
-crew.Crew = Instant
+pool.WorkerPool = Instant
 some = ["-m", "gpu", "--only", "loss and trainable"]
 sys.exit(__main__.main(["--suite", "gpu", "--tiny", "--output", sys.argv[1], *some]))
 """
@@ -32,12 +33,12 @@ sys.exit(__main__.main(["--suite", "gpu", "--tiny", "--output", sys.argv[1], *so
 
 @pytest.fixture
 def suite(farm, tmp_path):
-    """Runs it; its exit status, and the cases that have been measured so far."""
+    """Run it; its exit status, and the cases that have been measured so far."""
     program, output, log = tmp_path / "program.py", tmp_path / "out", tmp_path / "measured.txt"
     program.write_text(PROGRAM)
 
     def run(how: str) -> tuple[int, list[str]]:
-        # In no repository: another test that edits a file of this one meanwhile would make it another run. And in no
+        # In no repository, because another test that edits a file at the same time would make it another run. And in no
         # worker of xdist, where pytest-benchmark writes no file.
         env = {"GIT_DIR": str(tmp_path / "none"), "PYTEST_XDIST_WORKER": ""}
         process = farm.start(program, output, log, how, env=env)

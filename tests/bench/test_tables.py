@@ -1,14 +1,16 @@
-"""Tables say what the file says: who won, even where it was not us, who was not there, and what was not met."""
+"""Tables show the figures of the file: winners that are not ours, absent implementations, and promises not met."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
-from fused_grpo.bench import tables
-from fused_grpo.bench.results_file import bytes_text, groups_of, headline, number_text, read, seconds_text
+from fused_grpo.bench import __main__ as bench
+from fused_grpo.bench.report import tables
+from fused_grpo.bench.report.results_file import bytes_text, groups_of, headline, number_text, read, seconds_text
 from fused_grpo.errors import DataError
 
 
@@ -21,14 +23,17 @@ def lines_of(text: str, group: str) -> dict[str, list[str]]:
 
 def test_a_line_has_the_figures_of_its_benchmark(build):
     lines = lines_of(tables.render(build.result()), build.WORK.name)
-    assert lines["contender"][1:] == ["time (s)", "spread", "x products", "GFLOP/s", "memory (MiB)", "largest error"]
+    assert list(lines)[2:] == ["products alone", "fused-grpo", "full logits", "Liger GRPO", "TRL"]
+    assert lines["implementation"][1:] == [
+        "time (s)",
+        "spread",
+        "x products",
+        "GFLOP/s",
+        "memory (MiB)",
+        "largest error",
+    ]
     rate = build.WORK.flop / 2.7 / 1e9
     assert lines["TRL"] == ["1.2.3", "2.70", "5%", "2.70", f"{rate:.3g}", "700", "1.1e-05"]
-
-
-def test_the_floor_comes_first_and_then_the_fastest(build):
-    names = list(lines_of(tables.render(build.result()), build.WORK.name))[2:]
-    assert names == ["products alone", "fused-grpo", "full logits", "Liger GRPO", "TRL"]
 
 
 def test_the_floor_is_first_though_something_is_faster(build):
@@ -47,9 +52,9 @@ def test_a_peer_that_wins_is_bold_and_the_floor_never_is(build):
     assert not [cell for name in ("products alone", "fused-grpo") for cell in lines[name] if "*" in cell]
 
 
-def test_who_is_absent_stands_below_its_table_with_the_reason(build):
+def test_absent_implementations_stand_below_their_table_with_the_reason(build):
     why = "No package metadata was found for verl; fix: pip install verl"
-    absent = [{"group": build.WORK.name, "contender": "verl", "why": why}]
+    absent = [{"group": build.WORK.name, "implementation": "verl", "why": why}]
     smaller = build.head("fused-grpo", replace(build.WORK, tokens=512))
     text = tables.render(build.result([build.head("fused-grpo"), smaller], absent=absent))
     first, second = text.split("\n## ")[1:3]
@@ -58,7 +63,7 @@ def test_who_is_absent_stands_below_its_table_with_the_reason(build):
 
 
 def test_a_group_of_which_nothing_could_be_measured_is_not_dropped(build):
-    absent = [{"group": "loss, huge", "contender": "fused-grpo", "why": "out of memory"}]
+    absent = [{"group": "loss, huge", "implementation": "fused-grpo", "why": "out of memory"}]
     assert "## loss, huge\n\n- fused-grpo was not measured: out of memory" in tables.render(build.result(absent=absent))
 
 
@@ -89,13 +94,13 @@ def test_generation_shows_its_calls(build):
     assert lines["by parts"] == ["16.0", "5%", "16"]
 
 
-def test_the_longest_is_bold_and_who_could_not_says_why(build):
+def test_the_longest_is_bold_and_others_have_a_reason(build):
     work = build.WORK.described()
     longest = [
-        {"work": work, "contender": "full logits", "tokens": 65536},
-        {"work": work, "contender": "fused-grpo", "tokens": 1048576},
-        {"work": work, "contender": "verl", "absent": "no softcap"},
-        {"work": work, "contender": "TRL", "tokens": 0},
+        {"work": work, "implementation": "full logits", "tokens": 65536},
+        {"work": work, "implementation": "fused-grpo", "tokens": 1048576},
+        {"work": work, "implementation": "verl", "absent": "no softcap"},
+        {"work": work, "implementation": "TRL", "tokens": 0},
     ]
     lines = lines_of(
         tables.render(build.result(longest=longest)),
@@ -127,7 +132,7 @@ def test_the_head_says_where_and_when_and_that_a_trial_run_is_one(build):
         assert part in tables.render(result)
     assert "--tiny" not in tables.render(result)
     result["machine_info"]["tiny"] = True
-    assert "nothing of speed or memory" in tables.render(result)
+    assert "nothing about speed or memory" in tables.render(result)
 
 
 def test_sources_with_changes_are_not_passed_off_as_a_commit(build):
@@ -137,7 +142,7 @@ def test_sources_with_changes_are_not_passed_off_as_a_commit(build):
 
 def test_the_headline_is_the_largest_ordinary_loss_with_all_gradients(build):
     works = [replace(build.WORK, tokens=n) for n in (512, 4096)]
-    works += [replace(build.WORK, tokens=8192, idle=0.5), replace(build.WORK, tokens=8192, direction="frozen")]
+    works += [replace(build.WORK, tokens=8192, idle=0.5), replace(build.WORK, tokens=8192, gradients="frozen")]
     works += [replace(build.WORK, tokens=8192, kind="logprobs")]
     result = build.result([build.head("fused-grpo", work) for work in works])
     assert headline(result).name == works[1].name
@@ -149,10 +154,10 @@ def test_the_headline_is_the_largest_ordinary_loss_with_all_gradients(build):
 
 def test_gradients_alone_are_those_that_were_asked_for(build):
     sizes = {}
-    for direction in ("no_grad", "frozen", "trainable"):
-        work = replace(build.WORK, direction=direction, dtype="bfloat16")
+    for gradients in ("no_grad", "frozen", "trainable"):
+        work = replace(build.WORK, gradients=gradients, dtype="bfloat16")
         (group,) = groups_of(build.result([build.head("fused-grpo", work)])).values()
-        sizes[direction] = group.gradient_bytes
+        sizes[gradients] = group.gradient_bytes
     assert sizes == {"no_grad": 0, "frozen": 2048 * 768 * 2, "trainable": (2048 + 50304) * 768 * 2}
 
 
@@ -162,24 +167,28 @@ def test_quantities_have_three_digits():
     assert [number_text(x) for x in (151936.4, 9.996, 0.0, 7)] == ["151,936", "10.0", "0", "7"]
 
 
-def test_the_command_prints_or_writes(build, saved, tmp_path, capsys):
+def test_the_command_writes_tables_and_charts_of_a_file_again(build, saved, capsys):
     path = saved(build.result())
-    assert tables.main([str(path)]) == 0
-    assert capsys.readouterr().out == tables.render(read(path))
-    assert tables.main([str(path), "--output", str(tmp_path / "out.md")]) == 0
-    assert (tmp_path / "out.md").read_text() == tables.render(read(path))
+    assert bench.main(["--render", str(path)]) == 0
+    assert path.with_suffix(".md").read_text() == tables.render(read(path))
+    assert tables.render(read(path)) in capsys.readouterr().out
+    assert (path.with_suffix("") / "time.svg").exists()
+
+
+def test_a_file_with_the_keys_of_before_is_read_like_one_of_today(build, saved):
+    text = json.dumps(build.result(absent=[{"group": "g", "implementation": "verl", "why": "not installed"}]))
+    old = json.loads(text.replace('"implementation"', '"contender"').replace('"gradients"', '"direction"'))
+    assert read(saved(old)) == json.loads(text)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"benchmarks": []}', '{"benchmarks": [{"extra_info": {"gemms": 3}}]}'])
-def test_a_file_of_something_else_is_refused(content, tmp_path, capsys):
+def test_a_file_of_something_else_is_refused(content, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(content)
-    assert tables.main([str(path)]) == 2
-    assert "want a result file of the benchmarks" in capsys.readouterr().err
+    with pytest.raises(DataError, match="want a result file of the benchmarks"):
+        read(path)
 
 
-def test_a_file_that_is_not_there_is_said_to_be(tmp_path, capsys):
-    assert tables.main([str(tmp_path / "none.json")]) == 2
-    error = capsys.readouterr().err
-    assert "got no file at" in error
-    assert "fix: fused-grpo bench" in error
+def test_a_file_that_does_not_exist_is_refused_with_the_command_that_makes_one(tmp_path):
+    with pytest.raises(DataError, match=r"got no file at .*fix: fused-grpo bench"):
+        read(tmp_path / "none.json")

@@ -15,7 +15,8 @@ SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (2048, 64)}
 def main() -> None:
     for job in predict.jobs():
         first = job.machine == predict.H200
-        if job.contender == "TRL" or (not first and job.contender != predict.OURS) or (job.D, job.N) not in SHAPES:
+        wanted = job.implementation == predict.OURS or (first and job.implementation != "TRL")
+        if not wanted or (job.D, job.N) not in SHAPES:
             continue
         facts = predict.predict(job)
         facts.pop("operations", None)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from uninterpreted import run_script
 
-from fused_grpo.bench import predicted
+from fused_grpo.bench.predictions import predicted
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
 
@@ -21,11 +18,7 @@ REWRITE = "fix: python -m fused_grpo.bench.predict --write"
 
 @pytest.fixture(scope="module")
 def fresh() -> list[dict[str, Any]]:
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("fresh_predictions.py"))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return run_script(Path(__file__).with_name("fresh_predictions.py"))
 
 
 def test_the_committed_file_is_of_this_code(fresh: list[dict[str, Any]]) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from uninterpreted import run_script
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of torch has no fake CUDA tensors")
 
@@ -23,12 +20,8 @@ Facts = dict[str, Any]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     """By name of the call; every kernel is compiled with the arguments that it was launched with."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, str(Path(__file__).with_name("walk.py")), "--compile"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    found = {row.pop("call"): row for row in map(json.loads, done.stdout.splitlines())}
+    rows = run_script(Path(__file__).with_name("walk.py"), "--compile", cache=tmp_path_factory.mktemp("triton"))
+    found = {row.pop("call"): row for row in rows}
     for name, facts in found.items():
         shown = (
             facts.get("error") or f"{facts['launches']} launches, {facts['peak'] / GIB:.2f} GiB, waits {facts['waits']}"

@@ -1,9 +1,9 @@
 """Every branch of the ops for CUDA, walked without a GPU: `walk.py [--compile]`.
 
-What our Python would launch is real, and nothing computes: see bench/cuda_trace.py. Needs a CUDA build of torch and a
-process without TRITON_INTERPRET. Prints a JSON object per call: its launches and waits, the GEMMs it asked for, the
-most bytes that it held at a time, and with --compile how many kernels Triton compiled for sm_90, in all calls together,
-with exactly the arguments that they were launched with.
+What our Python would launch is real, and nothing computes: see bench/predictions/cuda_trace.py. Needs a CUDA build of
+torch and a process without TRITON_INTERPRET. Prints a JSON object per call: its launches and waits, the GEMMs it asked
+for, the most bytes that it held at a time, and with --compile how many kernels Triton compiled for sm_90, in all calls
+together, with exactly the arguments that they were launched with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 import compile_all
 
-from fused_grpo import GRPOLossConfig, _ops, fused_linear_grpo_loss, grpo_loss
-from fused_grpo.bench.cuda_trace import Launch, Trace, aligned, fake_gpu
+from fused_grpo import GRPOLossConfig, _custom_ops, fused_linear_grpo_loss, grpo_loss
+from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu
 
 N, D, V = 8192, 4096, 151936
 MEMORY = 141 * 2**30
@@ -61,11 +61,11 @@ def call_logprobs(dtype: str, options: str, wanted: str, entropy: bool, **sizes:
     rest = (given.get("logit_scale", 1.0), given.get("softcap"), -100, entropy, "auto", None, False, flags)
 
     def call() -> Any:
-        out = _ops._linear_logprobs(*inputs, *rest)
+        out = _custom_ops._linear_logprobs(*inputs, *rest)
         if wanted == "no_grad":
             return out
         grads = (torch.empty_like(out[0]), torch.empty_like(out[0]) if entropy else None)
-        return _ops._linear_logprobs_backward(*inputs, *out, *grads, *rest)
+        return _custom_ops._linear_logprobs_backward(*inputs, *out, *grads, *rest)
 
     return call
 

@@ -51,23 +51,18 @@ def truncate(directory):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_a_truncated_checkpoint_is_named_with_the_one_that_can_be_used(run, fault):
+def test_a_truncated_checkpoint_is_named_with_the_one_that_can_be_used(run, time_limit):
     truncate(run / "checkpoint-6")
-    policy = "nothing is loaded; the error names the file, and the newest complete checkpoint"
-    with (
-        fault("a checkpoint is truncated or corrupted", policy=policy, within=5),
-        pytest.raises(CheckpointError) as said,
-    ):
+    with time_limit(5), pytest.raises(CheckpointError) as said:
         find_checkpoint(run, run / "checkpoint-6")
     assert f"{run / 'checkpoint-6'}, whose model.safetensors is truncated" in str(said.value)
     assert str(said.value).endswith(f"the newest complete checkpoint is {run / 'checkpoint-4'}")
 
 
-def test_resuming_ignores_damaged_checkpoints_and_warns(run, caplog, fault):
+def test_resuming_ignores_damaged_checkpoints_and_warns(run, caplog, time_limit):
     truncate(run / "checkpoint-6")
     (run / "checkpoint-4" / "manifest.json").unlink()
-    policy = "resume_from_checkpoint=True takes the newest complete one, and warns of the others"
-    with fault("the newest checkpoints are damaged", policy=policy, within=5), caplog.at_level(logging.WARNING):
+    with time_limit(5), caplog.at_level(logging.WARNING):
         assert find_checkpoint(run, True) == run / "checkpoint-2"
     left_out = [record.message for record in caplog.records]
     assert [name in line for name, line in zip(("checkpoint-6", "checkpoint-4"), left_out, strict=True)] == [True, True]
@@ -103,14 +98,13 @@ def saved(parts, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["another order", "another answer"])
-def test_another_dataset_of_the_same_length_is_noticed_before_anything_is_loaded(fault, saved, change):
+def test_another_dataset_of_the_same_length_is_noticed_before_anything_is_loaded(time_limit, saved, change):
     checkpoint, rows, make = saved
     others = rows[1:] + rows[:1] if change == "another order" else [{**row, "answer": 0} for row in rows]
-    policy = "CheckpointError before anything is loaded; up to 256 rows of it are compared"
     resumed = make(rows=others)
     torch.nn.init.zeros_(resumed.model.lm_head.weight)
     with (
-        fault("a run is resumed with another dataset of the same length", policy=policy, within=5),
+        time_limit(5),
         pytest.raises(CheckpointError, match=r"train_dataset with contents=\w{16}, want contents='\w{16}'"),
     ):
         restore(checkpoint, resumed.learner, resumed.collector)
@@ -157,12 +151,11 @@ def test_all_processes_resume_from_the_checkpoint_that_the_first_has_found(nodes
     assert ["found run/checkpoint-4" in said for said in find()] == [True, True]
 
 
-def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, fault):
+def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, time_limit):
     theirs, find = nodes
     path = theirs / "checkpoint-4" / "manifest.json"
     path.write_text(path.read_text().replace('"sha256": "', '"sha256": "0', 1))
-    policy = "all of them end before anything is loaded; the first process chooses, the others compare manifests"
-    with fault("nodes have different checkpoints on their own disks", policy=policy, within=20):
+    with time_limit(20):
         first, second = find()
     assert "PeerError: rank 1 of 2 failed while looking at run/checkpoint-4" in first
     assert "CheckpointError: got a run/checkpoint-4 on rank 1 whose manifest is another one" in second

@@ -16,9 +16,9 @@ from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 SAVE = Path(__file__).with_name("save_run.py")
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 REFUSALS = {
-    "limited": ("the disk takes a part of a checkpoint", "File too large", 14),
-    "full": ("the disk is full while saving", "No space left on device", 6),
-    "read-only": ("the output directory is read-only", "Permission denied", 2),
+    "limited": ("File too large", 14),
+    "full": ("No space left on device", 6),
+    "read-only": ("Permission denied", 2),
 }
 
 
@@ -34,11 +34,12 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_untouched(farm, fault, checkpoint, how):
-    what, reason, saves = REFUSALS[how]
+def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_untouched(
+    farm, time_limit, checkpoint, how
+):
+    reason, saves = REFUSALS[how]
     before = files(checkpoint)
-    policy = "CheckpointError with the space wanted and free; nothing half-written, the last checkpoint is complete"
-    with fault(what, policy=policy, within=30):
+    with time_limit(30):
         messages = farm.run(SAVE, checkpoint.parent, how).splitlines()
     if messages == ["not allowed"]:
         pytest.skip("only root may mount a small file system")

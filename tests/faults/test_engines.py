@@ -27,10 +27,6 @@ from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 FAKE = Path(__file__).parents[1] / "trainer" / "engines" / "fake_vllm.py"
-ENDS = "the run ends with an error that names the server; nothing was updated"
-AGAIN = "asked 5 times in all, elsewhere where there is a replica; then the run ends, nothing was updated"
-CHANGED = "what it sampled is asked of a replica; without one the run ends, nothing was updated"
-REFUSED = "the run ends with an error that names engine, prompt and what was got; nothing was updated"
 
 
 def tiny_model() -> Qwen2ForCausalLM:
@@ -95,78 +91,74 @@ def copy_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-# By name: a server ..., the answer it gives, what is done about it, what the error says.
+# What the server answers, and what the error says.
 FAILURES = {
-    "500": ("answers 500", 500, AGAIN, "status 500 from /v1/completions"),
-    "400": ("answers 400", 400, ENDS, "status 400 from /v1/completions"),
-    "html": ("answers with a page of HTML", "not json", ENDS, "that is not JSON: '<html>"),
-    "nested": ("answers with JSON nested without end", "nested", ENDS, "that is not JSON"),
-    "no-answer": ("drops the connection without an answer", "no answer", AGAIN, "RemoteProtocolError"),
-    "half": ("drops the connection in the middle of an answer", "cut off", AGAIN, "RemoteProtocolError"),
-    "killed": ("dies while sampling (kill -9)", "death", AGAIN, "want completions from"),
-    "changed": ("gets other weights while it samples", "new weights", CHANGED, "none of them up with the weights of"),
-    "redirect": ("sends a redirect to another host", 307, ENDS + ", the other host was not asked", "status 307"),
-    "too-few": ("returns the wrong number of completions", "one too few", ENDS, r"completions \[0, 1, 2\] where 4"),
-    "empty": ("returns an empty completion", {"token_ids": []}, ENDS, "0 token ids"),
+    "500": (500, "status 500 from /v1/completions"),
+    "400": (400, "status 400 from /v1/completions"),
+    "html": ("not json", "that is not JSON: '<html>"),
+    "nested": ("nested", "that is not JSON"),
+    "no-answer": ("no answer", "RemoteProtocolError"),
+    "half": ("cut off", "RemoteProtocolError"),
+    "killed": ("death", "want completions from"),
+    "changed": ("new weights", "none of them up with the weights of"),
+    "redirect": (307, "status 307"),
+    "too-few": ("one too few", r"completions \[0, 1, 2\] where 4"),
+    "empty": ({"token_ids": []}, "0 token ids"),
 }
 
 
-@pytest.mark.parametrize(("what", "answer", "policy", "message"), FAILURES.values(), ids=FAILURES)
-def test_a_server_that_fails(make_trainer, serve, fault, what, answer, policy, message) -> None:
+@pytest.mark.parametrize(("answer", "message"), FAILURES.values(), ids=FAILURES)
+def test_a_server_that_fails(make_trainer, serve, time_limit, answer, message) -> None:
     url = serve(answer, elsewhere="http://192.0.2.1/")
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
-    with fault(f"a server {what}", policy=policy, within=10) as clock:
+    with time_limit(10) as clock:
         with ends(trainer, UnavailableError, rf"(?s)(?=.*{url}).*{message}"):
             trainer.train()
         clock.started = serve.failed()
 
 
 @pytest.mark.parametrize(
-    ("what", "answer", "message"),
+    ("answer", "message"),
     [
-        ("an engine returns a completion that is too long", {"token_ids": [3] * 9}, "got 9 tokens"),
-        ("an engine returns token ids outside the vocabulary", {"token_ids": [3, 14]}, "got token id 14"),
-        ("an engine returns NaN for a log-prob", {"token_logprobs": [-1.0, math.nan]}, "got log-prob nan"),
-        ("an engine returns a log-prob above 0", {"token_logprobs": [-1.0, 0.5]}, r"got log-prob 0\.5"),
+        ({"token_ids": [3] * 9}, "got 9 tokens"),
+        ({"token_ids": [3, 14]}, "got token id 14"),
+        ({"token_logprobs": [-1.0, math.nan]}, "got log-prob nan"),
+        ({"token_logprobs": [-1.0, 0.5]}, r"got log-prob 0\.5"),
     ],
     ids=["too-long", "token", "nan", "above-0"],
 )
-def test_an_answer_that_is_not_what_was_asked(make_trainer, serve, fault, what, answer, message) -> None:
+def test_an_answer_that_is_not_what_was_asked(make_trainer, serve, time_limit, answer, message) -> None:
     ids = answer.get("token_ids", [3, 4])
     answer = {"token_ids": ids, "logprobs": {"token_logprobs": answer.get("token_logprobs", [-1.0] * len(ids))}}
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=serve(answer), vllm_server_timeout=30)
     where = r"in completion 0 of prompt 0 \(token ids \[.*\]\) from the vllm-server engine"
-    with fault(what, policy=REFUSED, within=10) as clock:
+    with time_limit(10) as clock:
         with ends(trainer, UnavailableError, rf"{message} {where}"):
             trainer.train()
         clock.started = serve.failed()
 
 
-def test_a_server_that_hangs(make_trainer, serve, fault) -> None:
+def test_a_server_that_hangs(make_trainer, serve, time_limit) -> None:
     url = serve("silence")
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=2)
-    policy = "the run ends after vllm_server_timeout (2 s here, 240 s by default); nothing was updated"
-    with fault("a server hangs while sampling", policy=policy, within=8) as clock:
+    with time_limit(8) as clock:
         with ends(trainer, UnavailableError, "within 2 s"):
             trainer.train()
         clock.started = serve.failed()
 
 
-def test_a_server_that_dies_between_two_steps(make_trainer, serve, fault) -> None:
+def test_a_server_that_dies_between_two_steps(make_trainer, serve, time_limit) -> None:
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve()), vllm_server_timeout=30)
-    what = "a server dies between two steps (kill -9)"
-    policy = "the run ends at the next sync with an error that names the server; nothing was updated"
-    with fault(what, policy=policy, within=10) as clock, ends(trainer, WeightSyncError, rf"{url}", step=1):
+    with time_limit(10) as clock, ends(trainer, WeightSyncError, rf"{url}", step=1):
         trainer._check_agreement = lambda metrics: None  # what the fake says is not what the model would say
         record = trainer._record
         trainer._record = lambda *a: [record(*a), serve.process.kill(), clock.start()]
         trainer.train()
 
 
-def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, fault) -> None:
+def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, time_limit) -> None:
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve("endless")), vllm_server_timeout=30)
-    policy = "read up to a limit (16 MiB and 1 KiB per token that was asked for); the run ends, nothing was updated"
-    with fault("a server's answer never ends", policy=policy, within=20) as clock:
+    with time_limit(20) as clock:
         with ends(trainer, UnavailableError, "more than"):
             trainer.train()
         clock.started = serve.failed()
@@ -175,12 +167,10 @@ def test_an_endless_answer_does_not_fill_the_memory(make_trainer, serve, fault) 
 
 
 @pytest.mark.parametrize("quirk", ["ignores_weights", "forgets_tag"])
-def test_a_server_that_keeps_its_old_weights(make_trainer, serve, fault, quirk) -> None:
+def test_a_server_that_keeps_its_old_weights(make_trainer, serve, time_limit, quirk) -> None:
     url = serve(**{quirk: True})
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=30)
-    what = {"ignores_weights": "says that it loaded the weights and has not", "forgets_tag": "loses the weights' tag"}
-    policy = "noticed after the sync, by checksums (small models) or the tag; the run ends before it samples"
-    with fault(f"a server {what[quirk]}", policy=policy, within=10), ends(trainer, WeightSyncError, rf"at {url}"):
+    with time_limit(10), ends(trainer, WeightSyncError, rf"at {url}"):
         trainer.train()
 
 
@@ -199,31 +189,26 @@ class Dishonest(Stale):
 
 
 @pytest.mark.parametrize(
-    ("engine", "message", "what"),
-    [
-        (Dishonest, "got completions of weight version 0", "an engine answers with an older version's completions"),
-        (Stale, "got a max difference", "an engine samples from stale weights and does not say so"),
-    ],
+    ("engine", "message"),
+    [(Dishonest, "got completions of weight version 0"), (Stale, "got a max difference")],
     ids=["says-so", "does-not"],
 )
-def test_an_engine_of_the_users_with_stale_weights(make_trainer, fault, engine, message, what) -> None:
+def test_an_engine_of_the_users_with_stale_weights(make_trainer, time_limit, engine, message) -> None:
     trainer = make_trainer(rollout_engine=engine())
-    policy = "the run ends before the optimizer moves"
-    with fault(what, policy=policy, within=10), ends(trainer, WeightSyncError, message, step=1):
+    with time_limit(10), ends(trainer, WeightSyncError, message, step=1):
         trainer.train()
 
 
 @pytest.mark.engine
-def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, monkeypatch, fault) -> None:
+def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, monkeypatch, time_limit) -> None:
     model = tiny_model()
     trainer = make_trainer(model=model, use_vllm=True)
     assert isinstance(trainer.engine, VLLMEngine)
     llm, called = trainer.engine._llm, []
     # vLLM says yes to every sync, and has taken none but the first.
     monkeypatch.setattr(llm, "collective_rpc", lambda *a, **k: called.append(a))
-    policy = "the run ends before the optimizer moves"
     with (
-        fault("vLLM in process has silently not taken the weights", policy=policy, within=20) as clock,
+        time_limit(20) as clock,
         ends(trainer, WeightSyncError, "got a max difference .* vllm engine .* weight version 1", step=1),
     ):
         record = trainer._record
@@ -233,7 +218,7 @@ def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, m
 
 
 @pytest.mark.engine
-def test_vllm_in_process_that_raises(make_trainer, monkeypatch, fault) -> None:
+def test_vllm_in_process_that_raises(make_trainer, monkeypatch, time_limit) -> None:
     trainer = make_trainer(use_vllm=True)
     executor = trainer.engine._llm.llm_engine.engine_core.engine_core.model_executor
 
@@ -241,9 +226,8 @@ def test_vllm_in_process_that_raises(make_trainer, monkeypatch, fault) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(executor, "execute_model", fail)
-    policy = "the engine is closed and the run ends with vLLM's reason; nothing was updated"
     with (
-        fault("vLLM in process raises while sampling", policy=policy, within=20),
+        time_limit(20),
         ends(trainer, UnavailableError, "RuntimeError from vLLM while sampling.*out of memory"),
     ):
         trainer.train()

@@ -11,8 +11,6 @@ import pytest
 from fused_grpo.errors import RewardError
 from fused_grpo.trainer.rewards import Rewards, isolated
 
-FAIL = "the run ends and nothing is updated; or retry, or drop: its groups leave the batch"
-
 
 def raising(prompts: list[str], **_: Any) -> list[float]:
     if "bad" in prompts:
@@ -50,13 +48,11 @@ def score(function: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_failing_reward_ends_the_run_or_costs_its_group(fault, name):
+def test_a_failing_reward_ends_the_run_or_costs_its_group(time_limit, name):
     function, message = FAULTS[name]
     timeout = 2.0 if name == "hangs" else None
-    policy = f"{FAIL} (after reward_timeout)" if timeout else FAIL
-    with fault(f"a reward function {name}", policy=policy, within=5):  # noqa: SIM117
-        with pytest.raises(RewardError, match=message):
-            score(function, timeout=timeout)
+    with time_limit(5), pytest.raises(RewardError, match=message):
+        score(function, timeout=timeout)
     dropped = score(function, timeout=timeout, failure="drop")
     assert dropped.dropped.tolist() == [False, False, True, True]
     assert dropped.per_function[:2, 0].tolist() == [1.0, 1.0]
@@ -70,14 +66,12 @@ ISOLATED = {
 
 
 @pytest.mark.parametrize("name", ISOLATED)
-def test_an_isolated_reward_is_killed_and_the_next_completion_is_scored(fault, tmp_path: Path, name):
+def test_an_isolated_reward_is_killed_and_the_next_completion_is_scored(time_limit, tmp_path: Path, name):
     body, seconds, message = ISOLATED[name]
     (tmp_path / "mine.py").write_text(f"def reward(prompts):\n    {body}\n    return [1.0]\n")
     options = {"timeout": seconds, "memory": 1 << 30}
     function = isolated(f"{tmp_path}/mine.py:reward", **options)
-    policy = "its process is killed; on_failure says what the completion gets, or the run ends"
-    with fault(f"an isolated reward function {name}", policy=policy, within=10):  # noqa: SIM117
-        with pytest.raises(RewardError, match=message):
-            score(function)
+    with time_limit(10), pytest.raises(RewardError, match=message):
+        score(function)
     forgiving = isolated(f"{tmp_path}/mine.py:reward", **options, on_failure=0.0)
     assert score(forgiving).per_function[:, 0].tolist() == [1.0, 1.0, 0.0, 0.0]

@@ -22,18 +22,16 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_refused_before_anything_is_loaded(fault, name):
+def test_a_row_is_refused_before_anything_is_loaded(time_limit, name):
     row, message = ROWS[name]
-    with fault(f"a dataset row {name}", policy="refused at the start, named by its number", within=10):  # noqa: SIM117
-        with pytest.raises(DataError, match=message) as refused:
-            check_dataset([SOUND, row], name="train_dataset")
+    with time_limit(10), pytest.raises(DataError, match=message) as refused:
+        check_dataset([SOUND, row], name="train_dataset")
     assert len(str(refused.value)) < 500
 
 
-def test_a_prompt_that_is_too_long_is_named_by_the_step_that_meets_it(farm, fault, tmp_path):
+def test_a_prompt_that_is_too_long_is_named_by_the_step_that_meets_it(farm, time_limit, tmp_path):
     options = {"shuffle_dataset": False, "vllm_max_model_length": 24, "max_completion_length": 8, "save_steps": 1}
-    policy = "named by its number in the step that meets it; nothing of that step is used"
-    with fault("a dataset row has a prompt that is too long", policy=policy, within=120):
+    with time_limit(120):
         process = farm.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
         assert process.wait() == 1
     error = "got 20 tokens for the prompt of row 3 ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"

@@ -16,9 +16,8 @@ from fused_grpo.trainer.distributed.stopping import StopOnSigterm
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
 
-def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, fault, tmp_path):
-    policy = "finish the step, save, exit with 143; all ranks at the same step"
-    with fault("SIGTERM", policy=policy, within=20) as clock:
+def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, time_limit, tmp_path):
+    with time_limit(20) as clock:
         # What a resumed run needs is saved, whatever save_only_model says.
         options = {"steps_per_generation": 2, "save_only_model": True}
         ranks = farm.start_ranks(SCRIPT, tmp_path, "term", 1, json.dumps(options))
@@ -33,8 +32,8 @@ def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, fa
         assert torch.equal(tensor, ends[1]["parameters"][name]), name
 
 
-def test_ctrl_c_ends_at_once(farm, fault, tmp_path):
-    with fault("Ctrl-C", policy="ends in the middle of the step; the last checkpoint stays", within=20) as clock:
+def test_ctrl_c_ends_at_once(farm, time_limit, tmp_path):
+    with time_limit(20) as clock:
         process = farm.start(SCRIPT, tmp_path, "interrupt", 0, json.dumps({"save_steps": 1}))
         assert process.wait() == -signal.SIGINT, process.output
         clock.started = float((tmp_path / "happened").read_text())

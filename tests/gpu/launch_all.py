@@ -1,7 +1,7 @@
 """Every kernel at small shapes, under compute-sanitizer: `launch_all.py COMPUTE_SANITIZER`, or without to launch them.
 
-Races and accesses out of bounds. Each tensor has memory of its own, so that what lies beside it is nobody's; no shape
-is a multiple of a tile.
+The tools look for races and accesses out of bounds. Each tensor has its own allocation, so that memory beside it is not
+allocated; no shape is a multiple of a tile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def launch_all(device: str) -> None:
 
 
 def main(sanitizer: str) -> int:
-    """How many tools found something. One that cannot run on this machine finds nothing, and says so."""
+    """The number of tools that found an error. A tool that cannot run on this machine is reported as such."""
     me, env = [sys.executable, __file__], {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     subprocess.run(me, check=True)  # so that kernels are compiled already
     red = 0

@@ -1,8 +1,7 @@
-"""Runs a function on many inputs drawn from a seed each, so that a failure can be had again."""
+"""Calls a function with many random inputs, each from a seed of its own, so that a failure can be reproduced."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from fused_grpo.errors import FusedGRPOError
 
 @pytest.fixture
 def chat_tokenizer() -> Any:
-    """Takes any character for a token, and has a chat template."""
+    """Takes every character for a token, and has a chat template."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -26,8 +25,8 @@ def chat_tokenizer() -> Any:
 
 
 @pytest.fixture
-def hostile(request, record_property, portion) -> Callable[..., list[float]]:
-    """`hostile(function, count)` calls it with `count` generators: what share it answered, what share it refused."""
+def hostile(portion) -> Callable[..., list[float]]:
+    """`hostile(function, count)` calls it with `count` generators. Returns the shares of results and of errors."""
 
     def run(function: Callable[[random.Random], Any], count: int, *, documented: Any = FusedGRPOError) -> list[float]:
         count, outcomes = portion(count), [0, 0]
@@ -36,14 +35,12 @@ def hostile(request, record_property, portion) -> Callable[..., list[float]]:
                 function(random.Random(f"{function.__name__}/{seed}"))
                 outcomes[0] += 1
             except documented as error:
-                # One that does not say what it got counts as neither.
+                # An error that does not say what it got counts as neither.
                 outcomes[1] += isinstance(error, SystemExit) or "got " in str(error)
             except BaseException as error:
                 error.add_note(f"seed {seed} of {function.__name__}")
                 raise
         assert sum(outcomes) == count
-        what = f"{request.path.stem}: {request.node.name}".replace("test_", "").replace("_", " ")
-        record_property("hostile", json.dumps({"what": what, "inputs": count}))
         return [outcome / count for outcome in outcomes]
 
     return run

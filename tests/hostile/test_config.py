@@ -1,4 +1,4 @@
-"""1,600 configurations that nobody should write: usable options, or an error of ours, or the command line's own."""
+"""1,600 random configurations: each gives usable options, an error of fused_grpo, or one of the command line."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ VALUES: list[Any] = [
     *(b"x", [], [1], ["a", 2], [None], [[]], [float("nan")], (), (1,), {}, {"a": 1}, {1: 2}, {None: object()}, {1, 2}),
     *(object(), int, len, Path("run"), Ellipsis, ["--seed=3"], {"trust_remote_code": True}, [{}], "linear", "dr_grpo"),
 ]
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
-)
+ALIASES = [f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)]
+BOMB = "a: &a [x, x]\n" + "".join(ALIASES)
 PAYLOADS = [
     'seed: !!python/object/apply:os.system ["touch owned"]',
     "reward_funcs: !!python/name:os.system",
@@ -71,7 +70,7 @@ def some_value(rng: random.Random, name: str) -> Any:
 
 
 def some_yaml(rng: random.Random) -> bytes:
-    """A payload, or a file of ours, with bytes of it changed."""
+    """A payload or a sound file, sometimes with some bytes changed."""
     sound = json.dumps({name: SOUND[name] for name in rng.sample(NAMES, 3)})
     content = bytearray(sound if rng.random() < 0.5 else rng.choice(PAYLOADS), "utf-8")
     for _ in range(rng.choice([0, 0, 1, 5])):
@@ -118,10 +117,7 @@ def test_command_lines(hostile, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            PAYLOADS[0],
-            "could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'",
-        ),
+        (PAYLOADS[0], "could not determine a constructor for the tag '.*:python/object/apply:os.system'"),
         (BOMB, r"got an alias \(\*name\), want every value where it is used"),
         ("seed: " + "[" * 100_000, "got values 21 levels deep, want at most 20"),
     ],

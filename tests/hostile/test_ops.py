@@ -1,4 +1,4 @@
-"""6,000 calls of the ops with arguments that nobody should pass: what the reference says, or an error of ours."""
+"""6,000 calls of the ops with random arguments: each gives the result of the reference, or an error of fused_grpo."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.config import CORRECTIONS, KL_ESTIMATORS, LEVELS, LOSS_TYPES
 
 Arguments = dict[str, Any]
-CALLS = {
-    "linear_logprobs": 1500,
-    "linear_logprobs_and_entropy": 1000,
-    "grpo_loss": 1500,
-    "fused_linear_grpo_loss": 1500,
-    "GRPOLossConfig": 500,
-}
+CALLS = {"linear_logprobs": 1500, "linear_logprobs_and_entropy": 1000, "grpo_loss": 1500}
+CALLS |= {"fused_linear_grpo_loss": 1500, "GRPOLossConfig": 500}
 HEAD = ("hidden", "weight", "targets", "bias", "temperature", "logit_scale", "softcap", "ignore_index")
 PLAN = ("chunk_bytes", "impl")
 TOKENS = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "mask")
@@ -39,7 +34,7 @@ LEAVES = ("hidden", "weight", "bias", "logprobs", "entropy")
 
 
 class Subclass(Tensor):
-    """A tensor that only says that it is another."""
+    """A tensor of another class."""
 
 
 def with_value(value: float) -> Callable[[Tensor], Tensor]:

@@ -3,10 +3,10 @@
     FUSED_GRPO_TEST_DEVICE=cuda    a GPU, with compiled kernels: `make test-gpu`
     FUSED_GRPO_TEST_DEVICE=cpu     its rehearsal: the same wrappers with copies, and 16-bit operands for every GEMM
 
-Tests make their tensors on the CPU, and look at results there. Where the variable is set, `install` wraps each public
-op and each row pass: what a test hands over is copied with its strides and with the memory around it, autograd goes
-through the copies, and results come back. A result in the memory of an argument comes back into that memory. Calls
-within the package stay as they are.
+Tests make their tensors on the CPU, and check results there. If the variable is set, `install` wraps each public op and
+each row pass: the arguments of a test are copied to the device, with their strides and the memory around them, autograd
+goes through the copies, and results are copied back. A result in the memory of an argument is copied back into that
+memory. Calls within the package do not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPS = {
 }
 NO_PASSES = ("empty_tile", "is_available")
 
-# Kept, for tests replace it.
+# Tests replace torch.empty.
 _empty = torch.empty
 
 
@@ -51,7 +51,7 @@ def why_not() -> str | None:
 
 
 def install() -> None:
-    """Wrap everything that tests call. Before the first test module is imported."""
+    """Wrap everything that tests call, before the first test module is imported."""
     import fused_grpo
     from fused_grpo import fused_loss, head, head_gradients, kernels, torch_passes
 
@@ -59,7 +59,7 @@ def install() -> None:
         home = __import__(f"fused_grpo.{module}", fromlist=names)
         for name in names:
             setattr(home, name, between(getattr(home, name)))
-            vars(fused_grpo).pop(name, None)  # which is the unwrapped one, if somebody has asked before
+            vars(fused_grpo).pop(name, None)  # the unwrapped op, if it has been imported before
     fused_loss.FusedLinearGRPOLoss.forward = between(fused_loss.FusedLinearGRPOLoss.forward)
     for name in set(kernels.__all__) - set(NO_PASSES):
         for passes in (kernels, torch_passes):

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numerics
 import pytest
 import torch
 from torch import Tensor
-
-spec = importlib.util.spec_from_file_location("ops_conftest", Path(__file__).parents[1] / "ops" / "conftest.py")
-ops_conftest = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = ops_conftest  # where its dataclasses look for themselves
-spec.loader.exec_module(ops_conftest)
-assert_as_exact = ops_conftest.assert_as_exact
 
 VOCAB_SIZE = 61
 SIZES = {
@@ -49,6 +41,11 @@ class Scores(NamedTuple):
     entropy: Tensor
 
 
+@pytest.fixture
+def assert_as_exact() -> Callable[..., None]:
+    return numerics.assert_as_exact
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
     def make(name: str = "Qwen2", config: str | None = None, **options: Any) -> Any:
@@ -73,8 +70,13 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def model(make_model) -> Any:
+    return make_model("Qwen2")
+
+
+@pytest.fixture
 def batch() -> dict[str, Tensor]:
-    """Three sequences, the second padded at its end; prompts, padding and a stretch in the middle have no label."""
+    """Three sequences, the second padded at its end; prompts, padding and tokens in the middle have no label."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB_SIZE, (3, 11), generator=generator)
     mask = torch.ones_like(ids)
@@ -88,7 +90,7 @@ def batch() -> dict[str, Tensor]:
 @pytest.fixture
 def by_logits() -> Callable[..., Scores]:
     def score(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Scores:
-        """The full-logits way, in the precision of the model."""
+        """Through full logits, in the precision of the model."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         log_probs = (model(**inputs, use_cache=False).logits[:, :-1] / temperature).log_softmax(-1)
         labels = batch["labels"][:, 1:]

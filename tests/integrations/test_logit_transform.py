@@ -1,4 +1,4 @@
-"""Family by family: log-probs and all gradients are those of the model's own logits, whatever it does to them."""
+"""For each family of models, log-probs and all gradients are those of the model's own logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ FAMILIES: list[tuple[str, dict[str, Any], tuple[float, float | None]]] = [
     ("Olmo2", {}, PLAIN),
     ("SmolLM3", {}, PLAIN),
     ("ModernBertDecoder", FULL, PLAIN),  # a dense layer and a norm before its head
-    ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "logit_scale": 3.0}, PLAIN),  # a name that nobody reads
+    (
+        "Mpt",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "logit_scale": 3.0},
+        PLAIN,
+    ),  # an option that its forward does not read
     ("MiniCPM3", {"dim_model_base": 16, **LATENT}, PLAIN),  # divides by 2 before its head
     ("Mixtral", EXPERTS, PLAIN),
     ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24}, PLAIN),
@@ -132,7 +136,7 @@ def test_rounding_is_not_taken_for_another_transform(make_model, batch, by_logit
 
 @pytest.mark.parametrize("name", ["MiniCPM3", "Gemma2", "Cohere", "Granite", "HyperCLOVAX", "FalconH1", "Mpt"])
 def test_from_the_backbone_too(make_model, batch, by_logits, name):
-    """For who runs the backbone alone: what happens on the way into the head counts, too."""
+    """For callers of the backbone alone: transforms before the head count, too."""
     options = next(options for family, options, _ in FAMILIES if family == name)
     model = make_model(name, **options).double()
     hidden = model.base_model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state[:, :-1]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fsdp_run
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.errors import InputError, UnsupportedError
-
-SCRIPT = Path(__file__).with_name("fsdp_run.py")
-spec = importlib.util.spec_from_file_location("fsdp_run", SCRIPT)
-fsdp_run = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fsdp_run)
 
 V, D = 31, 8
 
@@ -32,7 +26,7 @@ V, D = 31, 8
 def shared(farm, tmp_path_factory) -> dict[str, Any]:
     """What two processes found."""
     folder = tmp_path_factory.mktemp("shared")
-    farm.run(SCRIPT, folder, timeout=240)
+    farm.run(fsdp_run.__file__, folder, timeout=240)
     return torch.load(folder / "results.pt", weights_only=True)
 
 

@@ -1,6 +1,6 @@
-"""`return_logprobs`: what it returns, what it leaves as it was, what may be around it, and how little memory it takes.
+"""`return_logprobs`: its results, what it leaves unchanged, wrappers around the model, and memory.
 
-What it refuses is in `test_transformers_refused.py`, what families of models do to their logits in
+Refusals are tested in `test_transformers_refused.py`, the logit transforms of model families in
 `test_logit_transform.py`.
 """
 
@@ -17,16 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2ForCausalLM
 
 from fused_grpo import linear_logprobs_and_entropy
 from fused_grpo.integrations import transformers as ours
 from fused_grpo.integrations.transformers import return_logprobs
-
-
-@pytest.fixture
-def model(make_model) -> Qwen2ForCausalLM:
-    return make_model("Qwen2")
 
 
 def called(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
@@ -78,7 +72,7 @@ def assert_same_bits(ours: Any, theirs: Any) -> None:
 
 
 def attributes(model: nn.Module) -> list[Any]:
-    """Everything that somebody could have changed on a module, one module after the other."""
+    """All attributes of each module."""
     return [{k: list(v) if isinstance(v, dict) else id(v) for k, v in vars(x).items()} for x in model.modules()]
 
 
@@ -138,7 +132,7 @@ def test_temperature_divides_logits(model, batch, by_logits, assert_equals, shap
     )
 
 
-def test_the_entropy_is_not_made_where_nobody_wants_it(model, batch):
+def test_without_entropy_none_is_computed(model, batch):
     out = called(model, batch, entropy=False)
     assert out.entropy is None
     assert "entropy" not in out
@@ -395,7 +389,7 @@ def test_a_copy_made_inside_is_its_own_model(make_model, batch):
                 parameter.mul_(1.5)
         ids = batch["input_ids"]
         assert not torch.allclose(other(ids).logits, model(ids).logits)
-        assert other(**batch).logits is not None  # a model of nobody's block
+        assert other(**batch).logits is not None  # the copy is not inside the block
     assert not torch.allclose(other(ids).logits, model(ids).logits)
 
 

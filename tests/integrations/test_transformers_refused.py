@@ -15,11 +15,6 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.transformers import return_logprobs
 
 
-@pytest.fixture
-def model(make_model) -> Qwen2ForCausalLM:
-    return make_model("Qwen2")
-
-
 def called(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
     with return_logprobs(model, **options):
         return model(**batch)

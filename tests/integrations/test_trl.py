@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import trl_loss
+import trl_runs
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,24 +20,13 @@ from fused_grpo.errors import UnavailableError
 pytestmark = pytest.mark.grid
 
 pytest.importorskip("trl", reason="TRL is not installed")
-HERE = Path(__file__).parent
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-trl_loss, trl_runs = load(HERE.parent / "ops" / "trl_loss.py"), load(HERE / "trl_runs.py")
 GRID = [(x, level, option) for x in LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
 GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
 
 
 @pytest.fixture(scope="module")
 def ours() -> ModuleType:
-    """The integration. TRL is told that there is no vLLM: importing that takes longer than all these tests."""
+    """The integration. vLLM is hidden from TRL: importing it takes longer than all these tests."""
     from trl import import_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +77,7 @@ def on_tensors(monkeypatch, ours) -> None:
 
 @pytest.mark.usefixtures("on_tensors")
 @pytest.mark.parametrize(("loss_type", "level", "option"), GRID)
-def test_every_option_is_foreseen(ours, calls, loss_type, level, option):
+def test_every_option_is_speculated(ours, calls, loss_type, level, option):
     """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be recomputed."""
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
     theirs = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
@@ -116,8 +105,8 @@ class Multiplied(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("on_tensors")
-def test_fp16_is_not_foreseen(ours, calls, caplog):
-    """A gradient that is rounded before it is scaled is lost, and only TRL knows of the scale."""
+def test_fp16_is_not_speculated(ours, calls, caplog):
+    """A gradient that is rounded before it is scaled may be lost, and our op does not know the scale."""
     config, batch = trl_loss.config_of("dapo", "token", "nothing"), trl_loss.make_batch("nothing", torch.float16)
     ours._announce.cache_clear()
     with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
@@ -255,7 +244,7 @@ def test_a_quantile_of_several_processes_is_left_to_trl(ours, caplog, monkeypatc
     ours._announce.cache_clear()
     with caplog.at_level("INFO", "fused_grpo"):
         for _ in range(3):
-            assert ours.loss_to_come(trainer, {"advantages": batch.advantages}) is None
+            assert ours.speculated_loss(trainer, {"advantages": batch.advantages}) is None
     assert len(caplog.records) == 1
     assert "top_entropy_quantile" in caplog.text
 
@@ -277,7 +266,7 @@ def test_a_head_that_is_asked_for_more_stays_trls(ours, caplog):
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
 def test_the_op_is_trls(ours, outputs):
-    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL hands them over."""
+    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL passes them."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (11, 8), (11,))]
     hidden, weight, bias = leaves
@@ -335,7 +324,7 @@ def test_two_processes_equal_one(farm, tmp_path):
         share = {"per_device_train_batch_size": 8 // processes, "model": trl_runs.saved_model()}
         each = {loss_type: {**options, **share} for loss_type, options in runs.items()}
         (tmp_path / name).mkdir()
-        for rank in farm.start_ranks(HERE / "trl_runs.py", tmp_path / name, json.dumps(each), processes=processes):
+        for rank in farm.start_ranks(trl_runs.__file__, tmp_path / name, json.dumps(each), processes=processes):
             assert rank.wait(timeout=400) == 0, rank.output
     for loss_type in runs:
         alone, shared = (load_file(tmp_path / name / f"{loss_type}.safetensors") for name in ("one", "two"))

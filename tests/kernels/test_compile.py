@@ -1,24 +1,24 @@
 """Every kernel compiles for every architecture as shipped, fits it, and uses its tensor cores. No GPU needed.
 
-In processes of their own: this one imported the kernels in interpreter mode. What they compiled stays in pytest's
-cache, so a second run takes little longer than its imports. With `--full` it is all architectures, and what differs in
-kind of dtypes, options and layouts; with COMPILE_EVERY=1 besides, their full product.
+Other processes compile them, because this one imported the kernels in interpreter mode. Compiled kernels stay in
+pytest's cache, so a second run takes little longer than its imports. With `--full` all architectures are compiled for
+the dtypes, options and layouts that differ in kind; with COMPILE_EVERY=1 also for their full product.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from uninterpreted import run_script
 
 pytestmark = pytest.mark.cpu_only(reason="it compiles ahead of time, the same on any machine")
+FOLDER = Path(__file__).parent
+COMPILE_ALL, LAUNCH_KEYS = FOLDER / "compile_all.py", FOLDER / "launch_keys.py"
 KIB = 1024
 SHARED_LIMIT = {"sm_90": 227, "sm_100": 227, "sm_80": 163, "sm_120": 99, "sm_86": 99, "sm_89": 99, "gfx942": 64}
 # Of each generation of tensor cores one; compile_all.py has what is compiled for them.
@@ -50,16 +50,6 @@ COLUMNS = (
 Facts = dict[str, Any]
 
 
-def run_script(name: str, *arguments: str, cache: Path) -> list[Any]:
-    """The JSON lines that a script beside this file prints, in a process that does not interpret."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def table(rows: Iterable[Facts]) -> str:
     cells = [
         COLUMNS,
@@ -74,11 +64,11 @@ def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     kept = getattr(pytestconfig, "cache", None)
     cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
     if not pytestconfig.getoption("full"):
-        facts = run_script("compile_all.py", "quick", *QUICK, cache=cache)
+        facts = run_script(COMPILE_ALL, "quick", *QUICK, cache=cache)
     else:
         which = "every" if os.environ.get("COMPILE_EVERY") else "usual"
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            per_arch = pool.map(lambda arch: run_script("compile_all.py", which, arch, cache=cache), SHARED_LIMIT)
+            per_arch = pool.map(lambda arch: run_script(COMPILE_ALL, which, arch, cache=cache), SHARED_LIMIT)
             facts = [row for rows in per_arch for row in rows]
     print("\n" + table(facts))
     return facts
@@ -107,7 +97,7 @@ def test_aligned_16_bit_heads_load_through_tma_where_there_is_one(compiled: list
             assert row["loads"] == ("tma" if possible else "pointers"), table(compiled)
 
 
-def test_head_runs_on_hopper_tensor_cores_and_accumulates_in_fp32(compiled: list[Facts]) -> None:
+def test_the_head_runs_on_hopper_tensor_cores_and_accumulates_in_fp32(compiled: list[Facts]) -> None:
     heads = [row for row in compiled if (row["name"], row["arch"]) == ("_logprob_forward_kernel", "sm_90")]
     for row in heads:
         suffix = {"bfloat16": ".F32.BF16", "float16": ".F32", "float32": None}[row["dtype"]]
@@ -141,3 +131,14 @@ def test_what_follows_the_products_is_lean(compiled: list[Facts]) -> None:
     plain = [row for row in heads if (row["options"], row["layout"], row["dtype"]) == ("none", "aligned", "bfloat16")]
     assert len(plain) == len(QUICK)
     assert all(row["per_logit"] <= 7 for row in plain), table(plain)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(arch: str, tmp_path: Path) -> None:
+    launches = run_script(LAUNCH_KEYS, arch, cache=tmp_path)
+    assert len(launches) == 2 * 4 * 4 * 9
+    keys: dict[tuple[str, str, int], set[str]] = {}
+    for launch in launches:
+        keys.setdefault((launch["dtype"], launch["kernel"], launch["number"]), set()).add(launch["key"])
+    assert len(keys) == 18
+    assert {name: found for name, found in keys.items() if len(found) > 1} == {}

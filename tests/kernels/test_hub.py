@@ -1,24 +1,23 @@
-"""`kernels/` as a repository of the Kernel Hub: laid out by scripts/build_kernel.py, loaded by HF's own `kernels`.
+"""`kernels/` as a repository of the Kernel Hub: built by scripts/build_kernel.py, loaded by HF's own `kernels`.
 
-Nothing here reaches the Hub. What it would serve is a folder, and `get_local_kernel` reads the same folder by the same
-rules: a variant for this machine's backend, metadata, then an import under the id that the metadata gives.
+No test connects to the Hub. The Hub serves a folder, and `get_local_kernel` reads such a folder by the same rules: a
+variant for the backend of this machine, metadata, then an import under the id in the metadata.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import build_kernel
 import pytest
 import torch
 from torch import Tensor
@@ -35,10 +34,6 @@ BUILD = tomllib.loads((PROJECT / "build.toml").read_text())
 PACKAGE = BUILD["general"]["name"].replace("-", "_")
 R, V, D = 5, 130, 24
 
-spec = importlib.util.spec_from_file_location("build_kernel", ROOT / "scripts" / "build_kernel.py")
-build_kernel = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build_kernel)
-
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,119 +45,46 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(repository: Path) -> ModuleType:
-    """The CUDA variant, by its folder: no variant is for a CPU, where only Triton's interpreter runs it."""
+    """The CUDA variant, by its folder: there is no variant for CPUs, where Triton's interpreter runs it."""
     return hub.get_local_kernel(repository / "build" / "torch-cuda")
 
 
-def rows(names: str = "") -> dict[str, Tensor]:
+def problem() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    tensors = {
-        "hidden": torch.randn(R, D, generator=generator),
-        "weight": torch.randn(V, D, generator=generator),
-        "targets": torch.tensor([0, 63, 64, 129, -1]),
-        "temperature": 0.5 + torch.rand(R, generator=generator),
-        "bias": torch.randn(V, generator=generator),
-        "grad_logprobs": torch.randn(R, generator=generator),
-        "grad_entropy": torch.randn(R, generator=generator),
-    }
-    return {name: tensors[name] for name in names.split()} if names else tensors
+    hidden, weight = torch.randn(R, D, generator=generator), torch.randn(V, D, generator=generator)
+    return hidden, weight, torch.tensor([0, 63, 64, 129, 7])
 
 
-OPTIONS: dict[str, Any] = {**rows("temperature bias"), "softcap": 3.0, "logit_scale": 0.7}
+def logprobs(module: ModuleType) -> Tensor:
+    """From one launcher that uses most of the modules of the package."""
+    return module.logprob_forward(*problem(), temperature=torch.ones(R))[0]
 
 
-def head(module: ModuleType, run: str) -> list[Tensor | None]:
-    x = rows("hidden weight targets")
-    if run == "logprob_forward":
-        logprobs, entropy, state = module.logprob_forward(*x.values(), entropy=True, **OPTIONS)
-        return [logprobs, entropy, *state]
-    logits = x["hidden"] @ x["weight"].T
-    return list(getattr(module, run)(logits, x["targets"], entropy=True, **OPTIONS))
+def assert_same_bits(module: ModuleType) -> None:
+    torch.testing.assert_close(logprobs(module), logprobs(ours), rtol=0, atol=0)
 
 
-def weights(module: ModuleType) -> list[Tensor | None]:
-    weights, scale, known = head(module, "softmax_weights_")
-    return [weights, scale, *known]
+@pytest.mark.parametrize("backend", BUILD["general"]["backends"])
+def test_every_source_is_that_of_the_package(repository: Path, backend: str) -> None:
+    sources = {path.name: path.read_bytes() for path in (PROJECT / "torch-ext" / PACKAGE).glob("*.py")}
+    variant = repository / "build" / f"torch-{backend}"
+    assert {path.name: path.read_bytes() for path in variant.glob("*.py")} == sources
 
 
-def finished(module: ModuleType) -> list[Tensor | None]:
-    parts = [head(module, "row_statistics"), head(module, "logprob_forward")[2:]]
-    return list(module.finish_rows(parts, entropy=True))
-
-
-def gradient(module: ModuleType) -> list[Tensor | None]:
-    *_, known = head(module, "softmax_weights_")
-    x = rows("hidden weight targets grad_logprobs grad_entropy")
-    given = {"known": known, **{name: x[name] for name in ("grad_logprobs", "grad_entropy")}}
-    logits = x["hidden"] @ x["weight"].T
-    return [module.logits_gradient_(logits, x["targets"], dtype=torch.float16, **given, **OPTIONS)]
-
-
-def scaled(module: ModuleType) -> list[Tensor | None]:
-    x = rows("hidden temperature grad_logprobs")
-    return list(module.scale_hidden(x["hidden"], x["temperature"], x["grad_logprobs"]))
-
-
-def tile(module: ModuleType) -> list[Tensor | None]:
-    return [torch.tensor(module.empty_tile(R, V, dtype=torch.float32, device=torch.device("cpu")).stride())]
-
-
-def loss(module: ModuleType) -> list[Tensor | None]:
-    generator = torch.Generator().manual_seed(4)
-    names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights")
-    inputs = {name: torch.randn(R, generator=generator) for name in names} | {"mask": torch.arange(R) != 2}
-    terms = ("clipped", 0.2, 0.28, 3.0, (1.0, 1.05), 0.1, "k3", True, "truncate", None, 2.0)
-    ratio = torch.randn(R, generator=generator)
-    return list(module.grpo_token_loss(-ratio.abs(), log_ratio=ratio, inputs=inputs, terms=terms))
-
-
-def statistics(module: ModuleType) -> list[Tensor | None]:
-    return list(module.token_statistics([loss(module)[-1]]).values())
-
-
-CALLS: dict[str, Callable[[ModuleType], list[Tensor | None]]] = {
-    "logprob_forward": lambda module: head(module, "logprob_forward"),
-    "row_statistics": lambda module: head(module, "row_statistics"),
-    "finish_rows": finished,
-    "logits_gradient_": gradient,
-    "softmax_weights_": weights,
-    "scale_hidden": scaled,
-    "scale_": lambda module: [module.scale_(rows()["hidden"], torch.tensor(0.7))],
-    "empty_tile": tile,
-    "grpo_token_loss": loss,
-    "token_statistics": statistics,
-}
-
-
-def same_bits(one: list[Tensor | None], other: list[Tensor | None]) -> None:
-    assert len(one) == len(other)
-    for mine, theirs in zip(one, other, strict=True):
-        assert mine is not None
-        assert theirs is not None
-        assert not mine.isnan().all()
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_every_launcher_gives_the_bits_of_the_package(loaded: ModuleType, name: str) -> None:
-    same_bits(CALLS[name](loaded), CALLS[name](ours))
-
-
-def test_no_launcher_is_missing_here(loaded: ModuleType) -> None:
-    assert set(loaded.__all__) == set(ours.__all__) == {*CALLS, "is_available", "prefers_tiles"}
+def test_what_is_loaded_has_every_launcher(loaded: ModuleType) -> None:
+    assert set(loaded.__all__) == set(ours.__all__)
     assert loaded.is_available() == ours.is_available()
-    assert loaded.prefers_tiles(rows()["hidden"]) == ours.prefers_tiles(rows()["hidden"])
+    assert_same_bits(loaded)
 
 
 def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, oracle: Any, head_options: Any) -> None:
-    x, options = rows("hidden weight"), head_options(R, V, "bias softcap scale temperature")
-    targets = torch.tensor([0, 63, 64, 129, 7])
-    logprobs, entropy, _ = loaded.logprob_forward(*x.values(), targets, entropy=True, **options)
+    (hidden, weight, targets), options = problem(), head_options(R, V, "bias softcap scale temperature")
+    found = loaded.logprob_forward(hidden, weight, targets, entropy=True, **options)[:2]
     plain, exact = (
-        oracle.statistics(h @ w.T, targets, **options)
-        for h, w in (tuple(x.values()), tuple(y.double() for y in x.values()))
+        oracle.statistics(x @ w.T, targets, **options)
+        for x, w in ((hidden, weight), (hidden.double(), weight.double()))
     )
-    for mine, torchs, wanted in zip((logprobs, entropy), plain, exact, strict=True):
+    for mine, torchs, wanted in zip(found, plain, exact, strict=True):
         oracle.assert_as_exact_as_torch(mine, torchs, wanted, magnitude=10)
 
 
@@ -175,10 +97,10 @@ def test_a_gpu_finds_its_variant(
     monkeypatch.setattr(torch.version, "hip", hip)
     module = hub.get_local_kernel(repository)
     assert Path(module.__file__) == repository / "build" / f"torch-{backend}" / "__init__.py"
-    same_bits(loss(module), loss(ours))
+    assert_same_bits(module)
 
 
-def test_a_cpu_is_told_why_it_finds_none(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_error_says_why(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(FileNotFoundError, match=r"torch-cuda: backend \(cuda\) does not match system backend \(cpu\)"):
@@ -187,14 +109,11 @@ def test_a_cpu_is_told_why_it_finds_none(repository: Path, monkeypatch: pytest.M
 
 def test_copies_share_no_module(repository: Path, loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     other = hub.get_local_kernel(repository / "build" / "torch-rocm")
-    before = head(ours, "row_statistics")
     assert len({module.__name__ for module in (loaded, other, ours)}) == 3
-    broken = sys.modules[f"{loaded.__name__}.softmax_weights"]
-    monkeypatch.setattr(broken, "_softmax_weights_kernel", None)
+    monkeypatch.setattr(sys.modules[f"{loaded.__name__}.logprob_forward"], "_logprob_forward_kernel", None)
     with pytest.raises(TypeError):
-        head(loaded, "row_statistics")
-    for module in (other, ours):
-        same_bits(head(module, "row_statistics"), before)
+        logprobs(loaded)
+    assert_same_bits(other)
 
 
 def test_a_plain_import_finds_the_package(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +121,7 @@ def test_a_plain_import_finds_the_package(repository: Path, monkeypatch: pytest.
     module = importlib.import_module(PACKAGE)
     del sys.modules[PACKAGE]
     assert set(ours.__all__) <= set(vars(module))
-    same_bits(weights(module), weights(ours))
+    assert_same_bits(module)
 
 
 @pytest.mark.parametrize("backend", BUILD["general"]["backends"])
@@ -279,7 +198,7 @@ def test_a_project_it_cannot_lay_out_is_refused(tmp_path: Path, old: str, new: s
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_written_over(repository: Path) -> None:
+def test_no_file_is_overwritten(repository: Path) -> None:
     with pytest.raises(SystemExit, match="not empty; fix: remove it"):
         build_kernel.build(PROJECT, repository)
 

@@ -74,34 +74,6 @@ def test_target_in_any_tile_of_any_split_is_found(oracle: Any, head_options: Any
     check(oracle, hidden, weight, edges.repeat(3), **head_options(33, 257))
 
 
-@pytest.mark.parametrize("scale", [1e4, -1e4])
-def test_huge_logits_neither_overflow_nor_lose_the_target(oracle: Any, head_options: Any, scale: float) -> None:
-    hidden, weight, targets = problem(7, 130, 16)
-    check(oracle, hidden, scale * weight, targets, **head_options(7, 130))
-
-
-def test_all_logits_very_negative_is_not_nan(oracle: Any, head_options: Any) -> None:
-    hidden, weight, targets = problem(7, 130, 16)
-    options = head_options(7, 130) | {"bias": torch.full((130,), -1e4)}
-    check(oracle, hidden, weight, targets, **options)
-
-
-def test_banned_tokens_with_infinite_bias_take_no_part(oracle: Any, head_options: Any) -> None:
-    hidden, weight, _ = problem(7, 130, 16)
-    bias = torch.zeros(130)
-    bias[:96] = float("-inf")
-    targets = torch.arange(100, 107)
-    check(oracle, hidden, weight, targets, **head_options(7, 130) | {"bias": bias})
-
-
-def test_confident_token_keeps_a_nonzero_logprob(head_options: Any) -> None:
-    weight = torch.tensor([[25.0], [0.0], [0.0]])
-    logprobs, _, _ = logprob_forward(torch.ones(1, 1), weight, torch.tensor([0]), **head_options(1, 3))
-    torch.testing.assert_close(
-        logprobs.double(), -torch.log1p(2 * torch.tensor([-25.0]).double().exp()), rtol=1e-5, atol=0
-    )
-
-
 def test_single_token_vocabulary_is_certain(head_options: Any) -> None:
     hidden, weight, targets = problem(7, 1, 16)
     logprobs, entropy, _ = logprob_forward(hidden, weight, targets, entropy=True, **head_options(7, 1))
@@ -197,7 +169,7 @@ def test_only_a_matrix_that_a_descriptor_can_describe_gets_one() -> None:
 
 
 @pytest.mark.cpu_only(reason="it is about strides, which are the same anywhere")
-def test_rows_too_far_apart_for_int32_are_brought_together() -> None:
+def test_rows_too_far_apart_for_int32_are_copied() -> None:
     near, far = (torch.empty(rows, 2**24, 4, device="meta")[:, 0] for rows in (8, 128))
     assert MODULE._within_int32(near, 128, 32).stride() == near.stride()
     assert MODULE._within_int32(far, 128, 32).stride() == (4, 1)
@@ -222,7 +194,7 @@ def test_row_without_a_target_has_the_statistics_of_all_tokens(
     oracle.assert_as_exact_as_torch(ours[1], plain[1], exact[1], magnitude=raw.abs().max().item())
 
 
-def test_stretch_of_banned_tokens_adds_nothing_to_the_vocabulary(head_options: Any) -> None:
+def test_a_slice_of_banned_tokens_adds_nothing_to_the_vocabulary(head_options: Any) -> None:
     hidden, weight, _ = problem(7, 40, 16)
     options = head_options(7, 40) | {"bias": torch.full((40,), float("-inf"))}
     logprobs, entropy, (maximum, total, *_) = logprob_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import FusedGRPOError, GRPOLossConfig, _impl, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import FusedGRPOError, GRPOLossConfig, _dispatch, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 
 pytestmark = pytest.mark.cpu_only(
@@ -69,6 +69,10 @@ LOSS = [
     ({"entropy_threshold": float("nan")}, "entropy_threshold=nan"),
     ({"num_tokens": torch.ones((), device="meta")}, "num_tokens on meta and tokens on cpu"),
     ({"score": None}, "score=None"),
+    ({"score": "some"}, "score='some', want 'all' or 'needed'"),
+    ({"weight_main_grad": torch.zeros(9, 5)}, r"want \(9, 4\) torch.float32 on cpu"),
+    ({"weight_main_grad": torch.zeros(9, 4).half()}, "torch.float16"),
+    ({"weight_main_grad": torch.zeros(9, 4).requires_grad_()}, "a plain tensor"),
     ({"entropy": "no"}, "entropy='no', want True or False"),
 ]
 
@@ -137,6 +141,11 @@ def test_bf16_in_the_interpreter_is_refused_not_garbled():
         fused_linear_grpo_loss(**arguments)
 
 
+def test_the_reference_adds_to_no_main_gradient():
+    with pytest.raises(UnsupportedError, match="autograd's"):
+        fused_linear_grpo_loss(**good(impl="reference", weight_main_grad=torch.zeros(9, 4)))
+
+
 def test_grpo_loss_checks_its_own_input():
     with pytest.raises(InputError, match=r"logprobs of dtype torch\.int64"):
         grpo_loss(torch.ones(2, 3).long(), advantages=torch.ones(2))
@@ -153,7 +162,7 @@ def test_errors_are_also_the_standard_ones():
 
 def test_auto_says_once_which_path_it_took(caplog, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    _impl.announce.cache_clear()
+    _dispatch.announce.cache_clear()
     with caplog.at_level("INFO", logger="fused_grpo"):
         for _ in range(2):
             fused_linear_grpo_loss(**good())

@@ -1,4 +1,4 @@
-"""Large memory that is used again: whose it is, how much is kept, and that nobody has to do without it."""
+"""The cache of large buffers: no sharing, its limit, and no failed allocation because of it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_more_is_kept_than_a_limit(monkeypatch):
         everyone.pop(0)
     assert kept() == [16 * MIB] * 3
     floats(4 * FLOATS)
-    assert kept() == [16 * MIB] * 3, "what is larger than all of it takes nobody's place"
+    assert kept() == [16 * MIB] * 3, "a buffer above the limit displaces no other"
     assert last in [floats().data_ptr() for _ in range(3)]
 
 

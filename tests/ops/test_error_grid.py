@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_under_test import DEVICE, assert_rounded, rounds
+from device_under_test import assert_rounded, rounds
+from numerics import largest, rms
 from torch import Tensor
 
 from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
@@ -124,14 +125,6 @@ def upcast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The same values in another dtype: those of the weight as the dtype of the hidden states holds them."""
     rounded = {**inputs, "weight": inputs["weight"].to(inputs["hidden"].dtype)}
     return {name: x.to(dtype) if name in LEAVES else x for name, x in rounded.items()}
-
-
-def largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
-
-
-def rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item() if x.numel() else 0.0
 
 
 class Judge:
@@ -315,18 +308,6 @@ def test_tied_embeddings_get_both_gradients(chunk_bytes):
 
     plain, exact = (gradient(dtype, impl="reference") for dtype in (torch.float32, torch.float64))
     Judge(inputs).compare(gradient(torch.float32, chunk_bytes=chunk_bytes), plain, exact, what="tied weight")
-
-
-@pytest.mark.parametrize("asked", PLANS.values())
-def test_autocast_casts_inputs_as_a_linear_layer_does_and_nothing_else(asked):
-    inputs = make_inputs((12, 33, 8), names=ALL)
-    cast = {**inputs, "hidden": inputs["hidden"].bfloat16()}
-    expected = solve(cast, asked)
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        ours = solve(inputs, asked)
-    for name, value in ours.items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, expected[name].float()), name
 
 
 def test_small_budgets_make_ragged_tiles_of_rows_and_columns(monkeypatch):

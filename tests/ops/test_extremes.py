@@ -158,7 +158,7 @@ def test_all_rows_ignored_give_zeros_and_no_gradient(plan, impl, dtype, chunk_by
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_a_banned_target_has_no_probability_and_pulls_its_weight(impl):
+def test_a_banned_target_has_no_probability_and_a_gradient(impl):
     """Its log-prob is -inf; the gradient, target less mean, is finite, and so is the gradient of its neighbours."""
     inputs = inputs_of("banned tokens", torch.float32)
     ours = solve(inputs, "trainable", impl=impl)

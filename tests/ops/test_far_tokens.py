@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs, torch_passes
-from fused_grpo.planner import BLOCK_BYTES
+from fused_grpo.chunking import BLOCK_BYTES
 from fused_grpo.statistics import finish_rows
 
 pytestmark = pytest.mark.grid

@@ -129,7 +129,7 @@ def test_triton_gives_them_too(config):
 
 
 def counts_of_the_step(rest, config):
-    """What calls on parts of a step have to be told."""
+    """The normalisers that a call on a part of a step needs."""
     counts = {"num_tokens": rest["mask"].sum(), "num_sequences": B}
     if config.top_entropy_quantile < 1.0:
         counts |= {"entropy_threshold": 1.5, "num_entropy_tokens": 7.0}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_under_test import NAME, assert_rounded, rounds
-from hypothesis import Phase, given, settings
+from device_under_test import assert_rounded, rounds
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -112,7 +112,7 @@ def test_unwritten_memory_is_not_read_and_nothing_outside_is_written(monkeypatch
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_memory_that_torch_itself_leaves_unwritten_is_not_read(monkeypatch, plan):
-    """Under deterministic algorithms torch fills what it hands out, inside its own operators too."""
+    """Under deterministic algorithms torch fills new memory, also inside its own operators."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or it would take no GEMM of a GPU for deterministic
     inputs = make_inputs(9, 19, 6, torch.bfloat16)
     expected = solve(inputs, plan, chunk_bytes=900)
@@ -213,21 +213,6 @@ def test_any_shape_with_any_options_is_exact_on_the_torch_path(shape, dtype, wit
         check_against_fp64(inputs, plan, pieces, "torch", **options)
 
 
-# Not shrunk when it fails: the interpreter is slow, and its examples are small.
-@settings(derandomize=True, deadline=None, max_examples=15, database=None, phases=[Phase.generate])
-@given(
-    shape=st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(1, 20)),
-    dtype=st.sampled_from([torch.float32, torch.float16, *([torch.bfloat16] if NAME == "cuda" else [])]),
-    plan=st.sampled_from(sorted(PLANS)),
-    pieces=PIECES,
-    options=OPTIONS,
-    seed=st.integers(0, 99),
-)
-def test_any_shape_with_any_options_is_exact_in_triton(shape, dtype, plan, pieces, options, seed):
-    inputs = {name: x for name, x in make_inputs(*shape, dtype, seed=seed).items() if name not in options}
-    check_against_fp64(inputs, plan, pieces, "triton", **options)
-
-
 def rows_of(inputs: Inputs, index: Tensor) -> Inputs:
     per_row = {name: inputs[name][index] for name in ("hidden", "targets", "temperature") if name in inputs}
     return {**inputs, **per_row, "g": tuple(x[index] for x in inputs["g"])}
@@ -270,15 +255,6 @@ def test_a_temperature_that_equals_the_scale_does_not_look_at_its_neighbours():
     together = solve(inputs, "no gradient", batch_invariant=True, impl="torch")
     alone = solve(rows_of(inputs, torch.arange(3)), "no gradient", batch_invariant=True, impl="torch")
     assert_same_bits(alone, {name: value[:3] for name, value in together.items()})
-
-
-def test_the_kernel_gives_rows_the_same_bits_in_any_company():
-    # From a multiple of 16 on: the interpreter multiplies with BLAS, whose bits depend on the place within the tile.
-    inputs = make_inputs(40, 70, 16)
-    everyone = solve(inputs, "no gradient", impl="triton")
-    for index in (torch.arange(1), torch.arange(16, 23), torch.arange(32, 40)):
-        some = solve(rows_of(inputs, index), "no gradient", impl="triton")
-        assert_same_bits(some, {name: value[index] for name, value in everyone.items()})
 
 
 @pytest.fixture

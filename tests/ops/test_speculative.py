@@ -1,4 +1,4 @@
-"""Speculative gradients: whatever comes from upstream, what comes out is the gradient of the log-probs."""
+"""Speculative gradients: for any upstream gradient, the results are the gradients of the log-probs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
 from fused_grpo import speculative as module
-from fused_grpo._layout import loss_inputs
-from fused_grpo.logprobs import flatten_head
+from fused_grpo._loss_inputs import loss_inputs
+from fused_grpo.head import flatten_head
 from fused_grpo.speculative import speculative_logprobs
 
 B, T, D, V = 3, 5, 6, 13
@@ -24,7 +24,7 @@ CONFIGS = {
 
 @pytest.fixture
 def recomputed(monkeypatch) -> list:
-    """The calls that did not come as speculative."""
+    """The calls whose upstream gradient was not the speculative one."""
     calls, theirs = [], module._from_scratch
     monkeypatch.setattr(module, "_from_scratch", lambda *args: calls.append(args) or theirs(*args))
     return calls
@@ -44,18 +44,20 @@ class Case:
         self.inputs = {"advantages": normal(B), "mask": self.mask, "cu_seqlens": torch.tensor([0, 6, 6 + 4, B * T])}
         self.inputs |= {"old_logprobs": self.old, "ref_logprobs": self.old + 0.1}
 
+    def speculative(self, hidden, weight, bias):
+        head = flatten_head(hidden, weight, self.targets, bias=bias, **OPTIONS)
+        names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
+        named = {**dict.fromkeys(names), **self.inputs, "config": self.config}
+        inputs = loss_inputs(self.targets.shape, dtype=hidden.dtype, device=hidden.device, **named)
+        return speculative_logprobs(head, inputs, self.config, chunk_bytes=8 * 4 * V)
+
     def run(self, how: str, loss_of, *, frozen: bool = False):
         """(loss, gradients) with log-probs that were "speculative", or are those of the "op"."""
         leaves = [x.clone().requires_grad_(not (frozen and k)) for k, x in enumerate(self.leaves)]
-        hidden, weight, bias = leaves
         if how == "op":
-            values = linear_logprobs_and_entropy(hidden, weight, self.targets, bias=bias, **OPTIONS)
+            values = linear_logprobs_and_entropy(*leaves[:2], self.targets, bias=leaves[2], **OPTIONS)
         else:
-            head = flatten_head(hidden, weight, self.targets, bias=bias, **OPTIONS)
-            names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
-            named = {**dict.fromkeys(names), **self.inputs, "config": self.config}
-            inputs = loss_inputs(self.targets.shape, dtype=hidden.dtype, device=hidden.device, **named)
-            values = speculative_logprobs(head, inputs, self.config, chunk_bytes=8 * 4 * V)
+            values = self.speculative(*leaves)
         loss = loss_of(*values)
         return loss, torch.autograd.grad(loss, leaves[: 1 if frozen else 3])
 
@@ -74,7 +76,7 @@ class Case:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("factor", [1.0, -3.5])
-def test_the_loss_that_was_foreseen(config, frozen, factor, recomputed):
+def test_the_speculated_loss(config, frozen, factor, recomputed):
     case = Case(config)
     case.both(lambda *values: factor * case.loss(*values), frozen=frozen)
     assert not recomputed
@@ -82,7 +84,7 @@ def test_the_loss_that_was_foreseen(config, frozen, factor, recomputed):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_loss_that_was_not(config, frozen, recomputed, caplog):
+def test_another_loss(config, frozen, recomputed, caplog):
     case = Case(config)
     with caplog.at_level("INFO", "fused_grpo"):
         case.both(lambda logprobs, entropy: (logprobs.square() * case.mask).sum() + entropy[0], frozen=frozen)
@@ -90,20 +92,22 @@ def test_a_loss_that_was_not(config, frozen, recomputed, caplog):
     assert "not the speculative one" in caplog.text
 
 
-def test_one_token_more_is_noticed(recomputed):
-    """The factor of all others does not speak for it."""
+OTHER_TERMS = {
+    # The factor of all other tokens is not that of this one.
+    "one token": lambda case, logprobs, entropy: 1e-3 * logprobs[4],
+    "the entropy": lambda case, logprobs, entropy: 1e-3 * (entropy * case.mask).sum(),
+    "a masked token": lambda case, logprobs, entropy: -0.1 * logprobs[1].exp(),
+}
+
+
+@pytest.mark.parametrize("term", OTHER_TERMS)
+def test_another_term_in_the_loss_is_noticed(term, recomputed):
     case = Case(CONFIGS["dapo"])
-    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) + 1e-3 * logprobs[4])
+    case.both(lambda *values: case.loss(*values) + OTHER_TERMS[term](case, *values))
     assert len(recomputed) == 1
 
 
-def test_an_entropy_that_was_not_foreseen_is_noticed(recomputed):
-    case = Case(CONFIGS["dapo"])
-    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) + 1e-3 * (entropy * case.mask).sum())
-    assert len(recomputed) == 1
-
-
-def test_a_loss_foreseen_as_nothing(recomputed):
+def test_a_speculated_loss_of_zero(recomputed):
     case = Case(GRPOLossConfig())
     case.inputs["advantages"] = torch.zeros(B, dtype=torch.float64)
     _, gradients = case.run("speculative", case.loss)
@@ -114,15 +118,13 @@ def test_a_loss_foreseen_as_nothing(recomputed):
 
 
 def test_masked_rows_are_scored_too(recomputed):
-    """A loss of somebody else's may read them."""
+    """The loss of a caller may read them."""
     case, seen = Case(CONFIGS["dapo"]), {}
     for how in ("speculative", "op"):
         case.run(how, lambda *values, how=how: case.loss(*seen.setdefault(how, values)))
     for mine, expected in zip(seen["speculative"], seen["op"], strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
     assert not recomputed
-    case.both(lambda logprobs, entropy: case.loss(logprobs, entropy) - 0.1 * logprobs[1].exp())
-    assert len(recomputed) == 1
 
 
 def test_a_token_with_a_huge_ratio_does_not_hide_the_others(recomputed):
@@ -135,7 +137,7 @@ def test_a_token_with_a_huge_ratio_does_not_hide_the_others(recomputed):
     assert len(recomputed) == 1
 
 
-def test_gradients_that_were_not_wanted_are_gone_before_others_are_made(monkeypatch):
+def test_speculative_gradients_are_freed_before_others_are_computed(monkeypatch):
     held, theirs = [], module._from_scratch
     monkeypatch.setattr(module, "_from_scratch", lambda ctx, *args: held.append(ctx.gradients) or theirs(ctx, *args))
     Case(CONFIGS["dapo"]).run("speculative", lambda logprobs, entropy: logprobs.square().sum())
@@ -144,11 +146,7 @@ def test_gradients_that_were_not_wanted_are_gone_before_others_are_made(monkeypa
 
 def test_backward_twice_needs_a_retained_graph():
     case = Case(CONFIGS["dapo"])
-    head = flatten_head(case.leaves[0].requires_grad_(), case.leaves[1], case.targets, bias=None, **OPTIONS)
-    names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
-    named = {**dict.fromkeys(names), **case.inputs, "config": case.config}
-    inputs = loss_inputs(case.targets.shape, dtype=torch.float64, device=torch.device("cpu"), **named)
-    loss = case.loss(*speculative_logprobs(head, inputs, case.config))
+    loss = case.loss(*case.speculative(case.leaves[0].requires_grad_(), *case.leaves[1:]))
     loss.backward(retain_graph=True)
     once = case.leaves[0].grad.clone()
     loss.backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import vocab_parallel_run
 from torch import Tensor
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
@@ -20,10 +20,6 @@ from fused_grpo.torch_passes import row_statistics
 
 pytestmark = [pytest.mark.grid, pytest.mark.cpu_only(reason="its ranks are processes that compute on a CPU")]
 
-SCRIPT = Path(__file__).with_name("vocab_parallel_run.py")
-spec = importlib.util.spec_from_file_location("vocab_parallel_run", SCRIPT)
-vocab_parallel_run = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(vocab_parallel_run)
 CASES = vocab_parallel_run.CASES
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-3}
 
@@ -35,7 +31,7 @@ def folder_of(tmp_path_factory, farm) -> Callable[[int], Path]:
     @functools.cache
     def run(size: int) -> Path:
         folder: Path = tmp_path_factory.mktemp("group")
-        farm.run(SCRIPT, folder, processes=size, stage="torch")
+        farm.run(vocab_parallel_run.__file__, folder, processes=size, stage="torch")
         return folder
 
     return run

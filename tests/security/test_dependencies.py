@@ -1,4 +1,4 @@
-"""What SECURITY.md says of dependencies is what pyproject.toml says, and what it links to exists."""
+"""The versions in SECURITY.md are those of pyproject.toml, and the files that it links to exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hostile completion can do to the trainer through a function that runs it: cost its own reward."""
+"""A hostile completion that a reward function runs can cost its own reward, and nothing else of the trainer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ FACTS = """
 def judge(tmp_path):
     def make(body: str, **options):
         (tmp_path / "judge.py").write_text(SOURCE.replace("{}", body, 1))
-        return isolated(
-            f"{tmp_path / 'judge.py'}:runs", **{"timeout": 1.0, "memory": 1 << 33, "on_failure": -1.0, **options}
-        )
+        options = {"timeout": 1.0, "memory": 1 << 33, "on_failure": -1.0, **options}
+        return isolated(f"{tmp_path / 'judge.py'}:runs", **options)
 
     return make
 
@@ -57,7 +56,7 @@ def read(path: Path) -> bytes:
 
 
 def still_there(folder: Path) -> list[Path]:
-    """Processes that were started from there, given some seconds to go: the kernel ends the killed one by one."""
+    """Processes started from this folder that still run after some seconds: the kernel ends killed ones one by one."""
     for _ in range(100):
         found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in read(path)]
         if not found:
@@ -91,23 +90,20 @@ def test_a_forged_answer_costs_no_later_completion_its_own(judge, then):
     assert judge(body)(completions=["bad", "good", "good"]) == [5.0, 1.0, 1.0]
 
 
+REPLIES = ('{"ready": true}', "[]", "1", '"value"', "{", '{"value": 1.0}', '{"error": 5}', '{"error": "\\ud800"}')
+VALUES = ('"x"', "1e999", "-Infinity", "NaN", "true", "[1.0]", "1e39")
+EXTRA = ("5", '{"a": 1}', '{"a": []}', '{"a": [1, 2]}', '{"\\ud800": [1]}', f'{{"a": {"[" * 30}{"]" * 30}}}')
+EXTRA += (json.dumps({str(n): [1] for n in range(65)}),)
+METRICS = ("[]", '{"a": 1.0}', '{"a": ["x"]}', '{"a": [null]}')
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        *('{"ready": true}', "[]", "1", '"value"', "{", '{"value": 1.0}', '{"error": 5}', '{"error": "\\ud800"}'),
-        *(
-            f'{{"value": {value}, "extra": {extra}, "metrics": {metrics}}}'
-            for value, extra, metrics in [
-                *((value, "{}", "{}") for value in ('"x"', "1e999", "-Infinity", "NaN", "true", "[1.0]", "1e39")),
-                *(
-                    ("1.0", extra, "{}")
-                    for extra in ("5", '{"a": 1}', '{"a": []}', '{"a": [1, 2]}', '{"\\ud800": [1]}')
-                ),
-                *(("1.0", extra, "{}") for extra in (json.dumps({str(n): [1] for n in range(65)}),)),
-                *(("1.0", extra, "{}") for extra in (f'{{"a": {"[" * 30}{"]" * 30}}}',)),
-                *(("1.0", "{}", metrics) for metrics in ("[]", '{"a": 1.0}', '{"a": ["x"]}', '{"a": [null]}')),
-            ]
-        ),
+        *REPLIES,
+        *(f'{{"value": {value}, "extra": {{}}, "metrics": {{}}}}' for value in VALUES),
+        *(f'{{"value": 1.0, "extra": {extra}, "metrics": {{}}}}' for extra in EXTRA),
+        *(f'{{"value": 1.0, "extra": {{}}, "metrics": {metrics}}}' for metrics in METRICS),
     ],
 )
 def test_a_reply_that_the_trainer_could_not_use_is_none(line):
@@ -140,47 +136,32 @@ def test_the_worker_has_no_secret_no_open_file_and_no_core_dump(judge, monkeypat
     assert resource.getrlimit(resource.RLIMIT_FSIZE) != (1 << 30, 1 << 30)
 
 
-@pytest.mark.parametrize(
-    ("name", "stays"),
-    [
-        *((name, 0) for name in ("HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "GOOGLE_APPLICATION_CREDENTIALS", "api_key")),
-        *(
-            (name, 0)
-            for name in ("PGPASSWORD", "MYSQL_PWD", "OPENAI_APIKEY", "DB_PASS", "AWS_ACCESS_KEY_ID", "API_KEY2")
-        ),
-        *((name, 0) for name in ("SSH_AUTH_SOCK", "REDISCLI_AUTH", "DJANGO_SECRET_KEY", "SLACK_TOKEN_PROD")),
-        *((name, 1) for name in ("TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "HF_HOME", "HF_HUB_OFFLINE", "PWD")),
-        *((name, 1) for name in ("OLDPWD", "AUTHOR", "XAUTHORITY", "PYTHONPATH", "LD_LIBRARY_PATH")),
-    ],
-)
-def test_names_of_secrets_are_told_from_others(name, stays):
-    assert len(without_secrets({name: "x"})) == stays
+SECRET_NAMES = """HF_TOKEN MY_PASSWORD GITHUB_PAT GOOGLE_APPLICATION_CREDENTIALS api_key PGPASSWORD MYSQL_PWD
+OPENAI_APIKEY DB_PASS AWS_ACCESS_KEY_ID API_KEY2 SSH_AUTH_SOCK REDISCLI_AUTH DJANGO_SECRET_KEY SLACK_TOKEN_PROD"""
+OTHER_NAMES = """TOKENIZERS_PARALLELISM PATH KEYBOARD HF_HOME HF_HUB_OFFLINE PWD OLDPWD AUTHOR XAUTHORITY PYTHONPATH
+LD_LIBRARY_PATH"""
+SECRET_VALUES = ("http://me:pw@proxy:3128", "postgres://u:p@db/x", "redis://:pw@h", "https://ghp@g.com")
+SECRET_VALUES += ("AccountName=a;AccountKey=b==", "host=db password=pw")
+OTHER_VALUES = ("http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b")
 
 
-@pytest.mark.parametrize(
-    ("value", "stays"),
-    [
-        *(
-            (value, 0)
-            for value in ("http://me:pw@proxy:3128", "postgres://u:p@db/x", "redis://:pw@h", "https://ghp@g.com")
-        ),
-        *((value, 0) for value in ("AccountName=a;AccountKey=b==", "host=db password=pw")),
-        *((value, 1) for value in ("http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b")),
-    ],
-)
-def test_values_of_secrets_are_told_from_others(value, stays):
-    assert len(without_secrets({"SETTING": value})) == stays
-    assert without_secrets({"SETTING": value}, keep={"SETTING"}) == {"SETTING": value}
+def test_secrets_are_recognised_by_their_names():
+    others = dict.fromkeys(OTHER_NAMES.split(), "x")
+    assert without_secrets(dict.fromkeys(SECRET_NAMES.split(), "x") | others) == others
 
 
-@pytest.fixture
-def quick_grader(monkeypatch):
+def test_secrets_are_recognised_by_their_values():
+    secrets = {f"SETTING_{index}": value for index, value in enumerate(SECRET_VALUES)}
+    others = {f"OTHER_{index}": value for index, value in enumerate(OTHER_VALUES)}
+    assert without_secrets(secrets | others) == others
+    assert without_secrets(secrets, keep=secrets) == secrets
+
+
+def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(monkeypatch):
     monkeypatch.setattr(library, "MATH_TIMEOUT", 2.0)
-    library._grader.cache_clear()
-    yield
-    library._grader.cache_clear()
-
-
-def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(quick_grader):
     bad = [r"\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{" + "(" * 20_000 + "1" + ")" * 20_000 + "}"]
-    assert library.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]
+    library._grader.cache_clear()
+    try:
+        assert library.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]
+    finally:
+        library._grader.cache_clear()

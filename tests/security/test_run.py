@@ -1,4 +1,4 @@
-"""What a whole run lets out: no secret into its files, no port to anybody else, no pickle on the disk."""
+"""A whole run writes no secret and no pickle to its files, and listens on no port that other machines reach."""
 
 from __future__ import annotations
 

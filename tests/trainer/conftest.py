@@ -14,14 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.types import Rollouts, SamplingParams
-
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes ten times as long as the runs here. test_report.py draws; test_demo.py is a run that does."""
-    monkeypatch.setattr(run_output, "write_report", lambda folder: folder / "report.html")
 
 
 @pytest.fixture

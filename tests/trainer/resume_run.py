@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.checkpoint import checkpoint
-from fused_grpo.trainer.logging import metrics, run_output
+from fused_grpo.trainer.logging import metrics
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
@@ -169,7 +169,6 @@ def make_trainer(
 
 def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:
     saves = Saves(then_wait=where == "wait")
-    run_output.write_report = lambda folder: folder  # charts take longer than the run
     if where == "operation in a save":
         die_before_operation(int(number), output_dir, wanted=lambda: saves.running)
     trainer = make_trainer(output_dir, engine, how)

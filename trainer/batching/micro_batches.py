@@ -10,8 +10,8 @@ The cut into micro-batches changes memory and speed and nothing else, because th
 the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
 micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
 squares, sequences of similar lengths stay together, because a short one in a long row pays for the whole row. Every
-process runs as many micro-batches as the one that needs most, since their collectives have to meet; `balancing` has
-dealt the sequences among processes before.
+rank runs as many micro-batches as the one that needs most, since their collectives have to match; `balancing` has
+assigned the sequences to ranks before.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ def micro_batches(
     attention: float = 0.0,
     agree: Callable[[int], int] = int,
 ) -> list[MicroBatch]:
-    """Every sequence that is learned from once, in as many micro-batches as all processes agree on, at least one.
+    """Every sequence of the loss once, in as many micro-batches as all ranks agree on, at least one.
 
     Args:
         sequences: how many a micro-batch holds, in order, where there is no `max_tokens`.
         one_row: for attention that takes sequences of any lengths.
         share_rows: False for a model that does not keep the sequences of a row apart: one sequence a row.
         max_tokens: places of a micro-batch (R * L), at most; a longer sequence is alone.
-        attention: what attending to one token costs, in units of a token's way through the rest of a layer.
-        agree: the most micro-batches of any process, from the number that this one needs.
+        attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
+        agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
-    learned = list(range(len(batch.completion_ids))) if batch.learns is None else batch.learns.nonzero()[:, 0].tolist()
-    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in learned]
+    chosen: Sequence[int] = range(len(batch.completion_ids))
+    if batch.in_loss is not None:
+        chosen = batch.in_loss.nonzero()[:, 0].tolist()
+    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in chosen]
     if max_tokens is None:
         cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
@@ -59,8 +61,8 @@ def micro_batches(
         cuts = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
     else:
         cuts = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
-    chosen = ([learned[place] for place in cut] for cut in cuts)
-    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in chosen]
+    members = ([chosen[place] for place in cut] for cut in cuts)
+    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in members]
 
 
 def cut_by_tokens(
@@ -129,7 +131,7 @@ def pack(
 ) -> MicroBatch:
     """The chosen sequences in R rows of L tokens. Their completion tokens keep the order in which they are chosen.
 
-    Of no sequence: one place that predicts nothing, so that a process without work can take part in the collectives.
+    Without sequences it is one place that predicts nothing, so that a rank without work takes part in the collectives.
     """
     some = batch.take(chosen)
     prompts, completions = some.prompt_ids, some.completion_ids

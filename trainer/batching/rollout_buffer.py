@@ -1,4 +1,4 @@
-"""A generated batch on its way through the optimizer: which part is next, and everything that must survive a restart.
+"""A generated batch on its way through the optimizer: which part is next, and what a checkpoint keeps of it.
 
 One generation serves `steps` optimizer steps, each with its share of whole groups, and goes through all of them
 `iterations` times. Old log-probs are those of the weights that sampled. The first step of the first iteration needs
@@ -21,7 +21,7 @@ from fused_grpo.trainer.types import EffectiveBatch
 
 @dataclass
 class RolloutBuffer:
-    """What one generation left to learn from, and how much of it is done."""
+    """The batches of one generation, one for each optimizer step, and how many steps have been made."""
 
     batches: list[EffectiveBatch]  # one for each optimizer step
     iterations: int
@@ -30,22 +30,22 @@ class RolloutBuffer:
     done: int = 0  # optimizer steps made from it
 
     @property
-    def is_used_up(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.done >= len(self.batches) * self.iterations
 
     @property
     def current(self) -> EffectiveBatch:
-        """What the next optimizer step learns from."""
+        """What the next optimizer step in_loss from."""
         return self.batches[self.done % len(self.batches)]
 
     @property
-    def comes_again(self) -> bool:
-        """Whether a later iteration will learn from `current` once more."""
+    def has_more_iterations(self) -> bool:
+        """Whether a later iteration in_loss from `current` again."""
         return self.done + len(self.batches) < len(self.batches) * self.iterations
 
     def advance(self, **known: list[Tensor] | None) -> None:
-        """`current` has been learned from; what is now `known` of its tokens stays for the next iteration."""
-        if self.comes_again:
+        """Go on to the next part. The log-probs `known` of the current one are kept for its next iteration."""
+        if self.has_more_iterations:
             self.batches[self.done % len(self.batches)] = replace(self.current, **known)  # type: ignore[arg-type]
         self.done += 1
 
@@ -83,7 +83,7 @@ def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> lis
 
 def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
     """A batch as tensors, for `batch_from_tensors`."""
-    per_sequence = {"advantages": batch.advantages, "rewards": batch.rewards, "learns": batch.learns}
+    per_sequence = {"advantages": batch.advantages, "rewards": batch.rewards, "in_loss": batch.in_loss}
     return {name: values for name, values in per_sequence.items() if values is not None} | rows_as_tensors(batch)
 
 
@@ -92,6 +92,6 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> EffectiveBatch:
     return EffectiveBatch(
         advantages=tensors["advantages"],
         rewards=tensors.get("rewards"),
-        learns=tensors.get("learns"),
+        in_loss=tensors.get("in_loss"),
         **rows_from_tensors(tensors),
     )

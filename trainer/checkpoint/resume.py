@@ -80,7 +80,7 @@ def training_state(
     place, prefetched = collector.state(wait=wait)
     groups = {"random": files.random_state(), "prefetched": prefetched}
     numbers: dict[str, Any] | None = None
-    if buffer is not None and not buffer.is_used_up:
+    if buffer is not None and not buffer.is_exhausted:
         numbers, groups["buffer"] = buffer.state()
     mine = {f"{group}.{name}": value for group, named in groups.items() for name, value in named.items()}
     ranks = gather_object([{"rank": accelerator.process_index, "tensors": mine, "buffer": numbers}])

@@ -1,8 +1,6 @@
 """`python -m fused_grpo.trainer.cli`: what `fused-grpo` is, for launchers that want a module."""
 
-import sys
-
 from fused_grpo.trainer.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

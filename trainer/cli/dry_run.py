@@ -1,8 +1,8 @@
-"""`fused-grpo train --dry-run`: what a run would do, before anything is loaded, started or written.
+"""`fused-grpo train --dry-run`: the options, batch and memory of a run, before anything is loaded, started or written.
 
-Three parts, each the answer to a question that otherwise costs a failed start: which options apply after the command
-line, the file and the defaults; how the batch divides; whether it fits. The first part is a YAML file that `--config`
-takes. Under `accelerate launch` the arithmetic is that of all its processes.
+It has three parts: which options apply after the command line, the file and the defaults; how the batch divides; how
+much memory it needs. The first part is a YAML file that `--config` accepts. Under `accelerate launch` the arithmetic is
+that of all processes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SAMPLED_PROMPTS = 256
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str]:
-    """The parts of what `--dry-run` shows, one after the other: where one cannot be had, those before it are shown.
+    """The parts of the output of `--dry-run`, one after the other, up to the first that fails.
 
     Args:
-        options: of the run.
-        load_rows: gets the dataset, with a length where it has one.
+        options: the options of the run.
+        load_rows: loads the dataset.
 
     Raises:
         InputError: a batch that does not divide.
-        DataError: a dataset, or a model's config or tokenizer, that cannot be had.
+        DataError: a dataset, or a model's config or tokenizer, that cannot be loaded.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     yield resolved(options)
@@ -94,8 +94,8 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         each = steps * iterations
         rows.append(("one epoch", f"{prompts} prompts = {prompts / per_rollout * each:.4g} optimizer steps"))
         planned = math.ceil(prompts * options.num_train_epochs / per_rollout) * each
-        told = "num_train_epochs" if options.max_steps < 0 else "max_steps"
-        rows.append(("the run", f"{planned if options.max_steps < 0 else options.max_steps} optimizer steps ({told})"))
+        count, source = (planned, "num_train_epochs") if options.max_steps < 0 else (options.max_steps, "max_steps")
+        rows.append(("the run", f"{count} optimizer steps ({source})"))
     return _section("the batch", rows)
 
 
@@ -103,7 +103,7 @@ def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
     """The shape of the model, and its tokenizer; no weights are loaded.
 
     Raises:
-        DataError: neither a directory of a model nor a hub id that can be reached.
+        DataError: neither a directory of a model nor a reachable hub id.
     """
     from transformers import AutoConfig
 
@@ -121,16 +121,16 @@ def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
         tokenizer = load_tokenizer(options.model, None, trust_remote_code=options.trust_remote_code)
     except FusedGRPOError:
         raise
-    except Exception as error:  # of the network, of the hub, of a config that transformers does not know
+    except Exception as error:  # from the network, the hub, or an unknown config
         raise DataError(
-            f"got --model {options.model}, whose config or tokenizer cannot be had: {error}; "
+            f"got --model {options.model}, whose config or tokenizer cannot be loaded: {error}; "
             "fix: a directory with a model in it, or the name of one on the hub"
         ) from error
     return model_shape(config, **lora), tokenizer
 
 
 def engine_name(options: TrainOptions) -> str:
-    """Which engine the run would use: "vllm", "server" or "transformers"."""
+    """The rollout engine of the run: "vllm", "server" or "transformers"."""
     from fused_grpo.env import versions
 
     if options.vllm_mode == "server":
@@ -143,7 +143,7 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
     """All terms with their formulas, and their sum."""
     rows = [(term.name, bytes_text(term.size), term.formula) for term in terms]
     total = sum(term.size or 0 for term in terms)
-    unknown = "" if all(term.size is not None for term in terms) else "without what is marked -"
+    unknown = "" if all(term.size is not None for term in terms) else "without the terms marked -"
     rows.append(("sum", bytes_text(total), unknown))
     letters = (
         f"P = {shape.parameters:,}, T = {shape.trained:,}, L = {shape.layers}, D = {shape.hidden}, "

@@ -1,7 +1,7 @@
 """The command line: `fused-grpo train`, `recipes`, `report`, `bench` and `env`.
 
 `fused-grpo train` without a model trains the embedded arithmetic task, so the whole path can be seen on any machine
-with one command. What it can be told is in `options.py`.
+with one command. Its options are in `options.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from fused_grpo.trainer import extra_installed
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.cli.options import TrainOptions
+    from fused_grpo.trainer.logging.run_output import TrainResult
     from fused_grpo.trainer.loop import GRPOTrainer
 
 USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
 
   train        train a model with GRPO; without --model, the built-in arithmetic task
                (fused-grpo train --help; --dry-run shows the options, the batch and the memory, and trains nothing)
-  recipes      what train --config takes by name, and configurations for accelerate launch
-  report DIR   write report.html anew from what the run in DIR has logged
+  recipes      names for train --config, and configurations for accelerate launch
+  report DIR   write report.html again from the logs of the run in DIR
   bench        time and memory of the ops and the trainer beside their peers, on this machine (fused-grpo bench --help)
-  env          what this machine offers: versions, devices, which implementations can run
+  env          versions, devices, and which implementations can run on this machine
 """
 
 
@@ -46,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """The command that `arguments` ask for. Each imports what it needs: `env` answers in any environment."""
+    """Run the command of `arguments`. Each imports what it needs, so that `env` works in any environment.
+
+    Raises:
+        InputError: an unknown command.
+    """
     match arguments:
         case ["train", *options]:
             train(options)
@@ -57,7 +62,7 @@ def run(arguments: Sequence[str]) -> None:
         case ["recipes"]:
             print_recipes()
         case ["bench", *options]:
-            # The one thing above this floor, and whoever asks for it needs pytest.
+            # By name, because bench/ is above this floor; it needs pytest.
             sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
         case ["env"]:
             print_environment()
@@ -68,7 +73,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Run what the options ask for, or show it."""
+    """Train with these options, or show them (`--dry-run`)."""
     from transformers.utils.logging import disable_progress_bar
 
     from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
@@ -76,7 +81,7 @@ def train(arguments: Sequence[str]) -> None:
 
     options = parse_train_options(arguments)
     disable_progress_bar()  # bars for single files, between our own lines
-    # Before anything slow: a demo that has made its model should not then find its directory taken.
+    # Before anything slow: the demo checks its output directory before it makes its model.
     options.prompts_per_process(num_processes=1)
     check_combination(options)
     if options.dry_run:
@@ -95,7 +100,11 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Raise InputError where model, dataset and rewards are neither all given nor all left out."""
+    """Check that model, dataset and rewards are all given or all left out.
+
+    Raises:
+        InputError: some are given without the others.
+    """
     given = {
         "--model": options.model is not None,
         "--dataset": options.dataset is not None,
@@ -121,7 +130,7 @@ def show(options: TrainOptions) -> None:
 
 
 def train_demo(options: TrainOptions) -> None:
-    """The embedded default. Its last line is the held-out accuracy before and after."""
+    """Train the built-in arithmetic task. The last line is the held-out accuracy before and after."""
     from fused_grpo.trainer.loop import GRPOTrainer
     from fused_grpo.trainer.recipes import arithmetic
 
@@ -130,7 +139,7 @@ def train_demo(options: TrainOptions) -> None:
         torch.set_num_threads(1)
     say("no --model given: making a small one for the built-in arithmetic task")
     splits = arithmetic.build_splits()
-    # A checkpoint brings every weight back, but for those of a reference and the base of an adapter.
+    # A checkpoint holds every weight except those of a reference model and the base of an adapter.
     is_in_checkpoint = bool(options.resume_from_checkpoint) and options.beta == 0 and not options.use_peft
     stage = {"max_batches": 0} if is_in_checkpoint else {}
     model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"), **stage)
@@ -143,15 +152,13 @@ def train_demo(options: TrainOptions) -> None:
         processing_class=tokenizer,
         **adapter(options),
     )
-    result = trainer.train()
-    leave(trainer)
-    say(f"report: {result.report}")
+    result = run_trainer(trainer)
     if result.eval_before is not None and result.eval_after is not None:
         say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
 
 
 def train_given(options: TrainOptions) -> None:
-    """A model, a dataset and reward functions of the user's."""
+    """Train the user's model, with their dataset and reward functions."""
     from fused_grpo.trainer.loop import GRPOTrainer
 
     assert options.model is not None
@@ -163,19 +170,19 @@ def train_given(options: TrainOptions) -> None:
         eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
         **adapter(options),
     )
+    say(f"model: {run_trainer(trainer).checkpoint}")
+
+
+def run_trainer(trainer: GRPOTrainer) -> TrainResult:
+    """Train, destroy the process group, and print where the report is."""
     result = trainer.train()
-    leave(trainer)
+    trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     say(f"report: {result.report}")
-    say(f"model: {result.checkpoint}")
-
-
-def leave(trainer: GRPOTrainer) -> None:
-    """Take the process group down. Not `Accelerator.end_training`: `train` has ended the trackers, which end once."""
-    trainer.accelerator.state.destroy_process_group()
+    return result
 
 
 def adapter(options: TrainOptions) -> dict[str, Any]:
-    """The trainer's argument for a LoRA adapter, where one is asked for."""
+    """The trainer's argument for a LoRA adapter, with `use_peft`."""
     return {"peft_config": options.peft_config()} if options.use_peft else {}
 
 
@@ -191,12 +198,12 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
     from fused_grpo.trainer.data.datasets import load_rows
     from fused_grpo.trainer.rewards.loading import load_reward
 
-    disable_progress_bars()  # a file of prompts is read in no time
+    disable_progress_bars()  # a file of prompts is read quickly
     source = options.eval_dataset if held_out else options.dataset
     split = options.eval_dataset_split if held_out else options.dataset_split
     assert source is not None
     if ":" in source and not Path(source).exists():
-        function: Any = load_reward(source)  # a function by its name, whatever it does
+        function: Any = load_reward(source)  # loads any function by its name
         try:
             return function(split)
         except Exception as error:
@@ -205,18 +212,18 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
 
 
 def is_first_process() -> bool:
-    """Before a trainer is made, what the launcher says is all there is to know."""
+    """Whether this is rank 0 by the launcher's variables, before there is a process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
-    """A line on the console, once however many processes there are."""
+    """Print a line, on the first process only."""
     if is_first_process():
         print(text, flush=True)
 
 
 def report(output_dir: Path) -> None:
-    """Write the report of a run from its logs, and say where it is."""
+    """Write the report of a run from its logs, and print its path."""
     from fused_grpo.trainer.logging.report import write_report
 
     print(write_report(output_dir))

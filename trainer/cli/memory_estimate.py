@@ -1,4 +1,4 @@
-"""What a run will hold in the memory of one device: an estimate, from the shape of the model and the options alone.
+"""An estimate of the memory of one device, from the shape of the model and the options.
 
 No weight is loaded: the model is built on the meta device, where tensors have shapes and no storage. Weights,
 gradients, optimizer state and the reference are exact. Activations are rough: what the layers of a Llama-like model
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grpo.planner import chunk_budget
+from fused_grpo.chunking import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 LEFT_OUT = (
@@ -46,7 +46,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Term:
-    """One part of the estimate. `size` in bytes; None where it cannot be known here."""
+    """One part of the estimate. `size` in bytes; None where it is unknown."""
 
     name: str
     formula: str
@@ -145,7 +145,7 @@ def _head(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]
         Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden),
     ]
     if shape.head_trained:
-        # Taken in the forward pass, and beside the accumulated one until the backward pass.
+        # Computed in the forward pass, and kept beside the accumulated one until the backward pass.
         terms.append(Term("the head's new gradient", "4 V D", 4 * shape.vocabulary * shape.hidden))
     return terms
 

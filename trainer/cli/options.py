@@ -1,8 +1,8 @@
-"""What `fused-grpo train` can be told, and by whom: the command line, over a YAML file, over the defaults.
+"""The options of `fused-grpo train`: those of the command line override a YAML file, which overrides the defaults.
 
-Nothing is said twice. The options are the fields of `GRPOConfig` and the few of `TrainOptions`; their docstrings are
-the help, which is cut into sections where the fields change subject. A YAML file is turned into arguments first, so one
-parser checks both. Options that hold a mapping are JSON on the command line and a mapping (or JSON) in YAML.
+The options are the fields of `GRPOConfig` and the few of `TrainOptions`; their docstrings are the help, in sections.
+The values of a YAML file become arguments first, so that one parser checks both. An option that holds a mapping is JSON
+on the command line, and a mapping (or JSON) in YAML.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_default
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
-# Where each section of the help begins: its first field, and its title.
+# The first field of each section of the help, and the title of the section.
 SECTIONS = {
     "model": "model, data and reward",
     "use_peft": "LoRA",
@@ -45,10 +45,10 @@ SECTIONS = {
     "save_strategy": "saving",
 }
 
-# Flags that are asked for and never taken back.
+# Flags without a --no- form.
 COMMANDS = ("dry_run", "resume")
 
-# Of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
+# Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
 MAX_DEPTH = 20
 
 
@@ -57,27 +57,27 @@ class TrainOptions(GRPOConfig):
     """Train a causal language model with GRPO. Without --model: the built-in arithmetic task."""
 
     model: str | None = None
-    """Path or hub id of the model. None: the built-in arithmetic task, with a model made on the spot."""
+    """Path or hub id of the model. None trains a small new model on the built-in arithmetic task."""
     dataset: str | None = None
-    """Prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as module:name or
-    path.py:name. The "prompt" column is what the model gets; all others go to the rewards."""
+    """Source of the prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as
+    module:name or path.py:name. The model gets the "prompt" column, the rewards get all others."""
     dataset_split: str = "train"
     """Split of a hub dataset."""
     dataset_config: str | None = None
     """Configuration of a hub dataset that has several."""
     eval_dataset: str | None = None
-    """Held-out prompts, in the same three ways."""
+    """Source of held-out prompts, of the same three kinds as `dataset`."""
     eval_dataset_split: str = "test"
     """Split of a hub dataset of held-out prompts."""
     reward_funcs: list[str] = field(default_factory=list)
     """Reward functions as module:name or path.py:name, or reward models as paths or hub ids."""
     config: str | None = None
-    """A YAML file with values for these options, or the name of a recipe that comes with the package. The command line
-    wins over it."""
+    """Path of a YAML file with values for these options, or the name of a recipe of the package. The command line
+    overrides it."""
     dry_run: bool = False
     """Show the resolved options, the arithmetic of the batch and an estimate of the memory, and train nothing."""
     resume: bool = False
-    """Short for --resume-from-checkpoint True."""
+    """Resume from the newest whole checkpoint, as --resume-from-checkpoint True does."""
 
     use_peft: bool = False
     """Train a LoRA adapter instead of all weights."""
@@ -86,9 +86,9 @@ class TrainOptions(GRPOConfig):
     lora_alpha: int = 32
     """Scale of the adapter: alpha / r."""
     lora_dropout: float = 0.0
-    """Dropout before the adapter."""
+    """Dropout probability of the adapter's input."""
     lora_target_modules: list[str] | None = None
-    """Modules that get one. None: every linear layer but the head."""
+    """Names of the modules that get an adapter. None selects every linear layer but the head."""
 
     def __post_init__(self) -> None:
         if self.resume and self.resume_from_checkpoint is None:
@@ -120,7 +120,7 @@ class TrainOptions(GRPOConfig):
 
 
 def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
-    """Options from the command line, over those of a YAML file, over the defaults (of the demo, without a model).
+    """Options of the command line, of a YAML file, and the defaults (those of the demo where there is no model).
 
     Raises:
         InputError: a value out of its range, options that do not go together, or a file that cannot be used.
@@ -196,9 +196,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _plain_yaml(text: str) -> Any:
-    """What the text says, where that is no more than it looks.
+    """The values of a YAML text without aliases and deep nesting.
 
-    A few lines of aliases can stand for more than fits into memory, and brackets in brackets for hours of parsing.
+    A few lines of aliases can stand for more than fits into memory, and nested brackets can take hours of parsing.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -231,7 +231,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _sectioned(defaults: TrainOptions) -> type:
-    """A dataclass of dataclasses, one per section, with all fields of `defaults`: tyro's only word for groups."""
+    """A dataclass of dataclasses, one per section, with all fields of `defaults`: that is how tyro groups options."""
     types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
     sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}
     title = ""
@@ -255,7 +255,7 @@ def _read_object(texts: list[str]) -> dict[str, Any] | None:
     try:
         value = json.loads(texts[0]) if texts[0] != "None" else None
     except RecursionError as error:
-        raise ValueError("got brackets in brackets without end, want a JSON object") from error
+        raise ValueError("got brackets nested too deeply, want a JSON object") from error
     if not isinstance(value, dict | None):
         raise ValueError(f"got {texts[0]}, want a JSON object")
     return value

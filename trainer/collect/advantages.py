@@ -1,7 +1,7 @@
 """From rewards to advantages, on whole groups, before anything is cut into micro-batches.
 
 A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (Bessel's, plus 1e-4) the
-scale. Functions that had nothing to say about a completion (None) are left out of that completion's sum; a completion
+scale. Functions that returned None for a completion are left out of that completion's sum; a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
 With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose

@@ -1,8 +1,15 @@
-"""`Collector`: from prompts to a scored batch that the optimizer can go through. One `generate` call each time.
+"""`Collector`: from prompts to a `RolloutBuffer` that is ready for the optimizer. One `generate` call each time.
 
-Advantages are taken over whole groups, before anything is cut. Groups that a failed reward function dropped, and with
-`dynamic_sampling` those whose rewards are all equal, are no part of the batch. Truncated completions, with
-`mask_truncated_completions`, stay in it and are counted, but have no token to learn from.
+    rows     = sampler.next_batch()                           # P prompts of this rank
+    rollouts = engine.generate(prompts, n=G)                  # B = P * G completions with their sampling log-probs
+    scored   = score_rollouts(rollouts, rows, rewards)        # rewards [B]
+    advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
+    batches  = split_groups(batch, steps)                     # one for each optimizer step
+    batches  = balanced across ranks, old log-probs for all but the first
+
+Groups for which a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose rewards are
+all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are counted, but
+none of their tokens is in the loss.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,10 +25,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.errors import RewardError
+from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.groups import choose_groups, join, num_groups
-from fused_grpo.trainer.collect.prefetch import Ahead, finished, rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.collect.prefetch import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -31,14 +38,30 @@ from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.answers import complete
-from fused_grpo.trainer.logging.run_output import Phases
+from fused_grpo.trainer.logging.phases import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.calling import in_thread
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
 
 
+class Drawn(NamedTuple):
+    """Rows of the dataset and the rollouts of their prompts."""
+
+    rows: list[Row]
+    rollouts: Rollouts
+
+
+OldLogprobs = Callable[[EffectiveBatch], EffectiveBatch]
+
+
 class Collector:
-    """Draws prompts, has them completed, and scores the completions."""
+    """Draws prompts, has an engine complete them, scores the completions and makes batches of them.
+
+    Args:
+        vocab_size: token ids of completions must be below it.
+        with_old_logprobs: adds the log-probs of the current policy to a batch.
+        attention: the cost of attending to one token, by which sequences are balanced across ranks.
+    """
 
     def __init__(
         self,
@@ -49,50 +72,56 @@ class Collector:
         tokenizer: Any,
         *,
         vocab_size: int,
+        with_old_logprobs: OldLogprobs,
+        attention: float,
     ) -> None:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
+        self.with_old_logprobs, self.attention = with_old_logprobs, attention
         self.generate_calls = 0
-        self.ahead: Ahead | None = None
+        self.prefetched: Prefetched | None = None
+
+    def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
+        """Rows of the dataset and their completions: the prefetched ones, or new ones."""
+        with phases("generate"):
+            if self.prefetched is not None:
+                drawn = Drawn(self.prefetched.rows, self.prefetched.rollouts.result())
+                self.prefetched = None
+                return drawn
+            rows = self.sampler.next_batch()
+            sampling = self.sampling(seed=self._next_seed())
+            return Drawn(rows, self._complete(engine, rows, sampling, self.sampler.row_numbers))
 
     def collect(
-        self,
-        engine: RolloutEngine,
-        phases: Phases,
-        *,
-        trainer_state: Any = None,
-        then: Callable[[], None] | None = None,
-    ) -> tuple[RolloutBuffer, ScoredRollouts, Tensor]:
-        """The next batch of this process, what it was made from, and the advantages [B] of that.
+        self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
+    ) -> tuple[RolloutBuffer, list[dict[str, Any]]]:
+        """The next buffer of this rank, and one record for each completion. The engine sleeps afterwards.
 
-        `then` is called as soon as the engine has nothing more to do for it.
+        Args:
+            drawn: the rollouts of `draw`. None: they are drawn here.
 
         Raises:
-            RewardError: a reward function failed, and `reward_failure` does not say to drop its groups.
+            RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
         """
-        scored, rounds = self._round(engine, phases, trainer_state, then), 1
-        if self.args.dynamic_sampling:
-            wanted, scored = num_groups(scored), self._with_something_to_learn(scored)
-            # All processes go on together: they draw from one sequence of prompts.
-            while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, num_groups(scored) < wanted):
-                more = self._with_something_to_learn(self._round(engine, phases, trainer_state))
-                scored, rounds = join([scored, more]), rounds + 1
-            scored = choose_groups(scored, range(min(wanted, num_groups(scored))))
-        elif not any_rank(self.accelerator, not bool(scored.dropped.all())):
-            raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
+        scored, metrics = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
             advantages = self._advantages(scored)
-        metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names)
-        metrics |= {"dynamic_sampling/rounds": float(rounds)} if self.args.dynamic_sampling else {}
-        kept = self._effective_batch(scored, advantages)
+        metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names) | metrics
+        with all_ranks_succeed(self.accelerator, "putting the engine to sleep"):
+            engine.sleep()
         steps = self.args.steps_per_rollout(self.accelerator.num_processes)
+        batches = split_groups(self._effective_batch(scored, advantages), steps, self.args.num_generations)
+        with phases("train"):
+            batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
+            # The policy will have moved when the optimizer comes to these.
+            batches[1:] = [self.with_old_logprobs(batch) for batch in batches[1:]]
         buffer = RolloutBuffer(
-            batches=split_groups(kept, steps, self.args.num_generations),
+            batches=batches,
             iterations=self.args.num_iterations,
             weight_version=scored.rollouts.weight_version,
             metrics=metrics,
         )
-        return buffer, scored, advantages
+        return buffer, scored.records(advantages)
 
     def evaluate(self, engine: RolloutEngine, dataset: Any) -> dict[str, float]:
         """Mean rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones."""
@@ -124,86 +153,87 @@ class Collector:
         )
 
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
-        """How completions are drawn."""
+        """The sampling options of the run, with `changes`."""
         return self.args.sampling(seed=seed, **changes)
 
-    def begin(self, engine: RolloutEngine) -> None:
-        """Have the engine sample the next batch in the background, from the weights that it has now."""
-        before = self._place()
+    def prefetch(self, engine: RolloutEngine) -> None:
+        """Start to sample the next batch in the background, from the weights that the engine has now."""
+        before = self._position()
         rows = self.sampler.next_batch()
         prompts = self.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
         rollouts = in_thread(
             lambda: complete(engine, prompts, sampling, vocab_size=self.vocab_size), name="generate-ahead"
         )
-        self.ahead = Ahead(rows=rows, rollouts=rollouts, before=before)
+        self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
 
-    def settle(self) -> None:
-        """Wait for what is being sampled; whether it went well is said when it is used."""
-        if self.ahead is not None:
-            wait([self.ahead.rollouts])
+    def wait_for_prefetched(self) -> None:
+        """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
+        if self.prefetched is not None:
+            wait([self.prefetched.rollouts])
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Where the data stands, and what has been sampled ahead: JSON, the same on every process, and tensors.
+        """The position in the data and the prefetched rollouts: JSON, the same on every rank, and tensors.
 
-        What is being sampled is waited for, or without `wait` left out; so is what the engine has failed at. The place
-        is then the one before it was asked for: a resumed run draws the same rows with the same seed.
+        Rollouts that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
+        position is then the one before their rows were drawn: a resumed run draws them again, with the same seed.
         """
-        if self.ahead is None:
-            return self._saved(self._place()), {}
-        rollouts = self.ahead.rollouts
+        if self.prefetched is None:
+            return self._saved(self._position()), {}
+        rollouts = self.prefetched.rollouts
         is_lost = not (wait or rollouts.done()) or rollouts.exception() is not None
-        if any_rank(self.accelerator, is_lost):  # all processes take theirs along, or none: they draw together
-            return self._saved(self.ahead.before), {}
-        return self._saved(self.ahead.before), rollouts_as_tensors(rollouts.result())
+        if any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
+            return self._saved(self.prefetched.before), {}
+        return self._saved(self.prefetched.before), rollouts_as_tensors(rollouts.result())
 
-    def load_state(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def load_state(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """The inverse of `state`."""
-        self.sampler.load_state_dict(place["sampler"])
-        self.generate_calls = place["generate_calls"]
+        self.sampler.load_state_dict(position["sampler"])
+        self.generate_calls = position["generate_calls"]
         if tensors:
-            before, rows = self._place(), self.sampler.next_batch()
+            before, rows = self._position(), self.sampler.next_batch()
             self.generate_calls += 1
-            self.ahead = Ahead(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
+            self.prefetched = Prefetched(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
 
-    def _place(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.place(), "generate_calls": self.generate_calls}
+    def _position(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _saved(self, place: dict[str, Any]) -> dict[str, Any]:
-        return {**place, "sampler": self.sampler.state_dict(place["sampler"])}
+    def _saved(self, position: dict[str, Any]) -> dict[str, Any]:
+        return {**position, "sampler": self.sampler.state_dict(position["sampler"])}
+
+    def _scored(
+        self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any
+    ) -> tuple[ScoredRollouts, dict[str, float]]:
+        """One generation, or with `dynamic_sampling` as many as fill the batch, and how many that were."""
+        scored = self._round(engine, phases, trainer_state, drawn)
+        if not self.args.dynamic_sampling:
+            if not any_rank(self.accelerator, not bool(scored.dropped.all())):
+                raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
+            return scored, {}
+        wanted, rounds, scored = scored.num_groups, 1, self._with_unequal_rewards(scored)
+        # All ranks go on together: they draw from one sequence of prompts.
+        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, scored.num_groups < wanted):
+            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state))
+            scored, rounds = ScoredRollouts.joined([scored, more]), rounds + 1
+        return scored.take_groups(range(min(wanted, scored.num_groups))), {"dynamic_sampling/rounds": float(rounds)}
 
     def _round(
-        self, engine: RolloutEngine, phases: Phases, trainer_state: Any, then: Callable[[], None] | None = None
+        self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None
     ) -> ScoredRollouts:
         """One generation, scored."""
-        drawn = None
-        if then is not None:
-            with all_ranks_succeed(self.accelerator, "sampling"):
-                drawn = self._draw(engine, phases)
-            then()
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
-            rows, rollouts = drawn or self._draw(engine, phases)
+            rows, rollouts = drawn or self.draw(engine, phases)
             with phases("reward"):
                 return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
 
-    def _draw(self, engine: RolloutEngine, phases: Phases) -> tuple[list[Row], Rollouts]:
-        """Rows of the dataset and their completions: those sampled ahead, or new ones."""
-        with phases("generate"):
-            if self.ahead is not None:
-                rows, rollouts, self.ahead = self.ahead.rows, self.ahead.rollouts.result(), None
-                return rows, rollouts
-            rows = self.sampler.next_batch()
-            sampling = self.sampling(seed=self._next_seed())
-            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers)
-
-    def _with_something_to_learn(self, scored: ScoredRollouts) -> ScoredRollouts:
-        """Those groups whose rewards differ, and on which no reward function failed."""
+    def _with_unequal_rewards(self, scored: ScoredRollouts) -> ScoredRollouts:
+        """The groups whose rewards differ, and for which no reward function failed."""
         spread = nanstd(scored.rewards.view(-1, scored.rollouts.num_generations))[:, 0]
         failed = scored.dropped.view(-1, scored.rollouts.num_generations).any(1)
-        return choose_groups(scored, ((spread >= EQUAL_REWARDS) & ~failed).nonzero()[:, 0].tolist())
+        return scored.take_groups(((spread >= EQUAL_REWARDS) & ~failed).nonzero()[:, 0].tolist())
 
     def _next_seed(self) -> int:
-        """One for each `generate` call of each process."""
+        """The seed of the next `generate` call, another one on each rank."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         seed: int = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
         self.generate_calls += 1
@@ -216,7 +246,7 @@ class Collector:
         return complete(engine, self.encode(rows, row_numbers), sampling, vocab_size=self.vocab_size, prompts=prompts)
 
     def _advantages(self, scored: ScoredRollouts) -> Tensor:
-        """This process' advantages [B]: groups never span processes, the scale of "batch" spans them all."""
+        """Advantages [B] of this rank: a group is on one rank, the scale of "batch" is that of all ranks."""
         parts = gather_object([scored.per_function])
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
         advantages = multi_objective_advantages(
@@ -234,11 +264,11 @@ class Collector:
             return batch
         kept = (~scored.dropped).nonzero()[:, 0].tolist()
         ended = [scored.rollouts.finish_reasons[index] == "stop" for index in kept]
-        return replace(batch, learns=torch.tensor(ended, dtype=torch.bool))
+        return replace(batch, in_loss=torch.tensor(ended, dtype=torch.bool))
 
 
 def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
-    """The reward functions, called as `args` says."""
+    """The reward functions, with the options of `args`."""
     return Rewards(
         functions,
         weights=args.reward_weights,

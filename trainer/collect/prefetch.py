@@ -1,12 +1,12 @@
-"""One generation ahead of training: while the optimizer learns from a batch, a server samples the next one.
+"""Generation prefetched by one batch: while the optimizer learns from a batch, a vLLM server samples the next one.
 
-The order of a step is: wait for the rollouts that were asked for a step ago, hand the weights of now to the engine,
-ask it for the next ones, then score and learn. So every batch but the first was sampled from weights that are one
-generation old, never older, and the loss corrects for it (`vllm_importance_sampling_correction`): the policy of now is
-the old policy, and rho is its ratio to the one that sampled. `off_policy_steps` in the metrics says how far behind.
+A step waits for the rollouts that were requested a step ago, sends the current weights to the engine, requests the next
+rollouts, and then scores and learns. So every batch but the first was sampled from weights that are one generation old,
+never older, and the loss corrects for it (`vllm_importance_sampling_correction`): the old policy is the current one,
+and rho is its ratio to the policy that sampled. The metric `off_policy_steps` is the age of the weights in steps.
 
-A checkpoint waits for what is being sampled and takes it along; where the engine has failed, or SIGTERM leaves no time,
-it holds the place before that instead, and the resumed run samples the same rows with the same seed.
+A checkpoint waits for the prefetched rollouts and stores them. Where the engine has failed, or SIGTERM leaves no time,
+it stores the position before them instead, and the resumed run samples the same rows with the same seed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _REASONS = ("stop", "length")
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Rollouts that are being made."""
+class Prefetched:
+    """Rollouts that the engine is sampling."""
 
     rows: list[Row]
     rollouts: Future[Rollouts]
-    before: dict[str, Any]  # the collector's state before the rows were drawn
+    before: dict[str, Any]  # the position of the collector before the rows were drawn
 
 
 def finished(rollouts: Rollouts) -> Future[Rollouts]:
-    """As if they had just been made."""
+    """A future that holds these rollouts already."""
     future: Future[Rollouts] = Future()
     future.set_result(rollouts)
     return future

@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_grpo.trainer.collect.advantages import nanstd
 from fused_grpo.trainer.collect.scoring import ScoredRollouts
 
-EQUAL_REWARDS = 1e-6  # a group whose rewards differ by less has nothing to teach: rounding
+EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 
 # From the loss op's names to TRL's.
 LOSS_METRICS = {

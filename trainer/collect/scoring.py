@@ -1,11 +1,13 @@
-"""From rollouts to rewards, and to what may be learned from: decode, ask, leave out what failed."""
+"""`ScoredRollouts`: completions, their rewards, and the batch of those groups that may be learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_grpo.errors import RewardError
@@ -18,7 +20,7 @@ from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollouts:
-    """Rollouts and what the reward functions thought of them."""
+    """Rollouts and their rewards."""
 
     rollouts: Rollouts
     rows: list[Row]  # B, the dataset row of each completion
@@ -26,14 +28,73 @@ class ScoredRollouts:
     rewards: Tensor  # [B], weighted sums; NaN: no function scored it
     per_function: Tensor  # [B, F]; NaN: not scored by that function
     reward_names: list[str]  # F
-    dropped: Tensor  # [B] bool, whole groups that a reward function failed on: not to be learned from
-    seconds: dict[str, float] = field(default_factory=dict)  # by reward function
-    metrics: dict[str, float] = field(default_factory=dict)  # that reward functions logged
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, that reward functions logged
+    dropped: Tensor  # [B] bool, whole groups for which a reward function failed: they are left out of the loss
+    seconds: dict[str, float] = field(default_factory=dict)  # of each reward function
+    metrics: dict[str, float] = field(default_factory=dict)  # logged by reward functions
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, logged by reward functions
     failure: RewardError | None = None  # the first, where groups were dropped
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.rollouts.prompt_ids)
+
+    def take_groups(self, groups: Sequence[int]) -> ScoredRollouts:
+        """These groups, in this order."""
+        rollouts, size = self.rollouts, self.rollouts.num_generations
+        members = [group * size + member for group in groups for member in range(size)]
+
+        def some(values: list[Any]) -> list[Any]:
+            return [values[index] for index in members]
+
+        logprobs = rollouts.sampling_logprobs
+        return replace(
+            self,
+            rollouts=replace(
+                rollouts,
+                prompt_ids=[rollouts.prompt_ids[group] for group in groups],
+                completion_ids=some(rollouts.completion_ids),
+                sampling_logprobs=None if logprobs is None else some(logprobs),
+                finish_reasons=some(rollouts.finish_reasons),
+                extra={name: some(values) for name, values in rollouts.extra.items()},
+            ),
+            rows=some(self.rows),
+            completions=some(self.completions),
+            **{name: getattr(self, name)[members] for name in ("rewards", "per_function", "dropped")},
+            extra={name: some(values) for name, values in self.extra.items()},
+        )
+
+    @classmethod
+    def joined(cls, rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
+        """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
+        first, rollouts = rounds[0], [part.rollouts for part in rounds]
+
+        def lists(parts: Sequence[Any], name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if any(value is None for value in values) else [entry for some in values for entry in some]
+
+        names = dict.fromkeys(name for part in rounds for name in part.metrics)
+        return replace(
+            first,
+            rollouts=replace(
+                first.rollouts,
+                **{
+                    name: lists(rollouts, name)
+                    for name in ("prompt_ids", "completion_ids", "sampling_logprobs", "finish_reasons")
+                },
+                extra=_common_columns([part.extra for part in rollouts]),
+            ),
+            **{name: lists(rounds, name) for name in ("rows", "completions")},
+            **{
+                name: torch.cat([getattr(part, name) for part in rounds])
+                for name in ("rewards", "per_function", "dropped")
+            },
+            seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
+            metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
+            extra=_common_columns([part.extra for part in rounds]),
+        )
+
     def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
-        """What the optimizer learns from, given advantages [B]: everything but the groups that were dropped."""
+        """The batch of all groups but the dropped ones, given advantages [B]."""
         rollouts = self.rollouts
         batch = EffectiveBatch(
             prompt_ids=[ids for ids in rollouts.prompt_ids for _ in range(rollouts.num_generations)],
@@ -67,12 +128,12 @@ def score_rollouts(
 ) -> ScoredRollouts:
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
-    Reward functions get what the engine said about a completion (`Rollouts.extra`) as further columns, and completions
-    of conversations as messages.
+    Columns that the engine returned with the completions (`Rollouts.extra`) are passed to reward functions like columns
+    of the dataset; completions of conversations are passed as messages.
 
     Raises:
-        RewardError: a function failed, and its groups are not to be dropped; or no group was left.
-        InputError: a function asks for a column that is not there.
+        RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
+        InputError: a function has an argument for which there is no column.
     """
     rows = [row for row in rows for _ in range(rollouts.num_generations)]
     completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
@@ -98,8 +159,14 @@ def score_rollouts(
     )
 
 
+def _common_columns(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """The columns that all parts have, joined."""
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: [value for part in parts for value in part[name]] for name in names}
+
+
 def _as_json(value: Any) -> Any:
-    """A logged value as JSON has it."""
+    """A value that JSON can represent."""
     if isinstance(value, Tensor):
         return value.tolist()
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,4 +1,4 @@
-"""What the options of a run have to satisfy, beyond what the loss and the sampler check of theirs."""
+"""Ranges of the options of a run, and which go together; the loss and the sampler check their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FINITE = (
     "entropy_coef_delta",
     "entropy_target",
 )
-# Clocks overflow a little above; and NumPy's seeds, with a process' rank added.
+# Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
 LARGEST_SEED = 2**31 - 1
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -56,7 +56,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_config(args: Any) -> None:
-    """Raise InputError for the first value out of its range, and for options that do not go together."""
+    """Check the range of every option, and that the options go together.
+
+    Raises:
+        InputError: at the first that fails.
+    """
     for name in AT_LEAST_1:
         want(args, name, getattr(args, name) >= 1, "at least 1")
     for name in AT_LEAST_1_OR_NONE:
@@ -67,6 +71,16 @@ def check_config(args: Any) -> None:
     _check_numbers(args)
     _check_bounds(args)
     _check_together(args)
+
+
+def check_rollout_func(args: Any, rollout_func: Any) -> None:
+    """Refuse a function of the user's that would sample from the model while that is trained.
+
+    Raises:
+        InputError: `rollout_func` with `generate_ahead`.
+    """
+    if rollout_func is not None and args is not None and args.generate_ahead:
+        raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
 
 
 def want(args: Any, name: str, holds: bool, wanted: str) -> None:
@@ -99,7 +113,7 @@ def _check_numbers(args: Any) -> None:
 
 
 def _check_bounds(args: Any) -> None:
-    """What is in range by its sign, and too large or no number all the same."""
+    """Upper limits, and NaN."""
     for name in FINITE:
         want(args, name, math.isfinite(getattr(args, name)), "a finite number")
     for name in SECONDS:
@@ -114,8 +128,8 @@ def _check_together(args: Any) -> None:
     for name in ("model_init_kwargs", "vllm_engine_kwargs"):
         if "trust_remote_code" in (getattr(args, name) or {}):
             raise InputError(
-                f"got trust_remote_code in {name}, want it said once, for transformers and vLLM alike; "
-                "fix: trust_remote_code=True beside it"
+                f"got trust_remote_code in {name}, want it in one place, for transformers and vLLM; "
+                "fix: trust_remote_code=True as an option of its own"
             )
     if args.steps_per_generation is not None and args.generation_batch_size is not None:
         raise InputError(
@@ -126,7 +140,7 @@ def _check_together(args: Any) -> None:
         raise InputError(
             f"got steps_per_generation={args.steps_per_generation} with "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}, want a multiple of it: "
-            "no optimizer step learns from two generated batches"
+            "an optimizer step uses one generated batch"
         )
     in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
@@ -144,7 +158,7 @@ def _check_together(args: Any) -> None:
     if args.generate_ahead and (args.vllm_mode != "server" or args.dynamic_sampling):
         raise InputError(
             f"got generate_ahead=True with vllm_mode={args.vllm_mode!r} and dynamic_sampling={args.dynamic_sampling}, "
-            "want an engine that runs beside the trainer and is asked once per batch; fix: vllm_mode='server' and "
+            "want an engine that runs beside the trainer, with one call per batch; fix: vllm_mode='server' and "
             "dynamic_sampling=0"
         )
     if args.resume_from_checkpoint and args.overwrite_output_dir:

@@ -1,13 +1,13 @@
-"""Which prompts a batch gets: `PromptSampler`, in an order that only the seed decides.
+"""`PromptSampler`: the prompts of each batch, in an order that only the seed decides.
 
 There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
 `prompts_per_batch * world_size` of it, and each rank takes its share. The order of a pass depends on the seed and the
-number of the pass alone. So a number, how much of the sequence has been used, is the whole state of a run; it means the
-same on any number of processes and with any size of batch, and whatever is drawn after it was not drawn before it.
+number of the pass alone. So the number of prompts that have been used is the whole state of a run. It means the same
+with any number of ranks and any batch size.
 
 A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
-passes over what was used. `datasets` can jump to a place in a stream instead, but loses the rows in a shuffle buffer
-when it does so, and is asked to only where there is none.
+skips the rows that were used. `datasets` can jump to a position in a stream instead, but loses the rows in a shuffle
+buffer, so this is done only for streams that are not shuffled.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _COMPARED_ROWS = 256
 
 
 class PromptSampler:
-    """Draws this rank's rows of batch after batch, for ever.
+    """Draws this rank's rows of batch after batch, without end.
 
     Args:
         dataset: what `check_dataset` has accepted.
         prompts_per_batch: rows per batch for each rank.
-        seed: of the order.
+        seed: the seed of the order.
         shuffle: a random order, a new one in each pass. Of a `datasets.IterableDataset`: its own, of shards and in a
             buffer.
-        rank, world_size: of the processes, which must all draw equally often.
+        rank, world_size: as in torch.distributed. All ranks must draw equally often.
 
     Raises:
         DataError: a stream that cannot be shuffled.
@@ -71,16 +71,16 @@ class PromptSampler:
         """Prompts drawn so far, by all ranks."""
         return self._rows.used
 
-    def place(self) -> dict[str, Any]:
-        """Where the sequence stands, as JSON. The same on every rank."""
+    def position(self) -> dict[str, Any]:
+        """The position in the sequence, as JSON. It is the same on every rank."""
         return self._rows.state_dict()
 
-    def state_dict(self, place: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A place (None: that of now) with what says whose it is, for which rows of the dataset are read."""
-        return {**self._identity, **(self.place() if place is None else place)}
+    def state_dict(self, position: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A position (None: the current one), and the identity of dataset and order, for which rows are read."""
+        return {**self._identity, **(self.position() if position is None else position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with whatever number of processes and size of batch.
+        """Continue from there, with any number of ranks and any batch size.
 
         Raises:
             CheckpointError: the state is that of another dataset, seed or order, or of no sampler at all.
@@ -96,7 +96,7 @@ class PromptSampler:
             self._rows.load_state_dict(state)
         except CheckpointError:
             raise
-        except Exception as error:  # a place in a stream is for `datasets` to understand
+        except Exception as error:  # `datasets` decides what a position in a stream is
             raise CheckpointError(
                 f"got a place in the data that cannot be gone to ({type(error).__name__}: {error}); want one that a "
                 "run has saved; fix: resume from another checkpoint"
@@ -113,9 +113,9 @@ class PromptSampler:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Tells datasets of one length apart: a sum over rows spread evenly over it, all of them where there are few.
+    """A hash that differs between datasets of one length: over 256 rows at even distances, or all of fewer.
 
-    Of a `datasets.Dataset`, what is stored counts: transforms may be random, and images are not decoded.
+    Of a `datasets.Dataset`, the stored values count: transforms may be random, and images are not decoded.
 
     Raises:
         DataError: a row that cannot be read.
@@ -143,7 +143,7 @@ def _stored_rows(dataset: Any, numbers: list[int]) -> Iterator[Any]:
 
 
 def _spelled(value: Any) -> str:
-    """The same in every process for equal values. What may not be (a set, an object) counts by its type alone."""
+    """Text that is equal on every rank for equal values. Of values without such a text, only the type counts."""
     if isinstance(value, Mapping):
         return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(entry)}' for key, entry in value.items()))}}}"
     if isinstance(value, list | tuple):
@@ -152,7 +152,7 @@ def _spelled(value: Any) -> str:
 
 
 class _IndexedRows:
-    """The sequence over a dataset with random access. Only rows that are kept are read."""
+    """The sequence over a dataset with random access. Only the rows of this rank are read."""
 
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
@@ -189,7 +189,7 @@ class _IndexedRows:
 
 
 class _StreamedRows:
-    """The sequence over a dataset that can only be read from its start (or from a state that it gave)."""
+    """The sequence over a dataset that can only be read from its start, or from a state of its own."""
 
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
         from datasets import IterableDataset

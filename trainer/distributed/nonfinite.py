@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import NonFiniteError
-from fused_grpo.trainer.logging.publishable import to_json
+from fused_grpo.trainer.config.publishable import to_json
 
 _log = logging.getLogger(__name__)
 

@@ -1,92 +1,118 @@
-"""The charts of a report, as PNG bytes, each in a light and a dark theme.
+"""The charts of a report: their data, and where it is on the picture that `templates/chart.svg` draws.
 
-matplotlib's figures without pyplot: no global state, no display, no backend to choose, so a training process can draw
-at its end whatever else runs in it. Colours are Okabe and Ito's, which stay apart for colour-blind readers; lines that
-share an axis differ in shape too. matplotlib is imported only here, and only when a chart is drawn.
+They are SVG inside the page: lines and text, without a font, script or library. Lines that share a chart differ in
+colour, and beyond five in dashes.
 """
 
 from __future__ import annotations
 
-import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.metrics import metric
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, object]]
 Series = tuple[list[float], list[float]]  # steps, values; only where the value is finite
 
 EVAL_NAMES = ("eval/accuracy", "eval/reward")
-DPI = 160
-SMOOTH_FROM = 40
-LINE_STYLES = ("-", "--", ":")
+# time/reward/accuracy is a part of time/reward.
+REWARD_FUNCTION, PHASE = r"rewards/(.+)/mean", r"time/([^/]+)"
+SMOOTH_FROM = 40  # steps
+# Beyond this factor between its least and greatest value, a panel has a logarithmic axis.
+LOG_FROM = 100.0
+
+# Small charts: the title, and the metrics with a label where there are several.
+PANELS: dict[str, dict[str, str]] = {
+    "standard deviation of rewards": {"": "reward_std"},
+    "completion length (tokens)": {"": "completion_length"},
+    "completions cut at the limit (share)": {"": "completions/clipped_ratio"},
+    "groups with equal rewards (share)": {"": "frac_reward_zero_std"},
+    "entropy (nats per token)": {"": "entropy"},
+    "KL to the reference (nats per token)": {"": "kl"},
+    "clipped tokens (share)": {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"},
+    "gradient norm": {"": "grad_norm"},
+    "learning rate": {"": "learning_rate"},
+    "sampler against trainer (|Δ log p|)": {"": "sampling/sampling_logp_difference/mean"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Theme:
-    """Colours of a chart and of the page it sits on."""
-
-    name: str
-    background: str
-    text: str
-    muted: str
-    grid: str
-    line: str
-    accent: str
-    phases: tuple[str, ...]
-
-
-LIGHT = Theme(
-    name="light",
-    background="#ffffff",
-    text="#1f2328",
-    muted="#59636e",
-    grid="#e3e7eb",
-    line="#0072b2",
-    accent="#b84a00",
-    phases=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#7f7f7f"),
-)
-DARK = Theme(
-    name="dark",
-    background="#12161c",
-    text="#e6edf3",
-    muted="#9aa5b1",
-    grid="#2a313a",
-    line="#56b4e9",
-    accent="#f0a030",
-    phases=("#56b4e9", "#e69f00", "#2bb98f", "#dd93bd", "#9a9a9a"),
-)
-
-# Beyond this factor between its least and greatest value, a metric is drawn on a logarithmic axis.
-LOG_FROM = 100.0
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One small chart: a title, what one unit is, and its metrics, each with a label where there are several."""
+class Chart:
+    """Lines over optimizer steps, by their labels, and their places in the picture, in pixels."""
 
     title: str
-    unit: str
-    metrics: Mapping[str, str]
+    lines: Mapping[str, Series]
+    height: int
+    width: int = 920
+    is_log: bool = False
+    left: int = 52
+
+    @property
+    def right(self) -> int:
+        return self.width - 16
+
+    @property
+    def labels(self) -> list[str]:
+        """The legend; a line of its own has none."""
+        return [label for label in self.lines if label]
+
+    @property
+    def top(self) -> int:
+        """Below the title and the legend, five labels a row."""
+        return 26 + 16 * math.ceil(len(self.labels) / 5)
+
+    @property
+    def bottom(self) -> int:
+        return self.height - 26
+
+    @cached_property
+    def step_range(self) -> tuple[float, float]:
+        return _padded([step for steps, _ in self.lines.values() for step in steps])
+
+    @cached_property
+    def value_range(self) -> tuple[float, float]:
+        """Of the logarithms, where the axis is logarithmic."""
+        values = [value for _, line in self.lines.values() for value in line]
+        return _padded([math.log10(value) for value in values] if self.is_log else values)
+
+    def x(self, step: float) -> float:
+        low, high = self.step_range
+        return round(self.left + (self.right - self.left) * (step - low) / (high - low), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.value_range
+        share = ((math.log10(value) if self.is_log else value) - low) / (high - low)
+        return round(self.bottom - (self.bottom - self.top) * share, 1)
+
+    @property
+    def step_ticks(self) -> list[float]:
+        return [step for step in round_numbers(*self.step_range, most=self.width // 90) if step == int(step)]
+
+    @property
+    def value_ticks(self) -> list[tuple[float, str]]:
+        """Values with a grid line, and their text."""
+        ticks = round_numbers(*self.value_range, most=self.height // 45)
+        values = [10.0**tick for tick in ticks if tick == int(tick)] if self.is_log else ticks
+        return [(value, short_number(value)) for value in values]
 
 
-PANELS = (
-    Panel("completion length", "tokens", {"": "completion_length"}),
-    Panel("completions cut at the limit", "share", {"": "completions/clipped_ratio"}),
-    Panel("groups with equal rewards", "share", {"": "frac_reward_zero_std"}),
-    Panel("entropy", "nats per token", {"": "entropy"}),
-    Panel("KL to the reference", "nats per token", {"": "kl"}),
-    Panel("clipped tokens", "share", {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"}),
-    Panel("gradient norm", "", {"": "grad_norm"}),
-    Panel("learning rate", "", {"": "learning_rate"}),
-    Panel("sampler against trainer", "|Δ log p|", {"": "sampling/sampling_logp_difference/mean"}),
-)
+def _padded(values: list[float]) -> tuple[float, float]:
+    # Within bounds whose difference is finite.
+    low, high = max(min(values, default=0.0), -1e300), min(max(values, default=1.0), 1e300)
+    pad = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
+    return low - pad, high + pad
+
+
+def round_numbers(low: float, high: float, most: int) -> list[float]:
+    """About `most` multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    unit = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)
+    return [count * unit for count in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
 def series(records: Records, name: str) -> Series:
@@ -96,97 +122,10 @@ def series(records: Records, name: str) -> Series:
     return sorted(known), [known[step] for step in sorted(known)]
 
 
-def phase_series(records: Records) -> dict[str, Series]:
-    """Seconds of each `time/<phase>`, in the order in which they first appear; not those of parts of a phase."""
-    timed = (name for record in records for name in record if name.startswith("time/"))
-    names = dict.fromkeys(name for name in timed if name.count("/") == 1)
-    return {name.removeprefix("time/"): series(records, name) for name in names}
-
-
-def reward_chart(records: Records, theme: Theme) -> bytes:
-    """Mean reward of each step, a band of one standard deviation, and the held-out points."""
-    figure, axes = _figure(theme, width=9.2, height=3.9)
-    _draw_band(axes, records, theme)
-    _draw_mean(axes, series(records, "reward"), theme)
-    for name, marker in zip(EVAL_NAMES, "sD", strict=True):
-        label = f"held-out {name.removeprefix('eval/')}"
-        _draw_held_out(axes, series(records, name), theme, marker=marker, label=label)
-    _finish(axes, theme, ylabel="reward")
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def function_series(records: Records) -> dict[str, Series]:
-    """The mean of each reward function, by its name."""
+def named_series(records: Records, pattern: str) -> dict[str, Series]:
+    """The metrics whose names match a pattern, by its group, in the order in which they first appear."""
     names = dict.fromkeys(name for record in records for name in record)
-    means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
-    return {name.removeprefix("rewards/").removesuffix("/mean"): series(records, name) for name in means}
-
-
-def function_chart(records: Records, theme: Theme) -> bytes:
-    """The mean of each reward function, smoothed as the reward is."""
-    figure, axes = _figure(theme, width=9.2, height=2.8)
-    for index, (name, (steps, values)) in enumerate(function_series(records).items()):
-        smooth = moving_mean(values, _window(values))
-        style: dict[str, Any] = {
-            "color": _colour(theme, index),
-            "linestyle": LINE_STYLES[index // len(theme.phases) % len(LINE_STYLES)],
-        }
-        axes.plot(steps, smooth, label=name, linewidth=1.8, marker="o" if len(steps) == 1 else "", **style)
-    _finish(axes, theme, ylabel="mean of each function")
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def phase_chart(records: Records, theme: Theme) -> bytes:
-    """Seconds of each step, stacked by phase. Takes two steps to show anything."""
-    figure, axes = _figure(theme, width=9.2, height=2.6)
-    phases = {name: dict(zip(*points, strict=True)) for name, points in phase_series(records).items()}
-    steps = sorted(set().union(*phases.values()))
-    stacked = [[seconds.get(step, 0.0) for step in steps] for seconds in phases.values()]
-    colours = [_colour(theme, index) for index in range(len(phases))]
-    axes.stackplot(
-        steps, stacked, labels=list(phases), colors=colours, step="mid", edgecolor=theme.background, linewidth=0.3
-    )
-    # The first step pays for warming up; where that is many times the rest, the rest is what should be seen.
-    totals = sorted(map(sum, zip(*stacked, strict=True)))
-    usual = totals[int(0.95 * (len(totals) - 1))]
-    axes.set_ylim(0, min(totals[-1], 1.5 * usual) * 1.05 or 1.0)
-    _finish(axes, theme, ylabel="seconds")
-    axes.margins(x=0.0)
-    _legend(axes, theme)
-    return _png(figure)
-
-
-def panel_series(records: Records) -> list[tuple[Panel, dict[str, Series]]]:
-    """Those of `PANELS` that the run measured, with the points of each line; what never left zero is left out."""
-    found = [(panel, {label: series(records, name) for label, name in panel.metrics.items()}) for panel in PANELS]
-    return [(panel, lines) for panel, lines in found if any(any(values) for _, values in lines.values())]
-
-
-def small_multiples(records: Records, theme: Theme) -> bytes:
-    """One small chart for each of `panel_series(records)`, of which there must be one at least."""
-    measured = panel_series(records)
-    rows = -(-len(measured) // 3)
-    figure = _blank(theme, width=9.2, height=2.3 * rows)
-    for index, (panel, lines) in enumerate(measured):
-        axes = figure.add_subplot(rows, 3, index + 1)
-        for colour, (label, (steps, values)) in zip((theme.line, theme.accent), lines.items(), strict=False):
-            marker = "o" if len(steps) == 1 else ""
-            axes.plot(steps, values, color=colour, linewidth=1.2, marker=marker, label=label)
-        values = [value for _, points in lines.values() for value in points]
-        if min(values) > 0 and max(values) > LOG_FROM * min(values):
-            axes.set_yscale("log")
-        else:
-            axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
-        title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
-        axes.set_title(title, loc="left", fontsize=9, color=theme.text)
-        _finish(axes, theme, ylabel="", xlabel="optimizer step" if index >= len(measured) - 3 else "")
-        axes.tick_params(labelsize=8)
-        axes.margins(y=0.12)
-        if len(lines) > 1:
-            axes.legend(loc="upper right", ncols=2, frameon=False, labelcolor=theme.text, fontsize=8, handlelength=1.2)
-    return _png(figure)
+    return {match[1]: series(records, name) for name in names if (match := re.fullmatch(pattern, name))}
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -195,118 +134,41 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in slices]
 
 
+def reward_chart(records: Records) -> Chart:
+    """Mean reward of each step, also smoothed where there are many, and the held-out rewards."""
+    steps, rewards = series(records, "reward")
+    lines = {"mean reward of the step": (steps, rewards)}
+    if window := _window(rewards):
+        lines[f"mean of {2 * window + 1} steps"] = steps, moving_mean(rewards, window)
+    held_out = {f"held-out {name.removeprefix('eval/')}": series(records, name) for name in EVAL_NAMES}
+    lines |= {label: line for label, line in held_out.items() if line[0]}
+    return Chart(title="Reward by optimizer step", lines=lines, height=390)
+
+
+def function_chart(records: Records) -> Chart | None:
+    """The mean of each reward function, smoothed as the reward is; None where there are not several."""
+    functions = named_series(records, REWARD_FUNCTION)
+    lines = {name: (steps, moving_mean(values, _window(values))) for name, (steps, values) in functions.items()}
+    return Chart(title="Mean of each reward function by step", lines=lines, height=280) if len(lines) > 1 else None
+
+
+def phase_chart(records: Records) -> Chart | None:
+    """Seconds of each phase; None where there are not several steps."""
+    phases = {name: line for name, line in named_series(records, PHASE).items() if len(line[0]) > 1}
+    return Chart(title="Seconds of each step, by phase", lines=phases, height=260) if phases else None
+
+
+def panel_charts(records: Records) -> list[Chart]:
+    """A small chart of each of `PANELS` that the run measured and that was not always zero."""
+    charts = list[Chart]()
+    for title, metrics in PANELS.items():
+        lines = {label: series(records, name) for label, name in metrics.items()}
+        values = [value for _, line in lines.values() for value in line]
+        if any(values):
+            is_log = min(values) > 0 and max(values) > LOG_FROM * min(values)
+            charts.append(Chart(title=title, lines=lines, height=190, width=300, is_log=is_log))
+    return charts
+
+
 def _window(values: Sequence[float]) -> int:
     return len(values) // 20 if len(values) >= SMOOTH_FROM else 0
-
-
-def _colour(theme: Theme, index: int) -> str:
-    return theme.phases[index % len(theme.phases)]
-
-
-def _draw_mean(axes: Axes, points: Series, theme: Theme) -> None:
-    steps, rewards = points
-    window = _window(rewards)
-    thin: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.45} if window else {"linewidth": 2.0}
-    marker = "o" if len(steps) == 1 else ""
-    axes.plot(steps, rewards, color=theme.line, marker=marker, label="mean reward of the step", **thin)
-    if window:
-        label = f"mean of {2 * window + 1} steps"
-        axes.plot(steps, moving_mean(rewards, window), color=theme.line, linewidth=2.2, label=label)
-
-
-def _draw_band(axes: Axes, records: Records, theme: Theme) -> None:
-    complete = [record for record in records if None not in (metric(record, "reward"), metric(record, "reward_std"))]
-    steps, means = series(complete, "reward")
-    _, spreads = series(complete, "reward_std")
-    if len(steps) < 2:
-        return
-    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-    axes.fill_between(steps, low, high, color=theme.line, alpha=0.14, linewidth=0, label="± one standard deviation")
-
-
-def _draw_held_out(axes: Axes, points: Series, theme: Theme, *, marker: str, label: str) -> None:
-    steps, values = points
-    if not steps:
-        return
-    axes.plot(
-        steps,
-        values,
-        color=theme.accent,
-        marker=marker,
-        markersize=5.5,
-        linewidth=1.3,
-        linestyle=":",
-        label=label,
-        markeredgecolor=theme.background,
-        markeredgewidth=0.8,
-        zorder=4,
-        clip_on=False,
-    )
-    for i in sorted({0, len(steps) - 1}):
-        _label(axes, steps[i], values[i], theme)
-
-
-def _label(axes: Axes, step: float, value: float, theme: Theme) -> None:
-    """The value above its point, with a rim in the colour of the page so that lines do not strike it through."""
-    from matplotlib.patheffects import withStroke
-
-    axes.annotate(
-        short_number(value),
-        (step, value),
-        textcoords="offset points",
-        xytext=(0, 9),
-        ha="center",
-        fontsize=9.5,
-        fontweight="bold",
-        color=theme.accent,
-        zorder=5,
-        path_effects=[withStroke(linewidth=3, foreground=theme.background)],
-    )
-
-
-def _figure(theme: Theme, *, width: float, height: float) -> tuple[Figure, Axes]:
-    figure = _blank(theme, width=width, height=height)
-    return figure, figure.add_subplot()
-
-
-def _blank(theme: Theme, *, width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=DPI, facecolor=theme.background, layout="constrained")
-
-
-def _finish(axes: Axes, theme: Theme, *, ylabel: str, xlabel: str = "optimizer step") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_facecolor(theme.background)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-    axes.minorticks_off()
-    axes.set_axisbelow(True)
-    axes.margins(x=0.03)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(theme.muted)
-    axes.tick_params(colors=theme.muted, labelsize=9, length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.set_ylabel(ylabel, color=theme.muted, fontsize=9)
-    axes.set_xlabel(xlabel, color=theme.muted, fontsize=9)
-
-
-def _legend(axes: Axes, theme: Theme) -> None:
-    """Above the axes, where it hides no data."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        borderaxespad=0.2,
-        ncols=5,
-        frameon=False,
-        labelcolor=theme.text,
-        fontsize=9,
-        handlelength=1.4,
-    )
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -1,8 +1,8 @@
-"""How numbers, durations and untrusted text are shown, by the console and by the report alike.
+"""Numbers, durations and untrusted text as the console and the report show them.
 
-What a model wrote is untrusted: an escape sequence can recolour or retitle a terminal, a bidirectional override makes
-text read backwards. `visible` spells such characters out instead of dropping them, so that what is shown is still what
-was sampled.
+What a model wrote is untrusted: an escape sequence can recolour or retitle a terminal, a bidirectional override
+reverses text. `visible` escapes such characters instead of dropping them, so that the shown text is still what was
+sampled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 
 MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"
-ASCII_BARS = "_.-~=+*#"
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """`text` with control, format and unassigned characters spelled out (`\\x1b`, `\\n`), except those in `keep`."""
+    """`text` with control, format and unassigned characters escaped (`\\x1b`, `\\n`), except those in `keep`."""
     return "".join(c if c in keep or _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -101,10 +100,9 @@ def duration(seconds: float | None) -> str:
     raise AssertionError("the last unit has no upper limit")
 
 
-def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float], ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float]) -> str:
     """One character per value, its height between the two `bounds`; a blank for None."""
-    bars = ASCII_BARS if ascii_only else BARS
-    return "".join(" " if value is None else bars[_level(value, bounds, len(bars))] for value in values)
+    return "".join(" " if value is None else BARS[_level(value, bounds)] for value in values)
 
 
 def _is_harmless(character: str) -> bool:
@@ -120,7 +118,7 @@ def _decimals(size: float) -> int:
     return 3 if size < 1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
 
 
-def _level(value: float, bounds: tuple[float, float], levels: int) -> int:
+def _level(value: float, bounds: tuple[float, float]) -> int:
     low, high = bounds
     share = (value - low) / (high - low) if high > low else 0.0
-    return round(min(max(share, 0.0), 1.0) * (levels - 1))
+    return round(min(max(share, 0.0), 1.0) * (len(BARS) - 1))

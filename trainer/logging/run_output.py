@@ -1,30 +1,31 @@
-"""Everything a run shows and leaves behind: console, metrics, rollouts, report. Only the main process has any of it."""
+"""All output of a run: console, metrics, rollouts, trackers, report. Only the main process writes it."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.run_files import REPORT_FILE
 from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.metrics import RunLog
+from fused_grpo.trainer.logging.phases import Phases
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.trackers import Trackers
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run went."""
+    """What `GRPOTrainer.train` returns."""
 
     steps: int
-    metrics: dict[str, Any]  # of the last step; empty where a resumed run had none left to make
+    metrics: dict[str, Any]  # of the last step; empty where a resumed run had no step left
     eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
     eval_after: dict[str, float] | None
     checkpoint: Path
@@ -36,6 +37,32 @@ class TrainResult:
         return self.steps
 
 
+def describe_run(
+    args: GRPOConfig, model: nn.Module, *, name: str, rewards: list[str], engine: str, prompts: int, processes: int
+) -> dict[str, Any]:
+    """What the console, run.json and trackers say about a run at its start.
+
+    Args:
+        args: the options of the run.
+        model: of this `name`.
+        rewards: names of the reward functions.
+        engine: name of the rollout engine.
+        prompts: in each generated batch, of each process.
+        processes: number of processes.
+    """
+    prompts *= processes
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "task": "+".join(rewards),
+        "model": f"{name} ({short_number(parameters)})",
+        "engine": engine,
+        "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
+        f"in {args.micro_batches_per_generation(processes)} micro-batch(es) on {processes} process(es)",
+        "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
+        "output": args.output_dir,
+    }
+
+
 class RunOutput:
     """The output of one run, in `args.output_dir` and on the console.
 
@@ -43,7 +70,7 @@ class RunOutput:
         args: the options of the run.
         max_steps: optimizer steps it will take.
         is_main: False on every process but the first: then nothing is shown or written.
-        facts: what to say about the run beforehand: task, model, engine, ...
+        facts: what `describe_run` says.
         accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
     """
 
@@ -66,11 +93,11 @@ class RunOutput:
 
     @classmethod
     def silent(cls, args: GRPOConfig) -> RunOutput:
-        """What is there before a run begins: nothing is shown or written."""
+        """The output before a run begins: nothing is shown or written."""
         return cls(args, 0, is_main=False, facts={})
 
     def rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
-        """What optimizer step `step` is about to learn from, completion by completion: written before it can fail."""
+        """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
         if self.log is None:
             return
         self.log.log_rollouts(step, records)
@@ -95,7 +122,7 @@ class RunOutput:
 
     def report(self) -> Path:
         """Write report.html, on the main process; its path everywhere."""
-        return Path(self.args.output_dir) / "report.html" if self.log is None else write_report(self.log.output_dir)
+        return Path(self.args.output_dir) / REPORT_FILE if self.log is None else write_report(self.log.output_dir)
 
     def close(self) -> None:
         """End the trackers, however the run ended. Harmless a second time."""
@@ -108,18 +135,3 @@ class RunOutput:
             self.log.log_metrics(record)
         if self.trackers is not None:
             self.trackers.log(record)
-
-
-class Phases:
-    """Where the seconds of a step go: `with phases("generate"): ...`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

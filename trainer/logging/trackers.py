@@ -1,8 +1,7 @@
 """Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...), through Accelerate's.
 
-`metrics.jsonl` is the record of a run; a tracker is a second reader of the same numbers, every step of them. Which ones
-is `report_to`. That they are installed is known before a model is loaded: Accelerate leaves out, at debug level, those
-that are not, and a run that logs to nowhere is found out days later.
+A tracker gets the same numbers as `metrics.jsonl`, every step. `report_to` names them. That they are installed is
+checked before a model is loaded: Accelerate skips a missing one with a message at debug level only.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from accelerate.utils import ProjectConfiguration
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.publishable import publishable
+from fused_grpo.trainer.config.publishable import publishable
 
-# What a tracker calls the name of a run, and its package where that is not the tracker's own name.
+# The argument of each tracker for the name of a run; packages whose name is not the tracker's.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
-    """What `Accelerator(...)` has to be told for `args.report_to`; nothing, where nothing is to be tracked.
+    """The arguments of `Accelerator(...)` for `args.report_to`; none where there is no tracker.
 
     Raises:
         UnavailableError: a tracker that does not exist, or that is not installed.
@@ -43,17 +42,17 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
         raise UnavailableError(
             f"got report_to={name!r}, which is not installed; fix: pip install {PACKAGES.get(name, name)}"
         )
-    logs = str(Path(args.output_dir) / "trackers")  # of those that write files: TensorBoard
+    logs = str(Path(args.output_dir) / "trackers")  # for those that write files: TensorBoard
     return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
 
 
 class Trackers:
-    """The trackers of one run, on its first process; begun when this is made.
+    """The trackers of one run, on its first process. The constructor starts them.
 
     Args:
         accelerator: made with `tracker_arguments(args)`.
         args: the options of the run; trackers get them without secrets and home directories.
-        facts: what else to say about the run beforehand: task, model, engine, ...
+        facts: further entries of the configuration: task, model, engine, ...
     """
 
     def __init__(self, accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
@@ -82,6 +81,6 @@ class Trackers:
         self.accelerator.log(numbers, step=record["step"])
 
     def finish(self) -> None:
-        """End the run. Not `Accelerator.end_training`, which takes the process group down with it."""
+        """End the run. Not by `Accelerator.end_training`, which also destroys the process group."""
         for tracker in self.accelerator.trackers:
             tracker.finish()

@@ -1,7 +1,8 @@
 """Triton kernels for GRPO without the logits, one pass per file, and the launchers that call them.
 
-Imports torch and triton and nothing else. The launchers are thin: they take tensors that are already right (shapes,
-dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` validates, differentiates and picks among them.
+This package imports torch and triton and nothing else. The launchers are thin: they take tensors that are already
+checked (shapes, dtypes, targets inside the vocabulary) and do no autograd. `fused_grpo` checks arguments,
+differentiates, and selects among them.
 """
 
 from ._device import is_available

@@ -1,7 +1,7 @@
-"""Which machine the kernels would run on, and whether they can.
+"""The device and architecture that the kernels run on.
 
-Triton settles on the interpreter when `@triton.jit` runs, that is when this package is imported, so the answer is taken
-once, here, at the same moment.
+Triton selects the interpreter when `@triton.jit` runs, which is when this package is imported. So it is read once,
+here, at the same time.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -23,7 +23,7 @@ def is_available() -> tuple[bool, str]:
     return False, "no CUDA or ROCm device; fix: run on one, or set TRITON_INTERPRET=1 before the first import"
 
 
-# Of the same generation, with as much shared memory: what was tuned for one is tuned for the other.
+# Architectures of one generation with the same shared memory use the same tiles.
 FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
 
 
@@ -40,5 +40,5 @@ def architecture(device: torch.device) -> str:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` current: Triton launches on the current device, whatever the tensors say."""
+    """Makes `device` current: Triton launches on the current device, not on that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

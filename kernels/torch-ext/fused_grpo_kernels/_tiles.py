@@ -1,6 +1,6 @@
-"""What the kernels share: the logit of a tile, and the statistics of a row folded in tile by tile.
+"""Functions that the kernels share: the logits of a tile, and the statistics of a row, updated tile by tile.
 
-All of it leaves the target out. With m the maximum of the others, s = sum_v e^(z_v - m) and d = m + log s - z_target,
+The statistics exclude the target. With m the maximum of the others, s = sum_v e^(z_v - m) and d = m + log s - z_target,
 
     log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
 
@@ -10,8 +10,8 @@ w = sum_v e^(z_v - m) (z_v - m):
 
     H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
 
-Triton has no expm1, log1p or tanh of its own, and the interpreter has no libdevice, so they are written out. No mask
-uses a finite stand-in for -inf: very negative logits are as good as any.
+Triton has no expm1, log1p or tanh, and the interpreter has no libdevice, so they are implemented here. No mask uses a
+finite number in place of -inf: very negative logits stay exact.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -22,14 +22,14 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """e^x where a result below 1e-38 may be 0; tl.exp spends three more instructions to keep those."""
+    """e^x, flushed to 0 below 1e-38; tl.exp takes three more instructions for subnormal results."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def expm1_minus_x(x):
     """exp(x) - 1 - x to a few ulp: a series where the terms would cancel, the formula elsewhere."""
-    # Taylor from x^9 down; the first term left out is below 1e-8 of the sum at |x| = 0.5.
+    # The Taylor series up to x^9; the next term is below 1e-8 of the sum at |x| = 0.5.
     near = tl.where(tl.abs(x) < 0.5, x, 0.0)
     poly = 2.7557319e-6 * near + 2.4801587e-5
     poly = poly * near + 1.9841270e-4
@@ -50,10 +50,10 @@ def expm1(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), never overflowing and to a few ulp in both tails."""
+    """log(1 + exp(x)), without overflow and to a few ulp in both tails."""
     y = tl.exp(-tl.abs(x))
     u = 1.0 + y
-    # Kahan's log1p: log(u) errs by what 1 + y lost, and y / (u - 1) is that very factor.
+    # Kahan's log1p: y / (u - 1) corrects log(u) for the rounding of 1 + y.
     lost = tl.where(u == 1.0, 1.0, u - 1.0)
     return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, tl.log(u) * (y / lost))
 
@@ -94,14 +94,14 @@ def logit(x, logit_scale, softcap, inverse_temperature):
     if softcap is None:
         return x * (logit_scale * inverse_temperature)
     else:
-        # An optional float cannot be annotated, and an unannotated one may arrive as fp64.
+        # An optional float cannot be annotated, and without annotation it may be fp64.
         cap = tl.cast(softcap, tl.float32)
         return cap * tanh(x * logit_scale * (1.0 / cap)) * inverse_temperature
 
 
 @triton.jit
 def softcap_slope(x, logit_scale, softcap):
-    """softcap'(logit_scale * x). 1 - tanh^2 is written as 4 e / (1 + e)^2, which does not cancel where it saturates."""
+    """softcap'(logit_scale * x). 1 - tanh^2 is 4 e / (1 + e)^2 here, which does not cancel where it saturates."""
     e = exp(-2.0 * tl.abs(x * logit_scale * (1.0 / tl.cast(softcap, tl.float32))))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
@@ -134,7 +134,7 @@ def column_blocks(tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def start_statistics(target):
-    """(target logit, maximum, total, weighted) of rows without any logit yet; the target logit stays -inf for -1."""
+    """(target logit, maximum, total, weighted) before the first logit; the target logit is -inf for a target of -1."""
     none = tl.full(target.shape, float("-inf"), tl.float32)
     zero = tl.zeros(target.shape, tl.float32)
     return tl.where(target < 0, none, zero), none, zero, zero
@@ -142,7 +142,7 @@ def start_statistics(target):
 
 @triton.jit
 def sum_at_targets(x, first_column, target):
-    """The values of a tile at those targets that are in it, 0 for the other rows."""
+    """The values of a tile at the targets, 0 for rows whose target is not in the tile."""
     columns = first_column + tl.arange(0, x.shape[1])
     return tl.sum(tl.where(columns[None, :] == target[:, None], x, 0.0), 1)
 
@@ -151,21 +151,21 @@ def sum_at_targets(x, first_column, target):
 def hide_targets(x, first_column, target, V):
     """A tile with -inf at the targets and past the end."""
     columns = first_column + tl.arange(0, x.shape[1])
-    # Added, not selected: LLVM packs a combination of two masks into words and unpacks them bit by bit.
+    # Added, not selected: LLVM would pack two combined masks into words and unpack them bit by bit.
     past_the_end = tl.where(columns < V, 0.0, float("-inf"))[None, :]
     return tl.where(columns[None, :] == target[:, None], float("-inf"), x) + past_the_end
 
 
 @triton.jit
 def add_tile(maximum, total, weighted, x, factor, ENTROPY: tl.constexpr, NARROW: tl.constexpr):
-    """Fold the logits z = factor * x of a tile x [ROWS, COLUMNS] into the running statistics [ROWS]; factors > 0."""
-    # Narrow blocks are added up element by element, and across threads once. With the entropy there are two sums.
+    """Update the running statistics [ROWS] by the logits z = factor * x of a tile x [ROWS, COLUMNS]; factors > 0."""
+    # Narrow blocks are summed element by element, then across threads once. With the entropy there are two sums.
     blocks = column_blocks(x, NARROW // 2 if ENTROPY else NARROW)
     top = blocks[0]
     for i in tl.static_range(1, len(blocks)):
         top = tl.maximum(top, blocks[i])
     new_maximum = tl.maximum(maximum, factor * tl.max(top, 1))
-    # Nothing included so far: any finite shift keeps -inf - shift out of NaN.
+    # All logits so far are -inf: with any finite shift, -inf - shift is not NaN.
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     sums = tl.zeros(top.shape, tl.float32)
     products = tl.zeros(top.shape, tl.float32)
@@ -174,7 +174,7 @@ def add_tile(maximum, total, weighted, x, factor, ENTROPY: tl.constexpr, NARROW:
         e = exp(centred)
         sums += e
         if ENTROPY:
-            # Below -128 exp is 0 in fp32, so the clamps only keep 0 * -inf out.
+            # Below -128 exp is 0 in fp32: the clamps only avoid 0 * -inf.
             products += e * tl.maximum(centred, -128.0)
     rescale = exp(maximum - shift)
     if ENTROPY:
@@ -199,8 +199,8 @@ def merge_statistics(maximum, total, weighted, ENTROPY: tl.constexpr):
 @triton.jit
 def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     """(log p of the target, entropy) from the statistics of all the other tokens."""
-    # Without another token (V = 1, or all others at -inf) the target is certain, d = -inf. A target at -inf, or none
-    # (-1), gets d = inf: log p = -inf, and what remains is the others'. The stand-ins keep inf - inf out.
+    # Without another token (V = 1, or all others at -inf) the target is certain, d = -inf. A target at -inf, or of
+    # -1, has d = inf: log p = -inf, and all probability is that of the others. The replacements avoid inf - inf.
     alone = total == 0.0
     total = tl.where(alone, 1.0, total)
     log_total = tl.log(total)

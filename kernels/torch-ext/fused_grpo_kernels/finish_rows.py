@@ -1,6 +1,6 @@
-"""The log-probs and entropies of rows from what is known of each part of their columns.
+"""The log-probs and entropies of rows from the statistics of all parts of their columns.
 
-A part is a split of `logprob_forward`, a tile that `row_statistics` has read, or a shard of the vocabulary. The
+A part is a split of `logprob_forward`, a tile of `row_statistics`, or a shard of the vocabulary. The
 numerics are those of `_tiles.py`.
 """
 
@@ -36,7 +36,7 @@ def _finish_rows_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid: tiles of ROWS rows. A program reads all splits of its rows at once and alone writes their results."""
+    """Grid: tiles of ROWS rows. A program reads all splits of its rows, and no other program writes their results."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_exists = rows < N
     split = tl.arange(0, SPLITS)[:, None]
@@ -61,11 +61,11 @@ def _finish_rows_kernel(
 def finish_rows(
     parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """What rows come to whose every column is in one of the parts.
+    """The results of rows from the statistics of all their columns.
 
     Args:
-        parts: of each (shift, total, weighted, target logit), [R] fp32 each, as `row_statistics` returns them.
-        entropy: also compute the entropy of each row; all parts were made with it.
+        parts: for each part (shift, total, weighted, target logit), [R] fp32 each, as `row_statistics` returns them.
+        entropy: also compute the entropy of each row; then all parts need `weighted`.
 
     Returns:
         (logprobs, entropy or None, shift, total), each [R] fp32, entropies in nats; -inf for a row whose target is in
@@ -88,7 +88,7 @@ def finish_splits(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(logprobs [N], entropy [N] if the parts are `weighted`, the merged state) from parts [P, N] of rows."""
     parts, N = maximum.shape
-    # One by one, not rows of one block: whether a vector is aligned must not depend on N.
+    # Separate tensors, not rows of one tensor: the alignment of a vector must not depend on N.
     logprobs, shift, merged_total, merged_weighted = (torch.empty_like(target_logit) for _ in range(4))
     entropies = None if weighted is None else torch.empty_like(logprobs)
     results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
@@ -97,7 +97,7 @@ def finish_splits(
     options = {"ENTROPY": entropies is not None, "SPLITS": triton.next_power_of_2(parts), "ROWS": ROWS_PER_PROGRAM}
     inputs = target_logit, maximum, total, weighted
     outputs = logprobs, entropies, shift, merged_total, merged_weighted
-    # A product that is fused into the sum of a thread's and its neighbour's would round otherwise in each of them.
+    # If a product were fused into the sum over two threads, the two threads would round differently.
     with launching_on(maximum.device):
         _finish_rows_kernel[(triton.cdiv(N, ROWS_PER_PROGRAM),)](
             *inputs, *outputs, N, parts, **options, enable_fp_fusion=False

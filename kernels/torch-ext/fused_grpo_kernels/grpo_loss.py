@@ -7,14 +7,14 @@ With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage 
     sapo      -4 / tau sigmoid(tau (r - 1)) A                 d/d log r = -4 sigmoid (1 - sigmoid) r A
     vespo     -A log p                                        d/d log p = -A
 
-times what the sampling correction rho = exp(log p_old - log p_sampling), cut to its bounds, and `policy_weights` leave
-of it. Added to it is beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p and
+times the sampling correction rho = exp(log p_old - log p_sampling), clipped to its bounds, and times `policy_weights`.
+Added to it is beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p and
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
-and the loss is sum(weights * l) - sum(entropy_weights * entropy). Because the derivatives are closed-form, no backward
-pass is needed: whoever calls scales the gradient by the upstream one. Each program leaves its partial sums; the
-launcher adds them in fp64 and in a fixed order, so that a count of tokens is exact and two runs agree to the bit.
+and the loss is sum(weights * l) - sum(entropy_weights * entropy). The derivatives have a closed form, so no backward
+pass is needed: the caller multiplies the gradient by the upstream one. Each program writes its partial sums; the
+launcher adds them in fp64 and in a fixed order, so that a count of tokens is exact and two runs are bitwise equal.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -72,7 +72,7 @@ TOKEN_VECTORS += [
 
 @triton.jit
 def _load_masked(values, tokens, mask):
-    """Zero where masked: what lies there, NaN or inf, is not even read. None is all zeros."""
+    """The values, 0 where masked: NaN or inf there is not read. None is all zeros."""
     if values is None:
         return tl.zeros(tokens.shape, tl.float32)
     else:
@@ -108,7 +108,7 @@ def _policy(ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg,
 
 @triton.jit
 def _kl(q, KL: tl.constexpr):
-    """(the estimate of the KL, its derivative in log p) from q = log p_ref - log p."""
+    """(the KL estimate, its derivative in log p) from q = log p_ref - log p."""
     if KL == "k1":
         return -q, tl.full(q.shape, 1.0, tl.float32)
     elif KL == "k2":
@@ -150,7 +150,7 @@ def _grpo_loss_kernel(
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: tiles of BLOCK tokens. A program owns its tokens' gradients and one row of partials; nothing is shared."""
+    """Grid: tiles of BLOCK tokens. A program alone writes the gradients of its tokens and one row of partials."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = tokens < N
     on = tl.load(mask + tokens, mask=exists, other=0) != 0
@@ -171,7 +171,7 @@ def _grpo_loss_kernel(
     difference = tl.zeros([BLOCK], tl.float32)
     if sampling_logprobs is not None:
         sampled = _load_masked(sampling_logprobs, tokens, on)
-        # A sampler that cannot say leaves NaN: nothing to correct by, nothing to measure.
+        # NaN stands for a missing log-prob: nothing is corrected or measured.
         difference = tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
         if CORRECTION is not None:
             left = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
@@ -181,7 +181,7 @@ def _grpo_loss_kernel(
             left = tl.where((left < clip_min) | (left > clip_max), 0.0, left)
     if policy_weights is not None:
         left *= _load_masked(policy_weights, tokens, on)
-    # A weight of 0 leaves a token out, whatever its term is: inf among it.
+    # A weight of 0 leaves a token out, even where its term is infinite.
     gone = left == 0.0
     policy = tl.where(gone, 0.0, policy * left)
     of_ratio = tl.where(gone, 0.0, of_ratio * left)
@@ -191,7 +191,7 @@ def _grpo_loss_kernel(
     cost = policy
     if ref_logprobs is not None:
         kl, kl_slope = _kl(_load_masked(ref_logprobs, tokens, on) - current, KL)
-        # With beta = 0 the KL is a metric and nothing else: an infinite one must not become 0 * inf in the loss.
+        # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
         if REGULARISED:
             times = ratio if BIAS_CORRECTION_KL else tl.full([BLOCK], 1.0, tl.float32)
             cost += beta * kl * times
@@ -229,11 +229,11 @@ def grpo_token_loss(
     inputs: dict[str, Tensor | None],
     terms: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradient of the loss and the sums behind every metric.
+    """The gradient of the loss, and the partial sums of all metrics.
 
     Args:
         logprobs: [N] fp32.
-        log_ratio: [N] fp32, the log of the ratio where it is not that of the token; its gradient then comes apart.
+        log_ratio: [N] fp32, the log of the ratio where it is not that of the token; its gradient is then separate.
         inputs: by name, each [N]: `advantages` and `weights`, fp32; `mask`, bool: where False, the others are not read,
             the gradient is zero, and no statistic counts the token. None, or missing: `old_logprobs` (the current ones,
             detached: ratio 1, which still carries the gradient), `ref_logprobs`, `sampling_logprobs`, `entropy`,
@@ -251,7 +251,7 @@ def grpo_token_loss(
     form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
     grad_logprobs = torch.empty(N, dtype=torch.float32, device=device)
     grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
-    # One program even for no tokens: it writes the sums of nothing.
+    # One program even for no tokens: it writes zero sums.
     programs = max(triton.cdiv(N, TOKENS_PER_PROGRAM), 1)
     partials = torch.empty(programs, STATISTICS, dtype=torch.float32, device=device)
     vectors = (logprobs, log_ratio, *(inputs.get(name) for name in INPUTS))
@@ -283,7 +283,7 @@ def grpo_token_loss(
 
 
 def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What the tokens of several calls come to, by name, each 0-d fp32.
+    """The statistics of the tokens of several calls, by name, each 0-d fp32.
 
     "loss" and "policy_loss" are weighted sums, "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the
     mask (the ratio's are inf and -inf where nothing is unmasked), the others sums over the mask.

@@ -1,4 +1,4 @@
-"""From logits to their gradient, in the logits' own memory.
+"""Logits overwritten by their gradient.
 
 With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
 
@@ -6,11 +6,11 @@ With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
     dL/dz_t =  g (1 - p_t) - g_H p_t (log p_t + H)
     dL/d(h.w_v) = dL/dz_v / temperature * (1 - tanh^2) * logit_scale          (tanh^2 only with a softcap)
 
-1 - p_t is -expm1(log p_t), so a confident target keeps its gradient, and with m and s the shift and the sum of
-e^(z_v - m) over all tokens but the target, p_v is (1 - p_t) e^(z_v - m) / s: no rounded log-sum-exp is in it.
+1 - p_t is -expm1(log p_t), so a confident target keeps its gradient. With m and s the shift and the sum of e^(z_v - m)
+over all tokens except the target, p_v is (1 - p_t) e^(z_v - m) / s, without a rounded log-sum-exp.
 
-The columns may be a slice of a longer vocabulary. m, s, log p_t and H are then those of the whole, and a row whose
-target lies elsewhere (-1) has the first line for every column.
+The columns may be a slice of the vocabulary. m, s, log p_t and H are then those of the whole vocabulary, and for a row
+whose target is in another slice (-1) the first line holds for every column.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -24,7 +24,7 @@ from ._device import launching_on
 from ._tiles import exp, expm1, inverse, logit, logit_slope
 from .tuning import row_tile
 
-# They arrive as slices of longer vectors: where one starts must not compile the kernel again.
+# They are slices of longer vectors: another start must not recompile the kernel.
 ROW_VECTORS = ["targets", "temperature", "shift", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
 
 
@@ -52,9 +52,9 @@ def _logits_gradient_kernel(
     """Grid: rows. A program owns the memory of one row: it reads logits there and writes the gradient over them.
 
     `gradient` is the same memory as `logits`, in elements of the same or of half the size. Walking left to right, tile
-    i is written to bytes that tiles <= i have been read from: the very bytes of tile i in fp32, the front half of
-    tiles 0..i at half width. So no later tile is hurt, but the threads that write tile i may run ahead of threads that
-    still read it (and tile 0 overlaps itself), hence the barrier between the read and the write of each tile.
+    i is written to bytes from which tiles <= i were read: the same bytes as tile i in fp32, the front half of tiles
+    0..i at half width. So no later tile is overwritten. But threads that write tile i may be faster than threads that
+    still read it (and tile 0 overlaps itself), so there is a barrier between the read and the write of each tile.
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
@@ -62,14 +62,14 @@ def _logits_gradient_kernel(
     inverse_temperature = inverse(tl.load(temperature + row))
     row_logprob = tl.load(logprobs + row)
     g = tl.load(grad_logprobs + row)
-    # Without any other token, or with all of them at -inf: 0 / 1, and any finite shift keeps -inf - shift out of NaN.
+    # Without another token, or with all others at -inf: 0 / 1, and with a finite shift -inf - shift is not NaN.
     m, row_total = tl.load(shift + row), tl.load(total + row)
     m = tl.where(m == float("-inf"), 0.0, m)
     others = -expm1(row_logprob)
     share = others / tl.where(row_total == 0.0, 1.0, row_total)
     g_entropy, mean, of_target, surprise = 0.0, 0.0, 0.0, 0.0
     if ENTROPY:
-        # The clamps, here and below, keep 0 * -inf out; beyond them a factor is 0.
+        # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0.
         g_entropy, mean = tl.load(grad_entropy + row), tl.load(entropy + row)
         of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
         surprise = tl.log(tl.maximum(share, 1.2e-38)) + mean
@@ -80,14 +80,14 @@ def _logits_gradient_kernel(
         if bias is not None:
             x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
         is_target = columns == target
-        # Only the target, which has its own formula, can be far above the others.
+        # Only the target can be far above the others, and it has its own formula.
         centred = tl.minimum(logit(x, logit_scale, softcap, inverse_temperature) - m, 32.0)
         p = share * exp(centred)
         dz = tl.where(is_target, g * others, -g * p)
         if ENTROPY:
             dz -= g_entropy * tl.where(is_target, of_target, p * (tl.maximum(centred, -128.0) + surprise))
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
-        # A row without a gradient is 0, whatever its logits are.
+        # A row without a gradient is 0, even if its logits are NaN.
         d_raw = tl.where((g == 0.0) & (g_entropy == 0.0), 0.0, d_raw)
         tl.debug_barrier()
         tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=inside)
@@ -106,15 +106,15 @@ def logits_gradient_(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Overwrite logits with the gradient of the loss with respect to them.
+    """Overwrite logits by the gradient of the loss with respect to them.
 
     Args:
-        logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. Lost afterwards.
+        logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. They are overwritten.
         targets: [R] int64, in [0, V), or outside for a row whose target is not among these columns.
-        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as of `softmax_weights_`;
-            the entropy where it has a gradient.
+        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as `softmax_weights_`
+            returns them; the entropy is needed where it has a gradient.
         grad_logprobs: [R] fp32, dL/dlogprobs.
-        grad_entropy: [R] fp32, dL/dentropy; with None the entropy takes no part and may be None too.
+        grad_entropy: [R] fp32, dL/dentropy; None if the entropy has no gradient, then the entropy may be None, too.
         bias, temperature, logit_scale, softcap: as given to `row_statistics`.
         dtype: of the result. bf16 and fp16 are written into the front half of each row's memory.
 

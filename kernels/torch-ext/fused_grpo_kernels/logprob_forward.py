@@ -1,17 +1,17 @@
-"""Log-probs of the targets (and the entropy) from hidden states and the head's weight; no logit reaches memory.
+"""Log-probs of the targets (and the entropy) from hidden states and the head's weight. No logit is written to memory.
 
 Equals
     z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature[:, None]
     log_softmax(z)[arange(N), targets]
 
-One GEMM, 2*N*D*V FLOP, whose epilogue folds each [block_n, block_v] tile of fp32 accumulators into a maximum, a sum and
+One GEMM, 2*N*D*V FLOP, whose epilogue reduces each [block_n, block_v] tile of fp32 accumulators to a maximum, a sum and
 a target logit per row. The vocabulary is cut into contiguous splits, as in split-K, so that a few rows still fill the
-device; each leaves 2 numbers per row (3 with the entropy), which `finish_rows.py` merges. How many splits
-there are follows from V and the tile table alone, so a row's bits do not depend on which rows came with it.
+device; each split writes 2 numbers per row (3 with the entropy), which `finish_rows.py` merges. The number of splits
+depends only on V and the tile table, so the bits of a row do not depend on the other rows.
 
 Matrices in 16 bits whose rows start at multiples of 16 bytes are copied by the tensor memory accelerator, where there
-is one (`ALIGNED` in `tuning.py`). It takes no registers for addresses, which leaves room for a larger tile. Any other
-matrices, and any other strides, are read through pointers.
+is one (`ALIGNED` in `tuning.py`). It takes no registers for addresses, which allows a larger tile. All other matrices
+and strides are read through pointers.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -46,9 +46,9 @@ def _load_block(
     if TMA:
         return matrix.load([row, d])
     else:
-        # int64 for where a block starts, int32 inside it: addresses of 64 bits per element would cost the registers.
+        # int64 for the start of a block, int32 inside it: 64-bit addresses per element would take too many registers.
         start = matrix + tl.cast(row, tl.int64) * row_stride + tl.cast(d, tl.int64) * d_stride
-        # Rows past the end read the last one instead of being masked: cheaper in the hot loop.
+        # Rows past the end read the last row instead of being masked: cheaper in the inner loop.
         rows = tl.minimum(tl.arange(0, BLOCK), ROWS - 1 - row)
         features = tl.arange(0, BLOCK_D)
         block = start + (rows[:, None] * row_stride + features[None, :] * d_stride)
@@ -108,14 +108,14 @@ def _logprob_forward_kernel(
     target = tl.load(targets + safe_rows).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + safe_rows))
 
-    # What is folded in is x = h.w + bias where z is a positive multiple of it, and z where it is not.
+    # The statistics are updated by x = h.w + bias if z is a positive multiple of x, and by z otherwise.
     factor = tl.full([BLOCK_N], 1.0, tl.float32)
     if POSITIVE:
         # Not 0, which times the -inf of masks would be NaN.
         factor = tl.maximum(logit_scale * inverse_temperature, 1e-37)
     row_target, row_maximum, row_total, row_weighted = start_statistics(target)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
-    # Hoisting out of this loop would keep registers through the epilogue that it needs itself.
+    # Hoisting out of this loop would occupy registers that the epilogue needs.
     for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True):
         first_column = tile * BLOCK_V
         raw = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -123,7 +123,7 @@ def _logprob_forward_kernel(
             h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, TMA, EVEN_D, BLOCK_N, BLOCK_D)
             w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, TMA, EVEN_D, BLOCK_V, BLOCK_D)
             raw = tl.dot(h, tl.trans(w), raw, input_precision="ieee")
-        # Masks cost more than the exponential, and in most tiles there is nothing to mask.
+        # Masks cost more than the exponential, and most tiles need none.
         here = (target >= first_column) & (target < first_column + BLOCK_V)
         masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
         blocks = column_blocks(raw, WIDE)
@@ -181,7 +181,7 @@ def logprob_forward(
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
     N, V, device = hidden.shape[0], weight.shape[0], hidden.device
-    if N == 1 and hidden.stride(1) == 1:  # how far it is to the next row says nothing, and must not choose the tile
+    if N == 1 and hidden.stride(1) == 1:  # the row stride is meaningless here, and must not select the tile
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
     tile = gemm_tile(device, hidden.dtype, aligned=_is_aligned(hidden) and _is_aligned(weight))
     splits, tiles_per_split = _splits(V, tile)
@@ -212,14 +212,14 @@ def logprob_forward(
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
-    """(how many splits, tiles in each) from V alone: N must not move a boundary of a row's sum."""
+    """(number of splits, tiles in each) from V alone: the parts of a row's sum must not depend on N."""
     tiles = triton.cdiv(V, tile.block_v)
     tiles_per_split = triton.cdiv(tiles, tile.max_splits)
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Can a tensor descriptor say where the rows of this matrix are?"""
+    """Whether a tensor descriptor can describe this matrix."""
     row, column = matrix.stride()
     aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
     return matrix.element_size() == 2 and matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned

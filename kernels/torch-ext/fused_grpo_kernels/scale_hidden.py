@@ -1,11 +1,11 @@
-"""The hidden states of rows, times what their softmax weights are multiplied by.
+"""The hidden states of rows, times the factors of their softmax weights.
 
 Equals
     factor = torch.where(grad_logprobs == 0, 0, scale * grad_logprobs)
     torch.where(factor[:, None] == 0, 0, factor[:, None] * hidden).to(hidden.dtype)
 
-With the weights E of `softmax_weights.py`, dH = factor (E W) and dW = E^T (factor h). What comes from upstream of the
-loss multiplies both once more, which for a factor of 1 should cost nothing: no host needs to know it.
+With the weights E of `softmax_weights.py`, dH = factor (E W) and dW = E^T (factor h). `scale_` multiplies gradients by
+the upstream gradient of the loss. A factor of 1 costs almost nothing, and the host does not read it.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -19,7 +19,7 @@ from ._device import launching_on
 from .tuning import FUSED_MULTIPLY_ADD
 
 BLOCK_D, WARPS = 1024, 4
-# Of `scale_`: enough programs to fill a device, few enough to start them in no time.
+# Of `scale_`: enough programs to fill a device, and few enough for a short launch.
 BLOCK, PROGRAMS = 4096, 2048
 
 
@@ -27,10 +27,10 @@ BLOCK, PROGRAMS = 4096, 2048
 def _scale_hidden_kernel(
     hidden, scaled, scale, grad_logprobs, factor, D, hidden_row, hidden_column, BLOCK_D: tl.constexpr
 ):
-    """Grid: rows. A program reads one row of the hidden states and alone writes what it makes of it."""
+    """Grid: rows. A program reads one row of the hidden states, and alone writes the row of the result."""
     row = tl.program_id(0).to(tl.int64)
     g = tl.load(grad_logprobs + row)
-    # A row without a gradient is 0, whatever its scale and its hidden states are.
+    # A row without a gradient is 0, even if its scale or its hidden states are NaN.
     times = tl.where(g == 0.0, 0.0, tl.load(scale + row) * g)
     tl.store(factor + row, times)
     if scaled is not None:
@@ -78,7 +78,7 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
 
 @triton.jit(do_not_specialize_on_alignment=["factor"])
 def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
-    """Grid: any number of programs, each with every so-many-th block of the values to itself."""
+    """Grid: any number of programs; program i alone reads and writes blocks i, i + programs, i + 2 programs, ..."""
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):

@@ -1,4 +1,4 @@
-"""What a row's softmax comes to, and its weights left in the logits' own memory, in one read and one write.
+"""The statistics of a row's softmax, and logits overwritten by softmax weights, in one read and one write.
 
 Equals, with z = softcap(logit_scale * (logits + bias)) / temperature[:, None], t the target, m the shift of the row and
 s = sum_v e^(z_v - m) over all v but t,
@@ -9,10 +9,10 @@ so that d logprob / d logits_v = scale * weights_v with scale = -(1 - p) / s * l
 as for any other token. The gradients of a linear head are then products with the weights as they are: no pass over
 d-logits, nothing to scatter.
 
-m is near the largest logit but need not be it, so nobody has to know that beforehand: it is the largest of the first
-columns that hold any, and is raised where a later one is HEADROOM above it, which takes what was written so far along.
-The sums, which are not written yet, are relative to a centre that follows more closely: with the entropy, what they are
-off by would cancel.
+m need only be near the largest logit, so a pass needs no maximum beforehand: m is the largest of the first columns with
+a finite logit, and is raised where a later logit is HEADROOM above it; then the weights written so far are rescaled.
+The sums, which are in registers, are relative to a centre that follows the maximum more closely: the entropy would lose
+precision by cancellation otherwise.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -26,7 +26,7 @@ from ._device import launching_on
 from ._tiles import exp, expm1, finish_row, inverse, logit, softcap_slope
 from .tuning import row_tile
 
-# In nats: of the weights, where e^16 times the vocabulary is far from the end of bf16 and fp32, and of the sums.
+# In nats, for the weights and for the sums: e^16 times the vocabulary is far below the largest bf16 and fp32.
 HEADROOM, CLOSE = tl.constexpr(16.0), tl.constexpr(2.0)
 
 ROW_VECTORS = ["targets", "temperature", "shift", "total", "weighted", "target_logit", "logprobs", "entropy", "scale"]
@@ -87,11 +87,11 @@ def _softmax_weights_kernel(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Grid: rows. A program owns the memory of one row and all that is known of it: nobody else reads or writes them.
+    """Grid: rows. A program owns the memory of one row and its statistics: no other program reads or writes them.
 
     `weights` is the same memory as `logits`, in elements of the same or of half the size. Walking left to right, tile i
-    is written to bytes that tiles <= i have been read from, but the threads that write it may run ahead of those that
-    still read: hence the barrier between. Without `weights`, `weighted` and `target_logit` are left instead.
+    is written to bytes from which tiles <= i were read. But threads that write it may be faster than threads that still
+    read, so there is a barrier between. Without `weights`, `weighted` and `target_logit` are written instead.
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
@@ -112,7 +112,7 @@ def _softmax_weights_kernel(
     products = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, C, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
-        # Masks cost more than the exponential, and but for one or two tiles there is nothing to mask.
+        # Masks cost more than the exponential, and only one or two tiles need one.
         masked = (first + BLOCK_V > C) | ((target >= first) & (target < first + BLOCK_V))
         if masked:
             x = _load(start, bias, columns, C, True)
@@ -135,12 +135,12 @@ def _softmax_weights_kernel(
                         _rescale(weights + row * weights_row, first, tl.exp(m - top), BLOCK_V)
                     m = top
                 times = tl.exp(m - top)
-        # Nothing but -inf so far: any finite shift keeps -inf - shift out of NaN.
+        # All logits so far are -inf: with any finite shift, -inf - shift is not NaN.
         e = exp(z - tl.where(m == float("-inf"), 0.0, m))
         if not KNOWN:
             sums += e * times
             if ENTROPY:
-                # Below -128 exp is 0 in fp32, so the clamp only keeps 0 * -inf out.
+                # Below -128 exp is 0 in fp32: the clamp only avoids 0 * -inf.
                 centred = z - tl.where(centre == float("-inf"), 0.0, centre)
                 products += e * times * tl.maximum(centred, -128.0)
         if weights is not None:
@@ -172,7 +172,7 @@ def _softmax_weights_kernel(
         share = -expm1(row_logprob) / tl.where(row_total == 0.0, 1.0, row_total)
         tl.store(scale + row, -share * logit_scale * inverse_temperature)
         tl.debug_barrier()
-        # A row without finite sums: the products of others with its weights shall be numbers.
+        # A row without a finite sum has weights of 0, so that it does not affect products with other rows.
         if (row_total < float("inf")) == 0:
             for first in range(0, C, BLOCK_V):
                 columns = first + tl.arange(0, BLOCK_V)
@@ -199,14 +199,14 @@ def row_statistics(
     softcap: float | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is known of the rows of materialised logits, which stay as they are.
+    """The statistics of the rows of materialised logits, which are not changed.
 
     Args:
         logits: [R, C] fp32, raw h.w; columns adjacent, rows may be further apart than C.
         targets: [R] int64, in [0, C), or outside for a row whose target is not among these columns.
         bias: [C], any float dtype.
         temperature, logit_scale, softcap: as in `logprob_forward`.
-        entropy: also what the entropy needs.
+        entropy: also compute `weighted`, which the entropy needs.
 
     Returns:
         (shift m, total s, weighted, target logit), each [R] fp32. `weighted` = sum_v e^(z_v - m) (z_v - m) is set with
@@ -232,18 +232,18 @@ def softmax_weights_(
     entropy: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
-    """Overwrite logits with the weights of their tokens.
+    """Overwrite logits by the softmax weights of their tokens.
 
     Args:
-        logits, targets, bias, temperature, logit_scale, softcap: as in `row_statistics`; the logits are lost.
-        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, where these columns are a
-            slice of them, or where it is known already.
+        logits, targets, bias, temperature, logit_scale, softcap: as in `row_statistics`; the logits are overwritten.
+        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows. Needed if these columns are
+            a slice of the vocabulary.
         entropy: also compute the entropy of each row.
         dtype: of the weights. bf16 takes the front half of each row's memory; fp16 has too little range.
 
     Returns:
-        (weights [R, C] of `dtype`, a view of the memory of `logits`; scale [R] fp32; what is now known). Rows without a
-        finite total have weights of 0.
+        (weights [R, C] of `dtype`, a view of the memory of `logits`; scale [R] fp32; the statistics as in `known`).
+        Rows without a finite total have weights of 0.
 
     Memory: none.
     """

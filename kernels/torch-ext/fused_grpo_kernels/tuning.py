@@ -1,12 +1,12 @@
 """Tile sizes per architecture. Tables, not an autotuner.
 
-An autotuner would time kernels at the first step, pick differently on two runs (and so change the bits of a sum), and
-retune whenever a length changes. A table is read in microseconds, gives the same bits every time, and can be checked:
-`tests/kernels/test_compile.py` compiles each row of it for its architecture and refuses spilled registers.
+An autotuner would time kernels at the first step, select different tiles in two runs (which changes the bits of a sum),
+and tune again for every new length. A table is read in microseconds, gives the same bits every time, and can be
+checked: `tests/kernels/test_compile.py` compiles each row of it for its architecture and rejects spilled registers.
 
-What bounds the GEMM rows: the fp32 accumulator block_n x block_v / (threads) must leave registers for the epilogue, and
-num_stages * (block_n + block_v) * block_d * bytes must fit shared memory: 163 KiB on sm_80, 99 KiB on sm_86, sm_89 and
-sm_120, 227 KiB on sm_90 and sm_100, 64 KiB on gfx942. Where D or the strides are not multiples of 16 bytes, loads
+The GEMM tiles are bounded: the fp32 accumulator block_n x block_v / (threads) must leave registers for the epilogue,
+and num_stages * (block_n + block_v) * block_d * bytes must fit shared memory: 163 KiB on sm_80, 99 KiB on sm_86, sm_89
+and sm_120, 227 KiB on sm_90 and sm_100, 64 KiB on gfx942. Where D or the strides are not multiples of 16 bytes, loads
 through pointers pass through registers, hence smaller tiles there than with the tensor memory accelerator.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._device import architecture
 
-# Said aloud at every launch: Triton 3.9 warns where it is left open, and 3.10 changes the default.
+# Passed explicitly to every launch: without it Triton 3.9 warns, and 3.10 changes the default.
 FUSED_MULTIPLY_ADD = {"enable_fp_fusion": True}
 
 
@@ -30,15 +30,15 @@ class GemmTile:
     block_d: int
     num_warps: int
     num_stages: int
-    # Row tiles that sweep the same vocabulary slice together, so that both operands stay in L2.
+    # Row tiles that visit the same vocabulary slice at the same time, so that both operands stay in L2.
     group_n: int = 16
-    # Contiguous vocabulary slices at most: enough programs to fill the device when there are few rows.
+    # The largest number of contiguous vocabulary slices: enough programs to fill the device with few rows.
     max_splits: int = 128
-    # Of so many columns the epilogue takes a maximum and a sum at a time, adding up narrow blocks of them element by
-    # element before threads share what they have.
+    # The epilogue takes a maximum and a sum of `wide` columns at a time. It adds blocks of `narrow` columns element by
+    # element before it reduces across threads.
     wide: int = 256
     narrow: int = 32
-    # Operands come through tensor descriptors, not pointers.
+    # Operands are read through tensor descriptors, not pointers.
     tma: bool = False
 
     def launch_options(self) -> dict[str, int]:
@@ -81,21 +81,21 @@ HALF: dict[str, GemmTile] = {
     "default": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
 }
 
-# Rows start at multiples of 16 bytes: the tensor memory accelerator copies them where there is one, and elsewhere
-# addresses take fewer registers, which leaves each of four warps room for whole rows of its quarter of a tile.
+# For rows that start at multiples of 16 bytes. The tensor memory accelerator copies them where there is one. Elsewhere
+# addresses take fewer registers, so each of four warps can hold whole rows of its quarter of a tile.
 ALIGNED: dict[str, GemmTile] = {
     "sm_80": GemmTile(128, 128, 32, num_warps=4, num_stages=4, narrow=16),
     "sm_86": GemmTile(128, 128, 32, num_warps=4, num_stages=3, narrow=16),
     "sm_89": GemmTile(128, 128, 32, num_warps=4, num_stages=3, narrow=16),
     "sm_90": GemmTile(128, 256, 64, num_warps=8, num_stages=4, narrow=16, tma=True),
-    # Tensor memory gives each thread a row: what splits it would go through shared memory.
+    # In tensor memory each thread has a row; a split of the row would go through shared memory.
     "sm_100": GemmTile(128, 256, 64, num_warps=8, num_stages=4, wide=128, narrow=256, tma=True),
     "sm_120": GemmTile(128, 128, 64, num_warps=8, num_stages=3, tma=True),
     "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4, narrow=16, tma=True),
 }
 
-# fp32 multiplies on the plain FMA units (TF32 would lose 13 bits), where operands cost registers: small tiles, and the
-# same ones everywhere, for they fit the smallest shared memory.
+# fp32 products use the FMA units (TF32 would lose 13 bits), whose operands take registers. The tiles are small, and
+# they fit the smallest shared memory, so they are the same for all architectures.
 SINGLE: dict[str, GemmTile] = {
     "interpreter": HALF["interpreter"],
     "default": GemmTile(128, 64, 16, num_warps=8, num_stages=2),
@@ -103,26 +103,26 @@ SINGLE: dict[str, GemmTile] = {
 
 ROW: dict[str, RowTile] = {
     "interpreter": RowTile(128, num_warps=1),
-    # Of one warp: its largest logit is found without a barrier. 32 logits of each thread are on their way at a time.
+    # One warp finds its largest logit without a barrier. Each thread has 32 loads in flight.
     "default": RowTile(1024, num_warps=1),
 }
 
-# Of the loss kernel, two for each thread: with more of them, triton 3.6 spills.
+# Two tokens per thread of the loss kernel: with more, triton 3.6 spills registers.
 TOKENS_PER_PROGRAM, LOSS_WARPS = 512, 8
 
 
 @dataclass(frozen=True)
 class TilesFrom:
-    """From how large a head on log-probs without a gradient are faster by the vendor's GEMM and a pass over its tiles
-    than by `logprob_forward`, whose GEMM is slower but leaves no logits."""
+    """From this size on, log-probs without a gradient are faster by the vendor's GEMM and a pass over its tiles than by
+    `logprob_forward`, whose GEMM is slower but writes no logits."""
 
     rows: int
     hidden_size: int
     measured: bool
-    """Or predicted: that a GEMM of Triton takes 4/3 of the vendor's time, and the pass reads 4 bytes for each logit."""
+    """False if predicted: a GEMM of Triton takes 4/3 of the vendor's time, and the pass reads 4 bytes per logit."""
 
 
-# 16-bit heads. What the vendor's GEMM is faster by, 2*D/3 FLOP per logit, has to pay for 4 bytes.
+# For 16-bit heads: the gain of the vendor's GEMM, 2*D/3 FLOP per logit, must exceed the cost of 4 bytes per logit.
 TILES_FROM: dict[str, TilesFrom] = {
     "sm_80": TilesFrom(rows=512, hidden_size=896, measured=False),
     "sm_90": TilesFrom(rows=512, hidden_size=1152, measured=False),
@@ -131,7 +131,7 @@ TILES_FROM: dict[str, TilesFrom] = {
 
 
 def prefers_tiles(hidden: Tensor) -> bool:
-    """Whether log-probs of these hidden states [N, D] without a gradient should go by tiles of logits."""
+    """Whether log-probs of these hidden states [N, D] without a gradient should be computed by tiles of logits."""
     known = TILES_FROM.get(architecture(hidden.device))
     if known is None or hidden.dtype == torch.float32:
         return False
@@ -139,7 +139,7 @@ def prefers_tiles(hidden: Tensor) -> bool:
 
 
 def gemm_tile(device: torch.device, dtype: torch.dtype, *, aligned: bool) -> GemmTile:
-    """The tile of `logprob_forward` for inputs of `dtype`, which are `aligned` if descriptors could carry them."""
+    """The tile of `logprob_forward` for inputs of `dtype`; `aligned` if tensor descriptors can describe them."""
     arch = architecture(device)
     if dtype == torch.float32:
         return SINGLE.get(arch, SINGLE["default"])

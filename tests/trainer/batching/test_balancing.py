@@ -1,4 +1,4 @@
-"""Sequences dealt among processes: every one to one process, equally many to each, and nearly equal work."""
+"""Sequences are assigned to ranks: each to one rank, equally many to every rank, and nearly equal work."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_grpo.trainer.batching.balancing import deal, join
+from fused_grpo.trainer.batching.balancing import assignments
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
 from fused_grpo.trainer.types import EffectiveBatch
 
 
 @given(st.lists(st.integers(1, 10_000), max_size=40), st.integers(1, 8))
-def test_every_sequence_goes_to_one_process_and_all_get_equally_many(costs, processes):
-    hands = deal([float(cost) for cost in costs], processes)
-    assert sorted(index for hand in hands for index in hand) == list(range(len(costs)))
-    assert len(hands) == processes
-    assert max(map(len, hands)) <= -(-len(costs) // processes)
+def test_every_sequence_goes_to_one_rank_and_all_get_equally_many(costs, ranks):
+    assigned = assignments([float(cost) for cost in costs], ranks)
+    assert sorted(index for indices in assigned for index in indices) == list(range(len(costs)))
+    assert len(assigned) == ranks
+    assert max(map(len, assigned)) <= -(-len(costs) // ranks)
 
 
 def test_work_is_nearly_equal_where_lengths_are_far_apart():
     lengths = [random.Random(seed).lognormvariate(5, 1) for seed in range(128)]
-    dealt = [sum(lengths[index] for index in hand) for hand in deal(lengths, 8)]
+    balanced = [sum(lengths[index] for index in indices) for indices in assignments(lengths, 8)]
     in_order = [sum(lengths[start : start + 16]) for start in range(0, 128, 16)]
-    assert max(dealt) / (sum(dealt) / 8) < 1.03
+    assert max(balanced) / (sum(balanced) / 8) < 1.03
     assert max(in_order) / (sum(in_order) / 8) > 1.25
 
 
@@ -35,14 +35,15 @@ def batch_of(count: int, first: int) -> EffectiveBatch:
         completion_ids=[list(range(first + index)) for index in range(count)],
         sampling_logprobs=[[-0.1 * (first + index)] * (first + index) for index in range(count)],
         advantages=torch.arange(first, first + count, dtype=torch.float32),
-        learns=torch.arange(first, first + count) % 2 == 0,
+        in_loss=torch.arange(first, first + count) % 2 == 0,
     )
 
 
 def test_what_is_sent_arrives_and_is_joined_in_order():
     sent = [batch_of(3, 1), batch_of(0, 4), batch_of(2, 4)]
-    whole, expected = join([batch_from_tensors(batch_as_tensors(batch)) for batch in sent]), batch_of(5, 1)
+    whole = EffectiveBatch.joined([batch_from_tensors(batch_as_tensors(batch)) for batch in sent])
+    expected = batch_of(5, 1)
     for name in ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
         assert getattr(whole, name) == getattr(expected, name), name
     assert torch.equal(whole.advantages, expected.advantages)
-    assert torch.equal(whole.learns, expected.learns)
+    assert torch.equal(whole.in_loss, expected.in_loss)

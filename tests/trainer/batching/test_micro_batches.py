@@ -165,8 +165,8 @@ def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch
 
 
 def test_sequences_that_are_not_learned_from_are_left_out(batch):
-    for learns, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
-        some = EffectiveBatch(**{**vars(batch), "learns": torch.tensor(learns)})
+    for in_loss, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
+        some = EffectiveBatch(**{**vars(batch), "in_loss": torch.tensor(in_loss)})
         parts = micro_batches(some, 1, one_row=False, device=CPU)
         assert [part.sequence_index.tolist() for part in parts] == expected
         assert [len(part.targets) for part in parts] == [len(part.sampling_logprobs) for part in parts]

@@ -1,4 +1,4 @@
-"""The dry run: arithmetic that is that of the trainer, options that can be fed back, memory that is there."""
+"""The dry run: the trainer's own arithmetic, options that are a config file, and the measured memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
         shown.extend(dry_run(TrainOptions(), missing))
     assert len(shown) == 2
     shown.clear()
-    with pytest.raises(DataError, match="whose config or tokenizer cannot be had"):
+    with pytest.raises(DataError, match="whose config or tokenizer cannot be loaded"):
         shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: [{"prompt": "1"}]))
     assert "one epoch" in shown[1]
 

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.advantages import group_advantages, multi_objective_advantages, total_rewards
 
+NAN = float("nan")
 ORDERS = ["sum_then_normalize", "normalize_then_sum"]
 
 
@@ -84,3 +85,24 @@ def test_a_small_reward_is_heard_beside_a_large_one_where_each_is_normalised(agg
     rewards, weights = torch.stack([large, small], dim=1), torch.ones(2)
     given = multi_objective_advantages(rewards, weights, 4, scale="group", aggregation=aggregation)
     assert ((given[2] - given[0]).item() > 0.5) is heard
+
+
+def test_advantages_are_those_of_the_group():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0])
+    scale = torch.tensor([1.0, 0.0, 0.0, 1.0]).std() + 1e-4
+    expected = torch.tensor([0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]) / scale
+    torch.testing.assert_close(group_advantages(rewards, 4, scale="group"), expected)
+    torch.testing.assert_close(group_advantages(rewards, 4, scale="none"), expected * scale)
+    torch.testing.assert_close(group_advantages(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
+
+
+def test_unscored_completions_take_no_part_in_their_group():
+    advantages = group_advantages(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
+    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 1.0, 0.0, 0.0, 0.0]))
+
+
+def test_total_rewards_weigh_what_was_scored():
+    per_function = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
+    torch.testing.assert_close(
+        total_rewards(per_function, torch.tensor([1.0, 10.0])), torch.tensor([21.0, 20.0, NAN]), equal_nan=True
+    )

@@ -40,8 +40,8 @@ class FakeServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.tag, self.faults, self.seen, self.served = "default", iter(()), [], 0
         self.weights: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The console: lines that fit, an estimate that can be believed, and model output that cannot touch the terminal."""
+"""The console: lines that fit, an estimate without the first step, and model output that cannot touch the terminal."""
 
 from __future__ import annotations
 
@@ -184,7 +184,6 @@ def test_quiet_writes_nothing() -> None:
     console.step(1, FULL, PHASES)
     console.completions(1, [{"prompt": "p", "completion": "c", "reward": 1.0}], limit=1)
     console.note("n")
-    console.done({"a": "b"})
     assert out.getvalue() == ""
 
 

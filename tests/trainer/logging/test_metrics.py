@@ -1,4 +1,4 @@
-"""The logs of a run: whole lines, strict JSON, nothing private, and metrics merged as if there were one micro-batch."""
+"""The logs of a run: whole lines, strict JSON, nothing private."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.logging.metrics import (
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    RUN_FILE,
-    RunLog,
-    merge_metrics,
-    metric,
-    read_metrics,
-)
+from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.logging.metrics import RunLog, metric, read_metrics
 
 
 def test_metrics_keep_the_order_of_their_keys_and_come_back_equal(tmp_path: Path) -> None:
@@ -93,59 +86,6 @@ def test_settings_that_only_look_like_secrets_are_kept(tmp_path: Path) -> None:
     config = {"max_tokens": 5, "eos_token": "</s>", "num_tokens": 9, "hub_token": None, "path": "/data/root/home/x"}
     RunLog(tmp_path).log_config(config)
     assert json.loads((tmp_path / RUN_FILE).read_text())["config"] == config
-
-
-def test_merged_metrics_are_those_of_the_batch_in_one_piece() -> None:
-    torch.manual_seed(0)
-    kl, ratio, sizes = torch.rand(12), torch.rand(12), (1, 8, 3)
-
-    def described(kl: torch.Tensor, ratio: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            "num_tokens": torch.tensor(float(len(kl))),
-            "loss": kl.sum(),
-            "kl": kl.mean(),
-            "ratio_max": ratio.max(),
-            "ratio_min": ratio.min(),
-        }
-
-    parts = [described(a, b) for a, b in zip(kl.split(sizes), ratio.split(sizes), strict=True)]
-    whole = {name: value.item() for name, value in described(kl, ratio).items()}
-    merged = merge_metrics(parts)
-    assert list(merged) == list(whole)
-    assert merged == pytest.approx(whole, rel=1e-6)
-
-
-def test_a_micro_batch_without_tokens_changes_nothing_whatever_it_holds() -> None:
-    full = {
-        "num_tokens": torch.tensor(4.0),
-        "kl": torch.tensor(0.5),
-        "loss": torch.tensor(2.0),
-        "r_max": torch.tensor(3.0),
-    }
-    empty = {
-        "num_tokens": torch.tensor(0.0),
-        "kl": torch.tensor(math.nan),
-        "loss": torch.tensor(0.0),
-        "r_max": -torch.inf * torch.ones(()),
-    }
-    assert merge_metrics([empty, full]) == {name: value.item() for name, value in full.items()}
-
-
-def test_a_metric_that_some_micro_batches_lack_is_the_mean_of_the_others() -> None:
-    first = {"num_tokens": torch.tensor(1), "kl": torch.tensor(1.0)}
-    second = {"num_tokens": torch.tensor(3), "kl": torch.tensor(2.0), "entropy": torch.tensor(0.7)}
-    merged = merge_metrics([first, second])
-    assert merged == pytest.approx({"num_tokens": 4.0, "kl": 1.75, "entropy": 0.7})
-    assert merge_metrics([]) == {}
-
-
-def test_merging_waits_for_the_device_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[str] = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        real = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _n=name, _r=real: (waits.append(_n), _r(self, *a))[1])
-    merge_metrics([{"num_tokens": torch.tensor(2.0), "kl": torch.tensor(0.1), "r_min": torch.tensor(0.9)}] * 50)
-    assert waits == ["tolist"]
 
 
 def test_readers_find_a_metric_under_the_spelling_of_trl_and_of_the_loss_op() -> None:

@@ -1,0 +1,1 @@
+"""First measurements on a GPU: single kernels, products, losses and a profile, with torch and triton alone."""

@@ -1,0 +1,135 @@
+"""Figures of single kernels and products: GEMMs of a chunk, passes over its logits, the forward kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_grpo import _dispatch, head
+from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
+from fused_grpo.bench.gpu.scale import Scale
+from fused_grpo.precision import full_precision
+
+
+class Action(NamedTuple):
+    """A timed action, and the bytes that it has to move."""
+
+    run: Callable[[], object]
+    moved: int
+
+
+def gemms(scale: Scale) -> Iterator[Figure]:
+    """The three products of a chunk, over its rows; dW for the first chunk, and added to that of other chunks."""
+    for name in scale.heads:
+        D, V = scale.head(name)
+        for R in scale.rows:
+            flop = 2 * R * D * V
+            for what, action in products(scale, R, D, V).items():
+                seconds = Clock(scale.device).seconds(action.run)
+                expected = over(flop / 1e12, scale.roofline.seconds(flop=flop, moved=action.moved))
+                yield figure_of(what, flop / seconds / 1e12, "TFLOP/s", expected, R=R, D=D, V=V)
+
+
+def products(scale: Scale, R: int, D: int, V: int) -> dict[str, Action]:
+    """Products with the operands of the ops: logits in fp32 in padded rows, softmax weights in their first half."""
+    hidden, weight, d_hidden = scale.tensor(R, D), scale.tensor(V, D), scale.tensor(R, D, dtype=torch.float32)
+    logits, weights = (triton().empty_tile(R, V, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    weights = weights.view(hidden.dtype)[:, :V].normal_()
+    d_weight, size = torch.zeros(V, D, device=hidden.device), hidden.element_size()
+
+    def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
+        with full_precision(out):
+            head.multiply_into(out, a, b, accumulate=accumulate)
+
+    of_weight = size * (V + D) * R + 4 * V * D
+    return {
+        "logits": Action(lambda: product(logits, hidden, weight.t()), size * (R + V) * D + 4 * R * V),
+        "dH": Action(lambda: product(d_hidden, weights, weight), size * (R + D) * V + 4 * R * D),
+        "dW": Action(lambda: product(d_weight, weights.t(), hidden), of_weight),
+        "dW, added": Action(lambda: product(d_weight, weights.t(), hidden, accumulate=True), of_weight + 4 * V * D),
+    }
+
+
+def passes(scale: Scale) -> Iterator[Figure]:
+    """The kernels that read all logits, which are restored before each run."""
+    (D, V), R = scale.head(scale.heads[0]), scale.chunk
+    source = scale.tensor(R, V, dtype=torch.float32)
+    logits = triton().empty_tile(R, V, dtype=torch.float32, device=source.device)
+    logits.copy_(source)
+    for name, action in over_logits(scale, logits, D).items():
+        seconds = Clock(scale.device).seconds(action.run, prepare=lambda: logits.copy_(source))
+        expected = scaled(scale.roofline.bytes_per_s, 1e-9)
+        yield figure_of(name, action.moved / seconds / 1e9, "GB/s", expected, R=R, V=V, D=D)
+
+
+def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
+    """Every pass over the logits, by name."""
+    (R, V), kernels, dtype = logits.shape, triton(), getattr(torch, scale.dtype)
+    rows, targets = scale.tensor(R, dtype=torch.float32), torch.randint(V, (R,), device=logits.device)
+    options: dict[str, Any] = {"temperature": torch.ones_like(rows)}
+    known = kernels.finish_rows([kernels.row_statistics(logits, targets, entropy=True, **options)], entropy=True)
+    gradient = {**options, "dtype": dtype, "known": known, "grad_logprobs": rows}
+    hidden, half = scale.tensor(R, D), torch.full((), 0.5, device=logits.device)
+    read, written = 4 * R * V, (4 + dtype.itemsize) * R * V
+
+    def weights(**more: Any) -> Action:
+        return Action(lambda: kernels.softmax_weights_(logits, targets, dtype=dtype, **options, **more), written)
+
+    return {
+        "row_statistics": Action(lambda: kernels.row_statistics(logits, targets, **options), read),
+        "row_statistics, entropy": Action(
+            lambda: kernels.row_statistics(logits, targets, entropy=True, **options), read
+        ),
+        "softmax_weights_": weights(),
+        "softmax_weights_, entropy": weights(entropy=True),
+        "softmax_weights_, known": weights(known=known),
+        "logits_gradient_, entropy": Action(
+            lambda: kernels.logits_gradient_(logits, targets, grad_entropy=rows, **gradient), written
+        ),
+        "scale_hidden": Action(lambda: kernels.scale_hidden(hidden, rows, rows), 2 * hidden.nbytes),
+        "scale_": Action(lambda: kernels.scale_(hidden, half), 2 * hidden.nbytes),
+    }
+
+
+def forward(scale: Scale) -> Iterator[Figure]:
+    """The kernel without logits beside the vendor's GEMM and a reduction of its logits, over N."""
+    line, clock = scale.roofline, Clock(scale.device)
+    for name in scale.heads:
+        D, V = scale.head(name)
+        weight = scale.tensor(V, D)
+        for N in scale.kernel_tokens:
+            hidden, targets = scale.tensor(N, D), torch.randint(V, (N,), device=weight.device)
+            options = {"temperature": torch.ones(N, device=weight.device)}
+            flop, moved = 2 * N * D * V, weight.nbytes + hidden.nbytes
+            alone = line.seconds(flop=flop / line.triton_gemm, moved=moved)
+            gemm, read = line.seconds(flop=flop, moved=moved + 4 * N * V), line.seconds(moved=4 * N * V)
+            reduced = None if gemm is None or read is None else gemm + read
+            for what, op, expected in (
+                ("kernel without logits", triton().logprob_forward, alone),
+                ("GEMM and a reduction", through_logits, reduced),
+            ):
+                seconds = clock.seconds(functools.partial(op, hidden, weight, targets, **options))
+                yield figure_of(what, seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
+
+
+def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:
+    """Log-probs by the vendor's GEMM and one read of each chunk of logits."""
+    kernels, rows, found = triton(), min(4096, len(hidden)), []
+    memory = kernels.empty_tile(rows, len(weight), dtype=torch.float32, device=hidden.device)
+    with full_precision(hidden):
+        for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
+            logits = memory[: len(hidden[some])]
+            head.multiply_into(logits, hidden[some], weight.t())
+            state = kernels.row_statistics(logits, targets[some], temperature=temperature[some])
+            found.append(kernels.finish_rows([state], entropy=False))
+    return found
+
+
+def triton() -> ModuleType:
+    """The kernels, imported on first use: then Triton decides whether it interprets them."""
+    return _dispatch.passes("triton")

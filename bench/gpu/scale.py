@@ -1,0 +1,96 @@
+"""Sizes of the measurements of timings.py: on a GPU, and tiny ones for a CPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo.bench.gpu.clock import Roofline
+from fused_grpo.bench.heads.suites import FLOOR
+from fused_grpo.bench.heads.work import HEADS, Gradients, Kind, Work
+
+GIB = 2**30
+OURS = "fused-grpo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The sizes of all measurements."""
+
+    device: str
+    dtype: str
+    heads: tuple[str, ...]
+    square: int
+    """Rows and columns of the matrices of the product that is a ceiling."""
+    copied: int
+    """Bytes of the copy that is a ceiling."""
+    columns: int | None
+    """Limit of the vocabulary for interpreted kernels; None for all of it."""
+    rows: tuple[int, ...]
+    """Rows of a chunk, for the products."""
+    chunk: int
+    """Rows of a chunk, for the passes."""
+    kernel_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    usual: int
+    """Tokens of the works that are measured at one size."""
+    budgets: tuple[float, ...]
+    """Sizes of a chunk, in GiB."""
+    peers: tuple[str, ...]
+
+    def tensor(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A random tensor."""
+        return torch.randn(size, device=self.device).to(dtype or getattr(torch, self.dtype))
+
+    def work(self, kind: Kind, gradients: Gradients, name: str, tokens: int) -> Work:
+        options: dict[str, Any] = {"dtype": self.dtype, "sequences": 16, "gradients": gradients}
+        return Work(kind=kind, head=name, tokens=tokens, **options)
+
+    def head(self, name: str) -> tuple[int, int]:
+        """(D, V)"""
+        shape = HEADS[name]
+        return shape.hidden, min(shape.vocab, self.columns or shape.vocab)
+
+    @functools.cached_property
+    def roofline(self) -> Roofline:
+        return Roofline.of(self.device_name)
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+
+FULL = Scale(
+    device="cuda",
+    dtype="bfloat16",
+    heads=("Qwen3-8B", "Qwen3-0.6B"),
+    square=8192,
+    copied=4 * GIB,
+    columns=None,
+    rows=(432, 1024, 2048, 4096),
+    chunk=4096,
+    kernel_tokens=(1, 64, 512, 2048, 8192),
+    tokens=(64, 256, 1024, 4096, 8192, 16384, 65536),
+    usual=8192,
+    budgets=(0.25, 0.5, 1.0, 1.25, 2.5),
+    peers=(FLOOR, OURS, "full logits", "TRL", "Liger GRPO", "Liger FSLCE", "CCE"),
+)
+TINY = Scale(
+    device="cpu",
+    dtype="float32",
+    heads=("tiny",),
+    square=64,
+    copied=2**20,
+    columns=300,
+    rows=(8,),
+    chunk=2,
+    kernel_tokens=(1,),
+    tokens=(64,),
+    usual=64,
+    budgets=(1e-4,),
+    peers=(OURS, "TRL"),
+)

@@ -1,0 +1,216 @@
+"""Implementations that turn hidden states and a head into log-probs or into a GRPO loss, each behind one call.
+
+    implementation.run(batch, work) -> Result(value, d_hidden, d_weight)
+
+Each runs in its best documented setting, which `setting` describes. A peer with an op for log-probs is measured on the
+loss as well: its op, followed by TRL's formula of the loss, line by line. An implementation that takes rows gets the
+scored rows; one that takes padded tensors gets the padding. `missing` has the command that installs an implementation
+which is not installed, and `why_not` the reason for which it cannot do a work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import fused_grpo
+from fused_grpo import fused_linear_grpo_loss, linear_logprobs
+from fused_grpo.bench.heads.work import Batch, Work
+
+EPSILON = 0.2
+
+LogprobOp = Callable[[Tensor, Tensor, Tensor, Work], Tensor]
+"""(hidden [N, D], weight [V, D], targets [N], work) -> log-probs [N]."""
+LossOp = Callable[[Batch, Work], Tensor]
+
+
+class Result(NamedTuple):
+    """The result of a run. Gradients are those of the value under `Batch.upstream`, or of the loss."""
+
+    value: Tensor  # log-probs [B, T], 0 where masked, or the loss
+    d_hidden: Tensor | None  # [B, T, D]
+    d_weight: Tensor | None  # [V, D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """A project's op, or ours, in one setting."""
+
+    name: str
+    version: str | None
+    setting: str
+    logprobs: LogprobOp | None = None
+    loss: LossOp | None = None
+    """None: the log-probs, followed by TRL's formula."""
+    missing: str | None = None
+    floor: bool = False
+    """Whether it is the bare products, a lower bound whose result has no meaning and is not checked."""
+    limits: Callable[[Work, str], str | None] = lambda work, device: None
+    """The reason why it cannot do a work on a device; None if it can."""
+
+    def why_not(self, work: Work, device: str) -> str | None:
+        """The reason why it is not measured; None if it is."""
+        if self.missing is not None:
+            return self.missing
+        if work.kind == "logprobs" and self.logprobs is None:
+            return "has no op for log-probs"
+        return self.limits(work, device)
+
+    def run(self, batch: Batch, work: Work) -> Result:
+        """Forward, and backward where the work has one."""
+        value = self.forward(batch, work)
+        self.backward(value, batch, work)
+        return Result(value.detach(), batch.hidden.grad, batch.weight.grad)
+
+    def forward(self, batch: Batch, work: Work) -> Tensor:
+        """The log-probs [B, T] or the loss. Old gradients are dropped, as in a trainer."""
+        batch.hidden.grad = batch.weight.grad = None
+        with torch.set_grad_enabled(work.gradients != "no_grad"):
+            if work.kind == "loss":
+                return self._loss(batch, work)
+            assert self.logprobs is not None
+            return over_scored(self.logprobs, batch, work)
+
+    def backward(self, value: Tensor, batch: Batch, work: Work) -> None:
+        """The backward pass from the value of `forward`, where the work has one."""
+        if work.gradients != "no_grad":
+            value.backward(batch.upstream if work.kind == "logprobs" else None)
+
+    def _loss(self, batch: Batch, work: Work) -> Tensor:
+        if self.loss is not None:
+            return self.loss(batch, work)
+        assert self.logprobs is not None
+        return dapo(over_scored(self.logprobs, batch, work), batch)
+
+
+def over_scored(op: LogprobOp, batch: Batch, work: Work) -> Tensor:
+    """Log-probs [B, T] by an op that takes rows: it gets the scored rows."""
+    kept = batch.mask.bool()
+    values = op(batch.hidden[kept], batch.weight, batch.targets[kept], work)
+    return values.new_zeros(kept.shape).masked_scatter(kept, values)
+
+
+def dapo(logprobs: Tensor, batch: Batch) -> Tensor:
+    """The default of `GRPOTrainer._compute_loss` of TRL 1.16, line by line, for a step of one batch."""
+    mask, advantages = batch.mask, batch.advantages.unsqueeze(1)
+    log_ratio = logprobs - batch.old_logprobs
+    coef_1 = torch.exp(log_ratio)
+    coef_2 = torch.clamp(coef_1, 1 - EPSILON, 1 + EPSILON)
+    per_token_loss1 = coef_1 * advantages
+    per_token_loss2 = coef_2 * advantages
+    per_token_loss = -torch.min(per_token_loss1, per_token_loss2)
+    normalizer = mask.sum().clamp(min=1.0)
+    return (per_token_loss * mask).sum() / normalizer
+
+
+def ours_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+    return linear_logprobs(hidden, weight, targets, softcap=work.shape.softcap)
+
+
+def ours_loss(**options: Any) -> LossOp:
+    """`fused_linear_grpo_loss` without the entropy, which no peer here computes."""
+
+    def loss(batch: Batch, work: Work) -> Tensor:
+        given: dict[str, Any] = {"advantages": batch.advantages, "mask": batch.mask, "entropy": False, **options}
+        given |= {"old_logprobs": batch.old_logprobs, "softcap": work.shape.softcap}
+        return fused_linear_grpo_loss(batch.hidden, batch.weight, batch.targets, **given).loss
+
+    return loss
+
+
+def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+    """The ops of a causal LM and its trainer: logits in the model's dtype, log_softmax in fp32."""
+    logits = linear(hidden, weight)
+    if work.shape.softcap is not None:
+        logits = work.shape.softcap * torch.tanh(logits / work.shape.softcap)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0]
+
+
+def full_logits_compiled(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
+    return _compiler()(hidden, weight, targets, work)
+
+
+@functools.cache
+def _compiler() -> LogprobOp:
+    """`full_logits` compiled, on first use because torch.compile takes seconds to import."""
+    return torch.compile(full_logits, dynamic=False)
+
+
+def exact(batch: Batch, work: Work) -> Result:
+    """The reference: full logits in fp64 from the same inputs."""
+    leaves = {name: getattr(batch, name).detach().double() for name in ("hidden", "weight")}
+    wide = {name: getattr(batch, name).double() for name in ("advantages", "old_logprobs", "upstream")}
+    leaves["hidden"].requires_grad_(work.gradients != "no_grad")
+    leaves["weight"].requires_grad_(work.gradients == "trainable")
+    reference = Implementation(name="fp64", version=None, setting="", logprobs=full_logits)
+    return reference.run(batch._replace(**leaves, **wide), work)
+
+
+def ours() -> list[Implementation]:
+    """Each plan that a caller can select; the gradients of the work select among the others."""
+    version = fused_grpo.__version__
+    return [
+        Implementation(
+            name="fused-grpo", version=version, setting="defaults", logprobs=ours_logprobs, loss=ours_loss()
+        ),
+        Implementation(
+            name="fused-grpo, needed",
+            version=version,
+            setting='score="needed": no log-probs of sequences without an advantage',
+            loss=ours_loss(score="needed"),
+            limits=lambda work, device: (
+                None if work.kind == "loss" and work.idle else "differs for the loss of idle sequences only"
+            ),
+        ),
+    ]
+
+
+def plain() -> list[Implementation]:
+    """Full logits, eager and compiled."""
+    version = torch.__version__
+    return [
+        Implementation(
+            name="full logits", version=version, setting="F.linear, log_softmax in fp32", logprobs=full_logits
+        ),
+        Implementation(
+            name="full logits, compiled",
+            version=version,
+            setting="the same under torch.compile",
+            logprobs=full_logits_compiled,
+            limits=no_compiler,
+        ),
+    ]
+
+
+def no_compiler(work: Work, device: str) -> str | None:
+    """The reason why torch.compile cannot run: on a CPU it needs a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if device != "cpu" or shutil.which(compiler) is not None:
+        return None
+    return f"torch.compile finds no C++ compiler, {compiler}; fix: install it, or set CXX"
+
+
+def peer(
+    name: str, requirement: str, setting: str, load: Callable[[], dict[str, Any]], **options: Any
+) -> Implementation:
+    """An implementation that may not be installed: `load` imports it and returns its `logprobs` or `loss`."""
+    version, found, missing = None, {}, None
+    try:
+        version, found = importlib.metadata.version(re.split("[<>=]", requirement)[0]), load()
+    except importlib.metadata.PackageNotFoundError:
+        missing = f"is not installed; fix: pip install {shlex.quote(requirement)}"
+    except Exception as error:  # any error of an import makes it absent
+        missing = f"{type(error).__name__}: {error}; fix: pip install {shlex.quote(requirement)}"
+    return Implementation(name=name, version=version, setting=setting, missing=missing, **found, **options)

@@ -1,0 +1,138 @@
+"""The cases that `pytest bench` measures: works, their implementations, and what was promised of the outcome.
+
+Two suites, for a CPU and for a GPU, have the same kinds of cases: the head by itself (log-probs and loss; without
+gradient, frozen, trainable), rollouts of GRPO (uneven lengths, idle sequences, peaked and flat softmax), curves over N
+and V. `tiny` is the same list at sizes that run anywhere in seconds, so that every path runs before it is on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fused_grpo.bench.heads.work import Gradients, Kind, Work
+
+FLOOR = "products alone"
+OURS = ("fused-grpo", "fused-grpo, needed")
+FULL = ("full logits", "full logits, compiled")
+PEERS = ("TRL", "Liger GRPO", "Liger FSLCE", "CCE", "CCE, exact", "CCE, torch", "torch core", "verl", "quack")
+EVERYONE = (FLOOR, *OURS, *FULL, *PEERS)
+
+
+# These compile for each shape, which takes long, so that few cases have them.
+COMPILED = ("full logits, compiled", "CCE, torch")
+UNCOMPILED = tuple(name for name in EVERYONE if name not in COMPILED)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A work, its implementations and its rounds."""
+
+    work: Work
+    names: tuple[str, ...] = EVERYONE
+    rounds: int = 5
+    memory: bool = True
+    """Whether to count bytes as well, in one more run of each."""
+
+    @property
+    def name(self) -> str:
+        return self.work.name
+
+    def tiny(self) -> Case:
+        """The same case at a size that runs anywhere in seconds."""
+        return replace(self, work=replace(self.work.small(), dtype="float32"), rounds=2)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A bound on the quotient of two implementations' medians ("seconds") or peaks ("bytes beside gradients")."""
+
+    case: Case
+    over: str
+    under: str
+    bound: str  # "<= 1.12"
+    what: str = "seconds"
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.work.kind}, {self.case.work.gradients}: {self.what} of {self.over} / {self.under}"
+
+    def value(self, over: float, under: float) -> float:
+        return over / under if under else math.nan
+
+    def met(self, value: float) -> bool:
+        sign, number = self.bound.split()
+        return value <= float(number) if sign == "<=" else value >= float(number)
+
+
+# Implementations whose times were promised are measured without the others, at the size of the promise.
+PROMISED = (FLOOR, "fused-grpo", "full logits", "TRL", "Liger GRPO")
+LOSS = Case(Work(kind="loss", head="GPT-2", tokens=2048), PROMISED, rounds=3)
+TRAINABLE = Case(Work(kind="logprobs", head="GPT-2", tokens=2048), (FLOOR, "fused-grpo", "TRL"), 4, memory=False)
+FROZEN = Case(
+    Work(kind="logprobs", head="GPT-2", tokens=2048, gradients="frozen"), (FLOOR, "fused-grpo", "TRL"), 2, memory=False
+)
+
+CPU: list[Case] = [
+    LOSS,
+    TRAINABLE,
+    FROZEN,
+    Case(Work(kind="logprobs", head="GPT-2", tokens=256), rounds=2),
+    Case(Work(kind="loss", head="GPT-2", tokens=512, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
+    Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
+    Case(Work(kind="logprobs", head="Qwen3-0.6B", tokens=192, gradients="no_grad"), UNCOMPILED, rounds=3),
+    *(Case(Work(kind="loss", head="GPT-2", tokens=n), PROMISED, rounds=2) for n in (256, 512)),
+]
+
+PROMISES = [
+    Promise(LOSS, "fused-grpo", FLOOR, "<= 1.12"),
+    Promise(LOSS, "TRL", "fused-grpo", ">= 2.3"),
+    Promise(LOSS, "Liger GRPO", "fused-grpo", ">= 1.5"),
+    Promise(LOSS, "full logits", "fused-grpo", ">= 1.2"),
+    Promise(LOSS, "full logits", "fused-grpo", ">= 10", what="bytes beside gradients"),
+    Promise(TRAINABLE, "fused-grpo", FLOOR, "<= 1.1"),
+    Promise(TRAINABLE, "TRL", "fused-grpo", ">= 1.8"),
+    Promise(FROZEN, "fused-grpo", FLOOR, "<= 1.15"),
+    Promise(FROZEN, "TRL", "fused-grpo", ">= 1.8"),
+]
+
+GPU_KINDS: list[tuple[Kind, Gradients]] = [("logprobs", "frozen"), ("logprobs", "no_grad"), ("loss", "frozen")]
+BF16: dict[str, Any] = {"dtype": "bfloat16", "sequences": 16}
+MAIN = (FLOOR, "fused-grpo", "full logits", "TRL", "Liger FSLCE", "CCE", "verl")
+GPU: list[Case] = [
+    Case(Work(kind="loss", head="Qwen3-0.6B", tokens=8192, **BF16)),
+    Case(Work(kind="logprobs", head="Qwen3-8B", tokens=8192, **BF16)),
+    Case(Work(kind="loss", head="Qwen3-8B", tokens=8192, **BF16), UNCOMPILED),
+    *(
+        Case(Work(kind=kind, head=head, tokens=8192, gradients=gradients, **BF16), MAIN)
+        for head in ("Qwen3-0.6B", "Qwen3-8B")
+        for kind, gradients in GPU_KINDS
+    ),
+    *(
+        Case(Work(kind="loss", head=head, tokens=8192, **BF16), MAIN, rounds=3)
+        for head in ("Qwen3-1.7B", "Llama-3-8B", "Gemma-2-2B", "Gemma-3-4B", "Phi-4-mini")
+    ),
+    # Rollouts: uneven lengths, half of the groups without an advantage, a low and a high entropy.
+    Case(Work(kind="loss", head="Qwen3-8B", tokens=8192, uneven=True, **BF16), (*MAIN, "Liger GRPO"), rounds=3),
+    Case(Work(kind="loss", head="Qwen3-8B", tokens=8192, idle=0.5, **BF16), (*MAIN, *OURS[1:]), rounds=3),
+    *(
+        Case(Work(kind="loss", head="Qwen3-8B", tokens=8192, entropy=entropy, **BF16), MAIN, rounds=3)
+        for entropy in (0.3, 4.0)
+    ),
+    *(
+        Case(Work(kind="loss", head="Qwen3-1.7B", tokens=tokens, **BF16), MAIN, rounds=3)
+        for tokens in (1024, 2048, 4096, 16384, 32768, 131072)
+    ),
+]
+LONGEST = [Work(kind="loss", head="Qwen3-8B", tokens=4096, **BF16)]
+MOST_TOKENS = 2**20
+
+
+def cases(suite: str, *, tiny: bool) -> list[Case]:
+    """The cases of "cpu" or "gpu"; tiny ones of the same name once."""
+    found = [case.tiny() if tiny else case for case in {"cpu": CPU, "gpu": GPU}[suite]]
+    first: dict[str, Case] = {}
+    for case in found:  # of tiny ones with the same name the first has the most implementations
+        first.setdefault(case.name, case)
+    return list(first.values())

@@ -1,0 +1,68 @@
+"""The head by itself: log-probs and losses of all implementations, and what was promised of the outcome.
+
+`WorkerPool.measure` measures the implementations in interleaved rounds, after the correctness check of each. A test
+gives the seconds of one implementation to pytest-benchmark, for its table and file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fused_grpo.bench.heads.peers import everyone
+from fused_grpo.bench.heads.suites import FLOOR, LONGEST, MOST_TOKENS, OURS, PROMISES, Case, Promise
+
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in everyone()}
+
+
+def test_head(benchmark: Any, replay: Any, figures: Any, case: Case, implementation: str) -> None:
+    measured = figures.of(case)
+    mine, floor = measured[implementation], measured.get(FLOOR)
+    if mine.absent is not None:
+        figures.note("absent", group=case.name, implementation=implementation, why=mine.absent)
+    assert not mine.rejected, mine.absent
+    if mine.absent is not None:
+        pytest.skip(mine.absent)
+    benchmark.group = case.name
+    replay.into(benchmark, mine.seconds)
+    benchmark.extra_info |= {
+        "implementation": implementation,
+        "version": IMPLEMENTATIONS[implementation].version,
+        "setting": IMPLEMENTATIONS[implementation].setting,
+        "work": case.work.described(),
+        "flop_per_second": case.work.flop / mine.median,
+        "share_of_products": floor.median / mine.median if floor is not None and floor.seconds else None,
+        "errors": mine.errors,
+        "memory": mine.memory,
+        "peak_bytes": mine.peak,
+    }
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
+def test_promise(figures: Any, promise: Promise, pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> None:
+    """The promises about times and bytes, at the sizes for which they were made."""
+    if pytestconfig.getoption("--tiny") or request.node.get_closest_marker("cpu") is None:
+        pytest.skip("promised of a CPU, at full size")
+    measured = figures.of(promise.case)
+    beside = promise.case.work.gradient_bytes
+    of = (lambda m: m.median) if promise.what == "seconds" else (lambda m: m.peak - beside)
+    value = promise.value(*(of(measured[name]) for name in (promise.over, promise.under)))
+    met = promise.met(value)
+    figures.note("promises", what=promise.name, group=promise.case.name, value=value, bound=promise.bound, met=met)
+    assert met, f"got {value:.3f} for {promise.name}, want {promise.bound}"
+
+
+@pytest.mark.parametrize("work", LONGEST, ids=lambda work: work.name)
+def test_longest(pool: Any, figures: Any, work: Any, pytestconfig: Any, request: Any) -> None:
+    """The tokens that fit before memory runs out, one implementation after the other."""
+    tiny = pytestconfig.getoption("--tiny")
+    if request.node.get_closest_marker("gpu") is None:
+        pytest.skip("measured on a GPU")
+    most = 256 if tiny else MOST_TOKENS
+    asked = work.small() if tiny else work
+    names = ("fused-grpo", "full logits", "TRL", "Liger GRPO")
+    found = pool.longest(asked, names, most=most)
+    for name, answer in found.items():
+        figures.note("longest", work=asked.described(), implementation=name, **answer)
+    assert found[OURS[0]]["tokens"] >= max(answer.get("tokens", 0) for answer in found.values())

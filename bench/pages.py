@@ -1,0 +1,247 @@
+"""Figures in Markdown pages, from their raw files: `python -m fused_grpo.bench.pages [--check] [PAGE...]`.
+
+A page has blocks, whose content this module writes:
+
+    <!-- figures: loss from bench/results/cpu-2-cores/2026-11-21.json -->
+    ...
+    <!-- end of figures -->
+
+    loss, logprobs    a table of one group of that kind (`results_file.headline`)
+    trainer           tables of the groups of whole trainers and generation
+    machine           machine, versions and date of a result file, in one sentence
+    accuracy          all of a file of accuracy.py
+    predictions       all of predicted.json
+
+`loss of GPT-2, N=2048 from ...` selects a group with that in its name; so does `trainer of ...`. The path is relative
+to the page, like that of a link. Without PAGE these are the pages of `PAGES` in the current folder. `--check` changes
+nothing, and exits with 1 if a block differs from its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fused_grpo.bench.heads.suites import FLOOR
+from fused_grpo.bench.predictions.predicted import plan_of, shape_of
+from fused_grpo.bench.report import tables
+from fused_grpo.bench.report.results_file import (
+    Result,
+    commit,
+    day,
+    groups_of,
+    headline,
+    machine_text,
+    number_text,
+    read,
+)
+from fused_grpo.errors import DataError, FusedGRPOError
+
+PAGES = ("README.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md")
+START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
+END = "<!-- end of figures -->"
+BLOCK = re.compile(START.pattern + rf"\n(?P<inside>.*?){re.escape(END)}", re.DOTALL)
+COMPACT: dict[str, tables.Cell] = {
+    "": tables.named_with_version,
+    "time ({time})": tables.time_cell,
+    "x products": tables.products_cell,
+    "memory (MiB)": tables.memory_cell,
+    "largest error": tables.error_cell,
+}
+Times = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By plan and shape, what is predicted."""
+
+
+def figures(what: str, group: str | None, path: Path) -> str:
+    """The content of a block, without the link to its file."""
+    match what:
+        case "loss" | "logprobs":
+            return head_text(read(path), what, group)
+        case "trainer":
+            return trainer_text(read(path), group)
+        case "machine":
+            result = read(path)
+            return f"Measured on {machine_text(result)}, on {day(result)} at commit `{commit(result)}`."
+        case "accuracy":
+            return accuracy_text(json.loads(path.read_text()))
+        case "predictions":
+            return predictions_text(json.loads(path.read_text()))
+    want = "loss, logprobs, trainer, machine, accuracy or predictions"
+    raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
+
+
+def head_text(result: Result, kind: str, name: str | None) -> str:
+    """A compact table, and below it the implementations that were not measured."""
+    group = headline(result, kind=kind, name=name)
+    absent = ", ".join(group.absent)
+    parts = [f"{group.name}:", tables.table(group, COMPACT), f"Not measured here: {absent}." if absent else ""]
+    return "\n\n".join(part for part in parts if part)
+
+
+def trainer_text(result: Result, name: str | None) -> str:
+    found = [group for group in groups_of(result).values() if not tables.is_head(group)]
+    chosen = [group for group in found if name is None or name in group.name]
+    if not chosen:
+        has = "; ".join(group.name for group in found) or "none"
+        raise DataError(f"got no group of a trainer with {name!r} in its name, want one of: {has}; fix: name one")
+    return "\n\n".join(f"{group.name}:\n\n{tables.other_table(group)}" for group in chosen)
+
+
+def accuracy_text(content: Mapping[str, Any]) -> str:
+    """A table for each problem, the setting of each implementation, and the machine."""
+    problems, env = content["problems"], content["environment"]
+    machine = f"{env['system']}, {env['cpu_count']} cores, torch threads: {content['torch_threads']}"
+    dirty = " with uncommitted changes" if content["commit"]["dirty"] else ""
+    measured = (
+        f"Measured on {content['date']} on a CPU ({machine}; Python {env['python']}, torch {env['torch']}) at commit"
+    )
+    settings = "\n".join(setting_line(row) for row in problems[0]["results"])
+    parts = [*map(accuracy_table, problems), "## How each was run", settings]
+    return "\n\n".join([*parts, f"{measured} `{content['commit']['id'][:12]}`{dirty}."])
+
+
+def accuracy_table(problem: Mapping[str, Any]) -> str:
+    title = "## N={tokens} in {sequences} sequences, D={hidden}, V={vocab}, {dtype}".format(**problem)
+    rows = [*problem["results"], {"name": "*exact, gradients rounded*", **problem["rounding"]}]
+    header = ["", "log p, max", "mean", "RMS", "ratio", "dH", "worst token", "dW", "\\|dH\\|", "\\|dW\\|"]
+    return f"{title}\n\n{tables.markdown(header, [[row['name'], *error_cells(row)] for row in rows])}"
+
+
+def error_cells(row: Mapping[str, Any]) -> list[str]:
+    if row.get("missing"):
+        return ["not measured", *[""] * 8]
+    logprobs, hidden, weight = row["logprobs"], row["hidden"], row["weight"]
+    return [
+        *(f"{error:.1e}" for error in (logprobs["max"], logprobs["mean"], logprobs["rms"], row["ratio"])),
+        f"{hidden['relative']:.2e}",
+        f"{hidden['worst_row']:.1e}",
+        f"{weight['relative']:.2e}" if weight else tables.MISSING,
+        f"{hidden['norm_ratio']:.4f}",
+        f"{weight['norm_ratio']:.4f}" if weight else tables.MISSING,
+    ]
+
+
+def setting_line(row: Mapping[str, Any]) -> str:
+    if row.get("missing"):
+        return f"- {row['name']}: not measured: {row['missing']}"
+    return f"- {row['name']}: {row['setting']} ({row['version']})"
+
+
+def predictions_text(content: Mapping[str, Any]) -> str:
+    """Rates, times, launches, memory and operations on the first machine, and times on the others."""
+    name, *others = content["machines"]
+    ((shape, operations),) = content["operations"][name].items()
+    N, times = int(shape.rpartition("=")[2]), content["predicted"][name]
+    other = {(machine, D): content["predicted"][machine] for machine in others for D in sizes_of(times)[0]}
+    parts = [
+        f"Vocabulary {content['vocab']:,}, {content['dtype']}, {content['sequences']} sequences. A GEMM in Triton is "
+        f"assumed to reach {content['triton_gemm']:.0%} of the FLOP/s of the vendor's GEMMs.",
+        machines_table(content["machines"]),
+        f"## {name}",
+        "Milliseconds, and in parentheses the multiple of the bare GEMMs. A dash: memory runs out.",
+        *(part for D in sizes_of(times)[0] for part in (f"### D={D}", size_table(times, D))),
+        "### Launches, waits for the device, memory",
+        f"{shape.replace(',', ', ')}; memory is the most bytes at a time beside the inputs, gradients included.",
+        facts_table(times, shape),
+        "### Where the time goes",
+        f"{shape.replace(',', ', ')}; operations that take less than 0.3 % are added up.",
+        *(operations_table(plan, rows) for plan, rows in operations.items()),
+        "## Other machines",
+        f"Milliseconds, and in parentheses the multiple of the bare GEMMs, at N={N}.",
+        tables.markdown(
+            ["", *(f"{machine}, D={D}" for machine, D in other)],
+            [[plan, *(time_cell(other[key], plan, shape_of(key[1], N)) for key in other)] for plan in times],
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def sizes_of(times: Times) -> tuple[list[int], list[int]]:
+    """Every D and every N."""
+    shapes = [re.findall(r"\d+", shape) for shape in next(iter(times.values()))]
+    D, N = (list(dict.fromkeys(int(sizes[place]) for sizes in shapes)) for place in (0, 1))
+    return D, N
+
+
+def machines_table(machines: Mapping[str, Any]) -> str:
+    scales = {"memory": 2**30, "flops": 1e12, "bytes_per_s": 1e12, "launch_s": 1e-6}
+    lines = [[name, *(f"{m[key] / scale:g}" for key, scale in scales.items())] for name, m in machines.items()]
+    return tables.markdown(["", "memory (GiB)", "TFLOP/s", "TB/s", "launch (µs)"], lines)
+
+
+def size_table(times: Times, D: int) -> str:
+    tokens = sizes_of(times)[1]
+    lines = [[plan, *(time_cell(times, plan, shape_of(D, N)) for N in tokens)] for plan in times]
+    return tables.markdown(["", *(f"N={N:,}" for N in tokens)], lines)
+
+
+def time_cell(times: Times, plan: str, shape: str) -> str:
+    """`42.4 (1.10)`."""
+    implementation, _, work = plan.partition(": ")
+    ms, floor = times[plan][shape]["ms"], times[plan_of(FLOOR, *work.split(", "))][shape]["ms"]
+    if ms is None:
+        return tables.MISSING
+    return number_text(ms) if implementation == FLOOR or floor is None else f"{number_text(ms)} ({ms / floor:.2f})"
+
+
+def facts_table(times: Times, shape: str) -> str:
+    rows = {plan: shapes[shape] for plan, shapes in times.items()}
+    lines = [[p, str(f["launches"]), str(f["waits"]), f"{f['peak'] / 2**30:.2f}"] for p, f in rows.items()]
+    return tables.markdown(["", "launches", "waits", "memory (GiB)"], lines)
+
+
+def operations_table(plan: str, rows: list[list[Any]]) -> str:
+    total = sum(ms for _, _, ms in rows)
+    large = [row for row in rows if row[2] >= 0.003 * total]
+    small = rows[len(large) :]
+    found = [[f"`{name}`", count, ms] for name, count, ms in large]
+    found += [["others", sum(count for _, count, _ in small), sum(ms for _, _, ms in small)]]
+    lines = [[name, str(count), number_text(ms), f"{ms / total:.1%}"] for name, count, ms in found]
+    return tables.markdown([plan, "launches", "ms", "share"], lines)
+
+
+def rewritten(text: str, folder: Path) -> str:
+    """A page with the blocks of its files. `folder` is that of the page."""
+    if not len(START.findall(text)) == len(BLOCK.findall(text)) == text.count(END):
+        raise DataError(f"got a block of figures without its end, or an end without a block, want {END!r} after each")
+
+    def block(match: re.Match[str]) -> str:
+        what, group, path = match["what"], match["group"], match["path"]
+        inside = figures(what, group, folder / path)
+        return f"{match[0].partition(chr(10))[0]}\n{inside}\n\nRaw file: [{Path(path).name}]({path}).\n{END}"
+
+    return BLOCK.sub(block, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite pages, or check them; 2 if a page or its file cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.pages", description="Figures of Markdown pages.")
+    parser.add_argument("pages", type=Path, nargs="*", metavar="PAGE")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a block is not current")
+    options = parser.parse_args(argv)
+    pages = options.pages or [page for page in map(Path, PAGES) if page.exists()]
+    stale = []
+    for page in pages:
+        try:
+            text = page.read_text()
+            fresh = rewritten(text, page.parent)
+        except (OSError, FusedGRPOError) as error:
+            print(f"{page}: {error}", file=sys.stderr)
+            return 2
+        if fresh != text:
+            stale.append(page)
+            if not options.check:
+                page.write_text(fresh)
+    if options.check and stale:
+        command = f"python -m fused_grpo.bench.pages {' '.join(map(str, stale))}"
+        print(f"got figures that differ from their files in {', '.join(map(str, stale))}; fix: {command}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

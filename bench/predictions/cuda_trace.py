@@ -1,0 +1,308 @@
+"""A trace of a call on a GPU, on a machine without one: operations in their order, waits and memory.
+
+    with fake_gpu(capability=(9, 0), memory=141 * 2**30):
+        call = prepare()
+        with Trace() as trace:
+            kept = call()
+    trace.operations, trace.waits, trace.peak
+
+Tensors are fake: they have a shape, a dtype and `device="cuda"`, and nothing computes. The Python code is the real one,
+so a wrong branch, a wrong keyword or a wait for the device shows. Needs a CUDA build of torch (a CPU build has no CUDA
+device) and a process without TRITON_INTERPRET.
+
+Bytes of an operation follow from shapes: each input is read once, each new output is written once, and a tensor that is
+changed in place is read and written. A Triton kernel reads or writes each of its tensors once; a pass in place gets its
+memory twice, as input and as output. Gathers and scatters move as many elements as they pick.
+
+Autograd's engine has a thread for each device that exists, so none for this one; `backward` walks the same nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_grpo import _custom_ops, chunking
+
+Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
+"""A kernel and its arguments; of tensors only the dtypes."""
+
+# Operations that wait for the device, and the value that they return here.
+ANSWERS = {"_local_scalar_dense": 1, "is_nonzero": True, "equal": True}
+NO_LAUNCH = {
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "prim::device",
+    "promote_types",
+    "scalar_tensor",
+    "set_",
+    "stride",
+    "sym_size",
+}
+# Their last two tensors are multiplied.
+GEMMS = {"mm", "addmm", "addmm_"}
+# By the name of the kernel, the names of its arguments N, D and V.
+TRITON_GEMMS = {"_logprob_forward_kernel": ("N", "D", "V")}
+# Arguments that TRL's kernels read and write although they get them once.
+TRITON_IN_PLACE = {"_backward_kernel": "mm_ptr"}
+# The upstream gradient of a loss is 1 where the backward pass begins, so these kernels move nothing.
+TRITON_UNTOUCHED = {"_scale_kernel"}
+# Operations whose first argument is only written, or only gives a shape.
+UNREAD = {"copy_", "fill_", "zero_", "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+GATHERS = {"embedding", "gather", "index", "index_select", "take"}
+# Operations by the position of the argument that they move.
+SCATTERS = {"_index_put_impl_": 2, "index_add_": 3, "index_copy_": 3, "index_put_": 2, "scatter_": 3, "scatter_add_": 3}
+# Formulas of autograd change their own new tensors in place, except where they see a subclass of tensors.
+IN_PLACE = {"index_put": "index_put_", "scatter_add": "scatter_add_"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One launch."""
+
+    name: str
+    bytes: int
+    """Bytes that are read and written."""
+    flops: int = 0
+    """FLOP of a GEMM; 0 for everything else, which memory bounds."""
+    dtype: torch.dtype | None = None
+    """The dtype of a GEMM's operands."""
+    triton: bool = False
+
+
+@dataclass
+class Trace(TorchDispatchMode):
+    """The operations of a call. The number of rows that a mask selects is assumed to be `share` of all."""
+
+    share: float = 1.0
+    operations: list[Operation] = field(default_factory=list)
+    kernels: list[Launch] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    gemms: list[tuple[int, ...]] = field(default_factory=list)
+    held: int = 0
+    peak: int = 0
+    """The most bytes at a time that the call has allocated."""
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: set[int] = set()
+        self._masked = 0  # the rows of the mask that was summed last
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = name_of(func), kwargs or {}
+        if func.namespace == "fused_grpo":
+            with self:  # the operations inside a custom op
+                return getattr(_custom_ops, "_" + func._opname)(*args, **kwargs)
+        if name in ANSWERS:
+            self.waits.append(name)
+            return ANSWERS[name]
+        if name == "sum" and args[0].dtype == torch.bool:
+            self._masked = args[0].numel()
+        if name in IN_PLACE:
+            func = getattr(getattr(torch.ops.aten, IN_PLACE[name]), func._overloadname)
+        made = self._made(func, args, kwargs)
+        if not func.is_view and name != "prim::device":
+            for tensor in _tensors(made):
+                self._hold(tensor)
+            if name not in NO_LAUNCH:
+                self._add(func, args, kwargs, made)
+        return made
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, whose shape may depend on the values of a mask."""
+        name = name_of(func)
+        if name == "nonzero":
+            self.waits.append(name)
+            return args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
+        if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            self.waits.append("index by a mask")
+            (mask,) = args[1]
+            return args[0].new_empty(self._some(mask.numel()), *args[0].shape[mask.ndim :])
+        if name in GEMMS and kwargs.get("out") is not None:  # torch 2.10 has no fake `addmm` with an out_dtype
+            return kwargs["out"]
+        return func(*args, **kwargs)
+
+    def _some(self, rows: int) -> int:
+        return math.ceil(rows * self.share)
+
+    def answer(self, tensor: Tensor) -> list[int]:
+        """The number of rows that may have a gradient, and of those that are scored."""
+        self.waits.append("tolist")
+        return [self._some(self._masked)] * len(tensor)
+
+    def _add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        if not any(tensor.is_cuda for tensor in _tensors((args, kwargs, made))):
+            return
+        name, flops, dtype = name_of(func), 0, None
+        if name in GEMMS:
+            a, b = _tensors(args)[-2:]
+            self.gemms.append((*a.shape, b.shape[1]))
+            flops, dtype = 2 * a.shape[0] * a.shape[1] * b.shape[1], a.dtype
+        self.operations.append(Operation(name, traffic(func, args, kwargs, made), flops, dtype))
+
+    def add_launch(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a kernel that Triton would launch."""
+        name, given = kernel.__name__, dict(zip(kernel.arg_names, args, strict=False))
+        tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in args])
+        moved = _sizes(tensors) + (_sizes(given[TRITON_IN_PLACE[name]]) if name in TRITON_IN_PLACE else 0)
+        moved = 0 if name in TRITON_UNTOUCHED else moved
+        flops = 2 * math.prod(given[size] for size in TRITON_GEMMS[name]) if name in TRITON_GEMMS else 0
+        dtype = tensors[0].dtype if flops else None
+        self.operations.append(Operation(name, moved, flops, dtype, triton=True))
+        self.kernels.append((kernel, tuple(stand_in(x) for x in args), kwargs))
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+def name_of(func: Any) -> str:
+    """The name of one of torch's operations."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor; an expanded dimension counts once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride or not size) * tensor.itemsize
+
+
+def traffic(func: Any, args: Any, kwargs: Any, made: Any) -> int:
+    """The bytes that one of torch's operations reads and writes."""
+    name, schema = name_of(func), func._schema
+    if name in GATHERS:
+        return 2 * _sizes(made)
+    if name in SCATTERS:
+        return 2 * _sizes(args[SCATTERS[name]])
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    # A new result is written; any other is among the arguments.
+    moved = 0 if any(x.alias_info is not None for x in schema.returns) else _sizes(made)
+    for place, argument in enumerate(schema.arguments):
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        read = not argument.is_out and not (place == 0 and name in UNREAD)
+        moved += (changed + read) * _sizes(given.get(argument.name))
+    return moved
+
+
+def _sizes(values: Any) -> int:
+    return sum(map(size_of, _tensors(values)))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def stand_in(value: Any) -> Any:
+    """An equal argument for a compiler, so that a record does not hold memory which the call frees."""
+    if isinstance(value, TensorDescriptor):
+        return dataclasses.replace(value, base=stand_in(value.base))
+    if not isinstance(value, Tensor):
+        return value
+    with _disable_current_modes():
+        return torch.empty(0, dtype=value.dtype, device="meta")
+
+
+def running() -> Trace | None:
+    """The active trace."""
+    return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Trace)), None)
+
+
+def _launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    if (trace := running()) is not None:
+        trace.add_launch(self, args, kwargs)
+
+
+def _answer(tensor: Tensor) -> list[int]:
+    trace = running()
+    return [len(tensor)] * len(tensor) if trace is None else trace.answer(tensor)
+
+
+def aligned(tensor: Tensor) -> int:
+    """An aligned address."""
+    return 0
+
+
+@torch.no_grad()
+def backward(value: Tensor, gradient: Tensor | None = None) -> None:
+    """`value.backward(gradient)`, one node of the graph after the other, the latest first."""
+    assert value.grad_fn is not None
+    waiting: dict[Any, dict[int, Tensor]] = {}
+    waiting[value.grad_fn] = {value.output_nr: torch.ones_like(value) if gradient is None else gradient}
+    del gradient
+    while waiting:
+        node = max(waiting, key=lambda node: node._sequence_nr())
+        for (target, number), part in _gradients(node, waiting.pop(node)):
+            if target is not None and part is not None:
+                part = part.sum_to_size(target._input_metadata[number].shape)  # one that was broadcast
+                known = waiting.setdefault(target, {})
+                known[number] = known[number] + part if number in known else part
+
+
+def _gradients(node: Any, upstream: dict[int, Tensor]) -> Iterator[tuple[tuple[Any, int], Tensor | None]]:
+    """(target, gradient) pairs of a node, from its upstream gradients."""
+    if hasattr(node, "variable"):
+        leaf, gradient = node.variable, upstream[0]
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        return
+    given = [upstream.get(number) for number in range(len(node._input_metadata))]
+    upstream.clear()
+    found = node.apply(*given) if hasattr(node, "needs_input_grad") else node(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    targets = node.next_functions
+    if hasattr(node, "needs_input_grad"):  # nodes in Python return gradients of arguments that are no tensors, too
+        found = tuple(part for part, needed in zip(found, node.needs_input_grad, strict=True) if needed)
+        targets = [target for target in targets if target[0] is not None]
+    yield from zip(targets, found, strict=True)
+
+
+@contextlib.contextmanager
+def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
+    """A GPU with so many bytes of memory, as far as our code can tell, and fake tensors."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (JITFunction, "run", _launch),
+            (torch.Tensor, "data_ptr", aligned),
+            (torch.Tensor, "backward", backward),
+            (FakeTensor, "tolist", _answer),
+            (torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (chunking, "total_memory", lambda device: memory),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(FakeTensorMode())
+        yield

@@ -1,0 +1,1 @@
+"""Whole trainers and generation: ours and TRL's, on the same rollouts."""

@@ -1,0 +1,156 @@
+"""The training phase, from scored rollouts to updated weights, and whole steps of ours and TRL's loop, interleaved.
+
+Both use the same model, the same rollouts and the same AdamW without gradient checkpointing, in fp32, on a GPU in bf16
+autocast. Completions have uneven lengths. Before anything is timed, the gradients of a step and the parameters after it
+have to agree (not on a GPU, where both round to bf16). The learning rate is 0 in timed steps, so that all are equal.
+
+On a CPU TRL scores every position. "completions scored" is TRL that scores the positions which it scores where it has
+Triton, and "fused-grpo ops" is TRL's trainer with `fused_grpo.integrations.trl`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo.bench.interleaved import interleaved_seconds, quotient
+from fused_grpo.bench.memory import allocations_of
+from fused_grpo.bench.trainers import training_step
+from fused_grpo.bench.trainers.training_step import Problem, TrainingStep
+from fused_grpo.bench.trainers.whole_steps import SteppedTrainer
+
+FULL = Problem(vocab=32000, hidden=256, layers=4, completions=8, longest=256)
+ON_GPU = Problem(vocab=151936, hidden=1024, layers=12, completions=32, longest=1024)
+SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
+ROUNDS = 2
+OURS, COMPACT = "fused-grpo trainer", "TRL, completions scored"
+TRAINERS = (OURS, "TRL, fused-grpo ops", COMPACT, "TRL")
+# The least quotients of medians, and the largest of bytes, against `OURS`.
+LEAST, MOST_BYTES = {"TRL": 2.0, COMPACT: 2.0}, {"TRL": 1.0, COMPACT: 1.0}
+WHOLE_STEPS = (OURS, "TRL")
+
+pytestmark = pytest.mark.trainer
+
+
+@pytest.fixture(scope="session")
+def problem(pytestconfig: pytest.Config) -> Problem:
+    full = ON_GPU if torch.cuda.is_available() else FULL
+    return SMALL if pytestconfig.getoption("--tiny") else full
+
+
+class Phase:
+    """The training phase of one loss type, measured on first use."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.tokens = problem, sum(map(len, problem.batch().completion_ids))
+
+    @functools.cached_property
+    def training_steps(self) -> dict[str, TrainingStep]:
+        if not torch.cuda.is_available():
+            check_that_steps_agree()
+        return training_steps_of(self.problem, learning_rate=0.0)
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        steps = {name: trainer.step for name, trainer in self.training_steps.items()}
+        interleaved_seconds(steps, rounds=1)
+        return interleaved_seconds(steps, rounds=2 if self.problem is SMALL else ROUNDS)
+
+    @functools.cached_property
+    def bytes(self) -> dict[str, int]:
+        """The most bytes of a step beside weights and optimizer state, gradients included."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return {name: allocations_of(trainer.step, device).peak for name, trainer in self.training_steps.items()}
+
+
+@pytest.fixture(scope="session")
+def phase(problem: Problem) -> Phase:
+    return Phase(problem)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_training_phase(benchmark: Any, replay: Any, phase: Phase, trainer: str) -> None:
+    benchmark.group = "training phase, dapo"
+    replay.into(benchmark, phase.seconds[trainer])
+    median = statistics.median(phase.seconds[trainer])
+    benchmark.extra_info |= {
+        "implementation": trainer,
+        "completion_tokens_per_second": phase.tokens / median,
+        "peak_bytes": phase.bytes[trainer],
+        **described(phase.problem),
+    }
+
+
+@pytest.mark.parametrize("trainer", LEAST)
+def test_promise_of_the_training_phase(figures: Any, phase: Phase, trainer: str) -> None:
+    """Twice as fast as TRL on the CPU, in no more memory."""
+    if phase.problem is not FULL:
+        pytest.skip("promised of a CPU, at full size")
+    ratios = {"seconds": quotient(phase.seconds, trainer, OURS), "bytes": phase.bytes[OURS] / phase.bytes[trainer]}
+    met = {"seconds": ratios["seconds"] >= LEAST[trainer], "bytes": ratios["bytes"] <= MOST_BYTES[trainer]}
+    for what, over, under, bound in (
+        ("seconds", trainer, OURS, f">= {LEAST[trainer]}"),
+        ("bytes", OURS, trainer, f"<= {MOST_BYTES[trainer]}"),
+    ):
+        name = f"training phase: {what} of {over} / {under}"
+        entry = {"group": "training phase, dapo", "value": ratios[what], "bound": bound, "met": met[what]}
+        figures.note("promises", what=name, **entry)
+    assert all(met.values()), ratios
+
+
+@pytest.fixture(scope="session")
+def steps(problem: Problem) -> dict[str, list[float]]:
+    """Seconds of the steps of each trainer's `train()`, with given completions."""
+    makers = dict(zip(WHOLE_STEPS, (training_step.our_trainer, training_step.trl_trainer), strict=True))
+    trainers = {name: SteppedTrainer(problem, make) for name, make in makers.items()}
+    actions = {name: trainer.step for name, trainer in trainers.items()}
+    interleaved_seconds(actions, rounds=1)
+    seconds = interleaved_seconds(actions, rounds=2)
+    for trainer in trainers.values():
+        trainer.stop()
+    return seconds
+
+
+@pytest.mark.parametrize("trainer", WHOLE_STEPS)
+def test_whole_steps(benchmark: Any, replay: Any, steps: Any, problem: Problem, trainer: str) -> None:
+    benchmark.group = "whole steps, given completions"
+    replay.into(benchmark, steps[trainer])
+    benchmark.extra_info |= {"implementation": trainer, **described(problem)}
+
+
+def training_steps_of(problem: Problem, *, learning_rate: float) -> dict[str, TrainingStep]:
+    """All trainers, with one micro-batch for the whole step."""
+    makers = (
+        training_step.ours,
+        functools.partial(training_step.trl, fused=True),
+        functools.partial(training_step.trl, compact=True),
+        training_step.trl,
+    )
+    return {name: make(problem, learning_rate=learning_rate) for name, make in zip(TRAINERS, makers, strict=True)}
+
+
+def check_that_steps_agree() -> None:
+    """Compare the gradients of each parameter, relative to their norm, and the parameters afterwards."""
+    training_steps = training_steps_of(SMALL, learning_rate=1e-3)
+    gradients = {name: trainer.gradients() for name, trainer in training_steps.items()}
+    for name in training_steps.keys() - {OURS}:
+        theirs, whole = training_steps[name].model.state_dict(), norm(gradients[name].values())
+        for key, mine in training_steps[OURS].model.state_dict().items():
+            torch.testing.assert_close(mine, theirs[key], rtol=1e-4, atol=1e-4)
+            gradient, other = gradients[OURS][key], gradients[name][key]
+            # Relative to its own norm; the norm of a key's bias is zero but for rounding.
+            assert norm([gradient - other]) <= 1e-4 * max(norm([other]), 1e-2 * whole), (name, key)
+
+
+def norm(tensors: Any) -> float:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
+
+
+def described(problem: Problem) -> dict[str, Any]:
+    lengths = [len(ids) for ids in problem.batch().completion_ids]
+    dtype = "bfloat16 autocast" if torch.cuda.is_available() else "float32"
+    return {**vars(problem), "completion_lengths": lengths, "threads": torch.get_num_threads(), "dtype": dtype}

@@ -1,0 +1,244 @@
+"""Whole trainers that compute the same optimizer step from the same scored rollouts: ours and TRL's.
+
+    step() -> None        packing or padding, forward, backward, clipping, AdamW, and the metrics of the step
+    gradients -> dict     the gradient of each parameter in that step, after clipping
+
+Each trainer is the real one, made by its public constructor, and runs its own code. Rollouts and advantages are given.
+On TRL's side a step is `training_step` with the batch that `_generate_and_score_completions` would return, followed by
+the code of transformers' loop.
+
+On a machine without Triton TRL scores every position, prompts and padding included. With `trl(..., compact=True)` it
+scores the completion tokens alone, as on a GPU; with `trl(..., fused=True)` it uses our ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.types import EffectiveBatch, Rollouts
+
+PAD, EOS, GROUP = 0, 1, 4
+LONGEST_PROMPT = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The shape of a model and the rollouts of a step. Completions are uneven: the mean is 0.4 of the longest."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    completions: int
+    longest: int
+
+    def model(self) -> PreTrainedModel:
+        config = Qwen2Config(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return Qwen2ForCausalLM(config)
+
+    def batch(self) -> EffectiveBatch:
+        generator, count = torch.Generator().manual_seed(0), self.completions
+        shares = torch.linspace(0.01, 1.0, count).pow(1.5)[torch.randperm(count, generator=generator)]
+
+        def draw(length: int) -> list[int]:
+            ids: list[int] = torch.randint(2, self.vocab, (length,), generator=generator).tolist()
+            return ids
+
+        prompts = [draw(8 + (LONGEST_PROMPT - 8) * group * GROUP // count) for group in range(count // GROUP)]
+        completions = [[*draw(length - 1), EOS] for length in (shares * self.longest).ceil().long().tolist()]
+        return EffectiveBatch(
+            prompt_ids=[prompts[index // GROUP] for index in range(count)],
+            completion_ids=completions,
+            sampling_logprobs=None,
+            advantages=torch.randn(count, generator=generator),
+        )
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        vocabulary = {name: index for index, name in enumerate(["<pad>", "<eos>", *map(str, range(2, self.vocab))])}
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of both trainers, whose names they share."""
+        return {
+            "per_device_train_batch_size": self.completions,
+            "num_generations": GROUP,
+            "max_completion_length": self.longest,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
+            "bf16": torch.cuda.is_available(),
+            "loss_type": "dapo",
+            "beta": 0.0,
+            "max_steps": 1_000_000,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    step: Callable[[], object]
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of one step, as the optimizer gets them."""
+        found: dict[str, Tensor] = {}
+
+        def keep(*_: Any) -> None:
+            named = self.model.named_parameters()
+            found.update({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
+
+        handle = self.optimizer.register_step_pre_hook(keep)
+        self.step()
+        handle.remove()
+        return found
+
+
+class GivenRollouts:
+    """A RolloutEngine that is never called, because the rollouts are given."""
+
+    name, weight_version = "given", 0
+
+    def generate(self, prompt_ids: Any, sampling: Any) -> Rollouts:
+        raise NotImplementedError
+
+    def load_weights(self, named_weights: Any, version: int) -> None:
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def no_reward(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def our_trainer(problem: Problem, reward: Any, *, learning_rate: float = 0.0, **given: Any) -> GRPOTrainer:
+    output = str(Path(tempfile.mkdtemp()) / "run")
+    args = GRPOConfig(output_dir=output, log_completions=False, learning_rate=learning_rate, **problem.options)
+    rows = [{"prompt": "2 3"}] * problem.completions
+    return GRPOTrainer(problem.model(), reward, args, rows, processing_class=problem.tokenizer(), **given)
+
+
+def trl_trainer(problem: Problem, reward: Any, *, kind: Any = None, learning_rate: float = 0.0, **given: Any) -> Any:
+    """TRL's GRPOTrainer, or `kind`, with its defaults and `Problem.options`: AdamW fused, no Liger layers."""
+    import datasets
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the versions of an engine that is not used
+        import trl
+
+        args = trl.GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            learning_rate=learning_rate,
+            **problem.options,
+        )
+        rows = datasets.Dataset.from_list([{"prompt": "2 3"}] * problem.completions)
+        kind = kind or trl.GRPOTrainer
+        return kind(problem.model(), reward, args, rows, processing_class=problem.tokenizer(), **given)
+
+
+def ours(problem: Problem, *, learning_rate: float) -> TrainingStep:
+    """A `GRPOTrainer`, whose step is `Learner.learn`: everything between rewards and the next rollouts."""
+    trainer = our_trainer(problem, no_reward, learning_rate=learning_rate, rollout_engine=GivenRollouts())
+    batch, learner = problem.batch(), trainer.learner
+    return TrainingStep(step=lambda: learner.learn(batch), model=trainer.model, optimizer=learner.optimizer.optimizer)
+
+
+def trl(problem: Problem, *, learning_rate: float, compact: bool = False, fused: bool = False) -> TrainingStep:
+    """TRL's trainer; `compact`: it scores the completion tokens alone; `fused`: it uses our ops."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl import GRPOTrainer as TheirTrainer
+
+        from fused_grpo.integrations.trl import FusedGRPOTrainer
+
+    inputs = padded(problem.batch())
+
+    class GivenBatch(FusedGRPOTrainer if fused else TheirTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, rows: Any) -> dict[str, Tensor]:
+            return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
+
+    trainer = trl_trainer(problem, no_reward, kind=GivenBatch, learning_rate=learning_rate)
+    trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.current_gradient_accumulation_steps = 1
+    model.train()
+
+    def step() -> None:
+        with scoring_completions_alone() if compact else contextlib.nullcontext():
+            trainer.training_step(model, None, None)
+            trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm).item()
+            optimizer.step()
+            model.zero_grad()
+
+    return TrainingStep(step=step, model=model, optimizer=optimizer.optimizer)
+
+
+def padded(batch: EffectiveBatch) -> dict[str, Tensor]:
+    """A batch in the format of TRL's generation: prompts padded on the left, completions on the right."""
+
+    def pad(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+        tensors = [torch.tensor(row) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD, padding_side=side)
+        ones = [torch.ones_like(row) for row in tensors]
+        return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+
+    prompt_ids, prompt_mask = pad(batch.prompt_ids, "left")
+    completion_ids, completion_mask = pad(batch.completion_ids, "right")
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": batch.advantages,
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+@contextlib.contextmanager
+def scoring_completions_alone() -> Iterator[None]:
+    """Make TRL behave as on a device with Triton, where it scores completion tokens alone."""
+    import trl.trainer.utils as module
+
+    asked, module._use_triton = module._use_triton, lambda device: True
+    try:
+        yield
+    finally:
+        module._use_triton = asked

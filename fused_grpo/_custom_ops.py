@@ -1,0 +1,187 @@
+"""The log-prob op, registered with PyTorch: `torch.ops.fused_grpo.linear_logprobs` and its backward pass.
+
+Both have fake kernels, and the forward op has an autograd formula, so `torch.compile(fullgraph=True)` does not break
+the graph. Everything that depends on values happens inside the ops, where the compiler does not trace: checks of
+targets, the selection of rows with a gradient, the choice of the implementation. (`torch.library.custom_op` would do
+the same, but it imports the compiler at the first call, which costs eager users four seconds.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo import _dispatch, logprob_plans
+from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
+from fused_grpo.head import Head
+from fused_grpo.precision import compute_dtype
+from fused_grpo.statistics import Statistics
+
+_OPTIONS = (
+    "float logit_scale, float? softcap, int ignore_index, bool entropy, str impl, int? chunk_bytes, "
+    "bool batch_invariant, bool[] wanted"
+)
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature"
+
+
+torch.library.define(
+    "fused_grpo::linear_logprobs",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor d_hidden)",
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
+)
+torch.library.define(
+    "fused_grpo::linear_logprobs_backward",
+    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor d_hidden, Tensor? grad_logprobs, "
+    f"Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
+)
+
+
+def _linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    entropy: bool,
+    impl: str,
+    chunk_bytes: int | None,
+    batch_invariant: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
+
+    The entropy is [0] unless `entropy`. d log p / d hidden is [0] unless, of (hidden, weight, bias), only the gradient
+    of hidden is `wanted`.
+
+    Rows whose target is `ignore_index` have log p = H = 0.
+    """
+    check_targets(targets, len(weight), ignore_index)
+    check_temperature_values(temperature)
+    kept = targets != ignore_index
+    head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
+    chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
+    # A single launch needs no count of rows. Batch-invariant rows must stay in place.
+    one_launch = chosen == "triton" and not any(wanted)
+    index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
+    options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
+    if _takes_gradient(wanted, batch_invariant):
+        statistics, d_hidden = logprob_plans.forward_with_gradient(
+            head.select(index), _dispatch.passes(chosen), **options
+        )
+    else:
+        options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
+        statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
+    logprobs, entropies, *others = statistics
+    values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
+    if index is not None:
+        sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
+        values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
+    values = [value.masked_fill_(~kept, 0.0) for value in values]
+    return values[0], values[1] if entropy else torch.empty_like(values[0][:0]), values[-1], d_hidden
+
+
+def _named(wanted: list[bool]) -> dict[str, bool]:
+    return dict(zip(("hidden", "weight", "bias"), wanted, strict=True))
+
+
+def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
+    return wanted == [True, False, False] and not batch_invariant
+
+
+@torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
+def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    # len() would specialise the compiled graph to this number of rows.
+    entropy, frozen, count, dtype = (
+        options[4],
+        _takes_gradient(options[8], options[7]),
+        targets.shape[0],
+        compute_dtype(hidden),
+    )
+    logprobs, others = hidden.new_empty(count, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
+    entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
+    d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
+    return logprobs, entropies, others, d_hidden
+
+
+def _linear_logprobs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor,
+    others: Tensor,
+    d_hidden: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    entropy: bool,
+    impl: str,
+    chunk_bytes: int | None,
+    batch_invariant: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""
+    kept = targets != ignore_index
+    g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
+    if not entropy or (grad_entropy is not None and not logprob_plans.may_synchronize(grad_entropy)):
+        grad_entropy = grad_entropy if entropy else None
+    elif grad_entropy is not None and not (grad_entropy != 0).any():
+        grad_entropy = None  # a compiled graph passes zeros where eager mode passes None
+    if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
+        # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
+        return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
+    head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
+    gradients = logprob_plans.backward(
+        head,
+        _dispatch.passes(_dispatch.choose(impl, hidden)),
+        Statistics(logprobs, entropies if entropy else None, *others),
+        grad_logprobs=g,
+        grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
+        wanted=_named(wanted),
+        chunk_bytes=chunk_bytes,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@torch.library.register_fake("fused_grpo::linear_logprobs_backward")  # type: ignore[untyped-decorator]
+def _fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    wanted = zip((hidden, weight, bias), rest[-1], strict=True)
+    return [torch.empty_like(x) for x, want in wanted if want and x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.options = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
+    nothing = (None,) * (2 + len(ctx.options))
+    if grad_logprobs is None and grad_entropy is None:
+        return None, None, None, *nothing
+    gradients = iter(
+        torch.ops.fused_grpo.linear_logprobs_backward(*ctx.saved_tensors, grad_logprobs, grad_entropy, *ctx.options)
+    )
+    return *(next(gradients) if want else None for want in ctx.options[-1]), *nothing
+
+
+for _name, _implementation in (
+    ("linear_logprobs", _linear_logprobs),
+    ("linear_logprobs_backward", _linear_logprobs_backward),
+):
+    torch.library.impl(f"fused_grpo::{_name}", "default", _implementation)
+torch.library.register_autograd("fused_grpo::linear_logprobs", _backward, setup_context=_setup_context)

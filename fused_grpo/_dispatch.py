@@ -1,0 +1,76 @@
+"""Which implementation runs: `impl="auto" | "triton" | "torch" | "reference"`.
+
+"auto" takes Triton for tensors on a GPU for which Triton compiles, and the chunked torch path otherwise. It logs the
+choice once, at INFO. An explicit choice that cannot run raises an error with the reason: nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import UnavailableError
+
+Impl = Literal["auto", "triton", "torch", "reference"]
+logger = logging.getLogger("fused_grpo")
+
+
+def choose(impl: str, hidden: Tensor) -> str:
+    """ "triton", "torch" or "reference" for these tensors.
+
+    Raises:
+        UnavailableError: impl="triton" where it cannot run.
+    """
+    obstacle = why_not_triton(hidden)
+    if impl == "triton" and obstacle:
+        raise UnavailableError(f"got impl='triton', but {obstacle}; fix: impl='auto', which takes the torch path here")
+    if impl != "auto":
+        return impl
+    chosen = "triton" if hidden.is_cuda and not obstacle else "torch"
+    announce(chosen, str(hidden.device.type), obstacle)
+    return chosen
+
+
+def why_not_triton(hidden: Tensor) -> str | None:
+    """The reason that Triton cannot take these tensors, or None where it can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if hidden.dtype == torch.float64:
+        return "its kernels have no fp64"
+    if interpreted and (obstacle := why_not_interpreted()):
+        return obstacle
+    if interpreted and hidden.dtype == torch.bfloat16:
+        return "its interpreter has no bf16 arithmetic (use fp32 or fp16 there)"
+    if not hidden.is_cuda and not interpreted:
+        return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
+    return None
+
+
+@functools.cache
+def why_not_interpreted() -> str | None:
+    """The reason that Triton's interpreter cannot run here, or None where it can. It computes with NumPy."""
+    if importlib.util.find_spec("numpy") is None:
+        return "its interpreter needs NumPy, which is not installed (pip install numpy)"
+    triton, numpy = (importlib.metadata.version(name) for name in ("triton", "numpy"))
+    if triton.startswith("3.6.") and tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
+        return f"the interpreter of triton {triton} cannot use NumPy {numpy} (pip install 'numpy<2.4')"
+    return None
+
+
+@functools.cache
+def announce(chosen: str, device: str, obstacle: str | None) -> None:
+    logger.info("impl='auto' runs the %s path on %s%s", chosen, device, f" ({obstacle})" if obstacle else "")
+
+
+def passes(impl: str) -> ModuleType:
+    """The module with the row passes. `fused_grpo.kernels` has those of `torch_passes.py`, and `logprob_forward`."""
+    return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")

@@ -1,0 +1,149 @@
+"""The size of a chunk or tile of the logits, from shapes and a byte budget.
+
+A chunk or tile of the [N, V] logits is the only large temporary of this library, so its budget sets the memory:
+
+- A **chunk** is whole rows, [R, V]. A gradient that is taken in the forward pass needs it. Each chunk reads W and
+  updates dW once, so below about a thousand rows this traffic, not the GEMMs, sets the time.
+- A **tile** is rows x columns, [R, C]. It suffices where the statistics of the rows are known, or can be merged. If one
+  tile holds all rows, each slice of W is read once and each slice of dW is written once, without an accumulator; but
+  dH, [R, D], accumulates over the tiles. So tiles are tall: all rows, up to twice the side of a square. Beyond that,
+  narrow tiles would spend more time on dH than another sweep over the vocabulary costs.
+
+Without a budget from the caller, a chunk on a GPU has up to 4096 rows, where the GEMMs hide the traffic of dW, within a
+48th of the device's total memory. Free memory is not used for this: the order of a sum would change from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+DEFAULT_TILE_BYTES = 256 * 2**20
+"""8192 rows by 8192 columns of logits."""
+
+# Of a chunk on a GPU: with so many rows its GEMMs, not the traffic of dW, set the time.
+MOST_ROWS = 4096
+MEMORY_SHARE = 48
+
+# A block that stays in the cache of a CPU core. The row passes of `torch_passes.py` use two of them.
+BLOCK_BYTES = 2 * 2**20
+
+# The memory on a CPU beside the chunk or tile: those two blocks, and small tensors.
+_SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
+
+# With tiles of this size, GEMMs on a CPU are almost at full speed.
+CPU_TILE_BYTES = 64 * 2**20
+
+# Whole rows on a CPU: small beside full logits, and enough rows for a fast GEMM.
+CPU_CHUNK_BYTES = 96 * 2**20
+
+# fp32 numbers per cache line, to which columns are aligned.
+_LINE = 16
+
+# With fewer rows nothing is aligned: too much of a column would be padding.
+_LEAST_ALIGNED = 96
+
+# Rows and columns are multiples of this, for GEMM kernels and vectorised loads.
+ALIGNMENT = 128
+
+
+def chunk_budget(chunk_bytes: int | None, device: torch.device) -> int:
+    """The budget of a chunk, in bytes."""
+    if chunk_bytes is not None:
+        return chunk_bytes
+    if device.type == "cpu":
+        return CPU_CHUNK_BYTES
+    return total_memory(device) // MEMORY_SHARE
+
+
+def total_memory(device: torch.device) -> int:
+    """The memory of the device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return MEMORY_SHARE * DEFAULT_TILE_BYTES
+
+
+def _room(budget: int, device: torch.device, slice_bytes: int) -> int:
+    """What remains of the budget for the chunk or tile itself, after the scratch memory of a CPU."""
+    return max(budget - _SCRATCH_BYTES - slice_bytes, budget // 3) if device.type == "cpu" else budget
+
+
+def chunk_rows(
+    num_rows: int,
+    vocab_size: int,
+    *,
+    device: torch.device,
+    itemsize: int,
+    row_bytes: int = 0,
+    slice_bytes: int = 0,
+    chunk_bytes: int | None = None,
+) -> int:
+    """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks."""
+    room = _room(chunk_budget(chunk_bytes, device), device, slice_bytes)
+    most = room // max(1, vocab_size * itemsize + row_bytes)
+    if chunk_bytes is None and device.type != "cpu":
+        most = min(most, MOST_ROWS)
+    most = _aligned_down(most, device)
+    rows = _aligned_up(_evened(num_rows, most), device)
+    return max(1, min(num_rows, rows, most))
+
+
+def tile_shape(
+    num_rows: int,
+    vocab_size: int,
+    *,
+    device: torch.device,
+    itemsize: int,
+    row_bytes: int = 0,
+    column_bytes: int = 0,
+    slice_bytes: int = 0,
+    chunk_bytes: int | None = None,
+) -> tuple[int, int]:
+    """(rows, columns) of the tile for [num_rows, vocab_size] logits of `itemsize` bytes each.
+
+    The budget covers the tile, `row_bytes` for each of its rows and `column_bytes` for each of its columns (copies of
+    hidden states and of W in the dtype of the GEMM), `slice_bytes` once, and on a CPU the two blocks of the row passes.
+    """
+    budget = DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes
+    room = _room(min(budget, CPU_TILE_BYTES) if device.type == "cpu" else budget, device, slice_bytes)
+    tallest = 2 * math.isqrt(room // itemsize)
+    if row_bytes:
+        tallest = min(tallest, room // (4 * row_bytes))
+    rows = _evened(num_rows, tallest)
+    height = column_stride(rows) if device.type == "cpu" else rows
+    widest = (room - rows * row_bytes) // max(1, height * itemsize + column_bytes)
+    widest -= widest % ALIGNMENT if widest >= ALIGNMENT else 0
+    columns = _evened(vocab_size, widest)
+    columns = min(vocab_size, columns + -columns % ALIGNMENT) if widest >= ALIGNMENT else columns
+    return rows, columns
+
+
+def column_stride(rows: int) -> int:
+    """The stride between contiguous columns on a CPU: an odd number of cache lines in fp32, so that columns do not
+    compete for one set of the cache."""
+    return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
+
+
+def _aligned_up(rows: int, device: torch.device) -> int:
+    return column_stride(rows) if device.type == "cpu" else rows + -rows % ALIGNMENT
+
+
+def _aligned_down(rows: int, device: torch.device) -> int:
+    """The largest aligned number of rows up to `rows`, or `rows` itself if it is too small to align."""
+    if device.type == "cpu":
+        return rows if rows < _LEAST_ALIGNED else rows - (rows - _LINE) % (2 * _LINE)
+    return rows if rows < ALIGNMENT else rows - rows % ALIGNMENT
+
+
+def _evened(total: int, most: int) -> int:
+    """The size of the parts if `total` is split into as few and as equal parts of at most `most` as possible."""
+    parts = -(-total // max(1, most))
+    return -(-total // max(1, parts))
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    """Slices of `size` that cover `total`, in order; one empty slice where `total` is 0."""
+    for start in range(0, max(1, total), max(1, size)):
+        yield slice(start, min(start + size, total))

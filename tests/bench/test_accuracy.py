@@ -1,0 +1,56 @@
+"""Errors against fp64: the published ones, and the measurement of a small problem."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.bench import accuracy, pages
+from fused_grpo.bench.heads import peers
+from fused_grpo.bench.heads.work import Work
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+
+
+def test_published_logprobs_are_within_1e_5_and_no_peer_of_a_cpu_is_missing():
+    raw = DOCS / re.search(r"figures: accuracy from (\S+) ", (DOCS / "accuracy.md").read_text())[1]
+    for problem in json.loads(raw.read_text())["problems"]:
+        rows = {row["name"]: row for row in problem["results"]}
+        measured = {name for name, row in rows.items() if "missing" not in row}
+        assert {"full logits", "TRL", "TRL, cast_lm_head_to_fp32"} <= measured
+        assert any(name.startswith("Liger") for name in measured)
+        assert rows.keys() - measured <= {"CCE", "CCE, exact", "verl", "quack"}
+        assert rows["fused-grpo"]["logprobs"]["max"] <= 1e-5
+        assert rows["fused-grpo"]["hidden"]["relative"] <= 1.001 * problem["rounding"]["hidden"]["relative"]
+
+
+def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl.kernels", None)
+    trl = peers.named("TRL")
+    assert trl.logprobs is None
+    assert trl.missing.endswith("fix: pip install trl==1.16.0")
+    row = {"name": trl.name, "version": None, "setting": trl.setting, "missing": trl.missing}
+    assert pages.error_cells(row)[0] == "not measured"
+    assert "pip install trl==1.16.0" in pages.setting_line(row)
+
+
+def test_accuracy_measures_a_small_problem_and_stops_at_a_wrong_implementation():
+    work = Work(kind="logprobs", head="tiny", tokens=64, dtype="bfloat16")
+    rows = [peers.named("fused-grpo"), accuracy.frozen(), accuracy.full_fp32(), accuracy.liger_grpo()]
+    found = accuracy.measure_one(work, 0, [*rows, peers.named("CCE")])
+    ours, frozen, fp32, liger, cce = found["results"]
+    assert ours["logprobs"]["max"] <= 1e-5 <= liger["logprobs"]["max"] <= 0.15
+    assert ours["hidden"]["worst_row"] <= 0.005 < fp32["hidden"]["worst_row"]
+    assert frozen["weight"] is None
+    assert cce["missing"] == "has kernels for GPUs only"
+    assert 10 < found["tokens_above_99_percent"] < 40
+    text = pages.accuracy_table({**work.described(), **found})
+    assert text.startswith("## N=64 in 8 sequences, D=128, V=3001, bfloat16")
+    wrong = replace(rows[0], logprobs=lambda hidden, weight, targets, work: hidden.sum(-1).float())
+    with pytest.raises(AssertionError, match="from fused-grpo"):
+        accuracy.measure_one(work, 0, [wrong])

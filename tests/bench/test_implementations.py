@@ -1,0 +1,283 @@
+"""Implementations and their correctness check: correct ones pass, wrong ones fail, and ops on rows get no padding."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from fused_grpo.bench.heads import peers
+from fused_grpo.bench.heads.correctness import errors_of
+from fused_grpo.bench.heads.implementations import Implementation, dapo, exact, full_logits, over_scored, peer
+from fused_grpo.bench.heads.peers import PEERS, named
+from fused_grpo.bench.heads.suites import EVERYONE
+from fused_grpo.bench.heads.work import HEADS, Work, batch_of, mask_of
+from fused_grpo.bench.memory import allocations_of
+
+COMPILED = {"full logits, compiled", "CCE, torch"}
+NAMES = sorted({*EVERYONE, *PEERS} - {"products alone"})
+WORKS = [
+    Work(kind=kind, head=head, tokens=2048, dtype=dtype, gradients=gradients, uneven=True, idle=0.5)
+    for kind, head, dtype, gradients in product(
+        ("logprobs", "loss"), ("GPT-2", "Gemma-2-2B"), ("float32", "bfloat16"), ("no_grad", "frozen", "trainable")
+    )
+]
+# Each compilation takes seconds: all that differs in what is compiled, once.
+FEW = [
+    Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True),
+    Work(kind="loss", head="Gemma-2-2B", tokens=2048, dtype="bfloat16", gradients="frozen", uneven=True, idle=0.5),
+    Work(kind="logprobs", head="Gemma-2-2B", tokens=2048, gradients="no_grad"),
+]
+TRAINABLE = Work(kind="logprobs", head="tiny", tokens=96, sequences=4, uneven=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Past eight shapes of a function torch.compile gives up."""
+    yield
+    torch.compiler.reset()
+
+
+def works_of(implementation: Implementation) -> list[Work]:
+    found = [w for w in (FEW if implementation.name in COMPILED else WORKS) if implementation.why_not(w, "cpu") is None]
+    if not found:
+        pytest.skip(implementation.why_not(WORKS[-1], "cpu"))
+    return found
+
+
+# torch.compile reads `.grad` of every tensor, and hides the warning unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.full] * (x in COMPILED)) for x in NAMES])
+def test_installed_implementations_pass_the_check(name):
+    implementation = named(name)
+    assert implementation.name == name
+    found = {work.name: errors_of(implementation, work, "cpu") for work in works_of(implementation)}
+    assert not {work.name: found[work.name] for work in works_of(implementation) if found[work.name].too_large(work)}
+
+
+def test_on_a_cpu_only_kernels_for_gpus_are_left_out():
+    absent = {name for name in NAMES if all(named(name).why_not(work, "cpu") is not None for work in WORKS)}
+    assert absent <= {"CCE", "CCE, exact", "verl", "quack"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in COMPILED])
+def test_gradients_are_those_of_the_work(name):
+    implementation = named(name)
+    for work in works_of(implementation):
+        result = implementation.run(batch_of(work.small()), work.small())
+        assert (result.d_hidden is not None) == (work.gradients != "no_grad")
+        assert (result.d_weight is not None) == (work.gradients == "trainable")
+
+
+def negated(hidden, weight, targets, work):
+    logprobs = full_logits(hidden, weight, targets, work)
+    return 2 * logprobs.detach() - logprobs
+
+
+def off_by_one(hidden, weight, targets, work):
+    return full_logits(hidden, weight, (targets + 1) % len(weight), work)
+
+
+def at_another_temperature(hidden, weight, targets, work):
+    return full_logits(hidden / 0.9, weight, targets, work)
+
+
+def half_of_d_weight(hidden, weight, targets, work):
+    half = len(hidden) // 2
+    first, second = (
+        full_logits(h, w, t, work)
+        for h, w, t in (
+            (hidden[:half], weight, targets[:half]),
+            (hidden[half:], weight.detach(), targets[half:]),
+        )
+    )
+    return torch.cat([first, second])
+
+
+def without_softcap(hidden, weight, targets, work):
+    return full_logits(hidden, weight, targets, replace(work, head="tiny"))
+
+
+def nan_gradients(hidden, weight, targets, work):
+    weight = weight * 1
+    weight.register_hook(lambda gradient: gradient * torch.nan)
+    return full_logits(hidden, weight, targets, work)
+
+
+def one_nan(hidden, weight, targets, work):
+    spoiled = torch.zeros(len(hidden))
+    spoiled[3] = torch.nan
+    return full_logits(hidden, weight, targets, work) + spoiled
+
+
+def cut_off(hidden, weight, targets, work):
+    return full_logits(hidden, weight, targets, work).detach().requires_grad_()
+
+
+def unclipped(batch, work):
+    logprobs = over_scored(full_logits, batch, work)
+    ratio = torch.exp(logprobs - batch.old_logprobs) * batch.mask
+    return -(ratio * batch.advantages[:, None]).sum() / batch.mask.sum()
+
+
+def over_the_padding(batch, work):
+    return dapo(over_scored(full_logits, batch, work), batch) * batch.mask.float().mean()
+
+
+ANYWHERE = (off_by_one, at_another_temperature, one_nan)
+WITH_GRADIENT = (negated, cut_off)
+TRAINED = (half_of_d_weight, nan_gradients)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["logprobs", "loss"])
+@pytest.mark.parametrize("wrong", [*ANYWHERE, *WITH_GRADIENT, *TRAINED], ids=lambda wrong: wrong.__name__)
+def test_a_wrong_implementation_is_rejected(wrong, kind, dtype):
+    all_gradients = ("trainable",) if wrong in TRAINED else ("frozen", "trainable")
+    all_gradients += ("no_grad",) if wrong in ANYWHERE else ()
+    implementation = Implementation(name="wrong", version=None, setting="", logprobs=wrong)
+    for gradients in all_gradients:
+        work = Work(kind=kind, head="GPT-2", tokens=2048, dtype=dtype, gradients=gradients)
+        errors = errors_of(implementation, work, "cpu")
+        assert errors.too_large(work), (gradients, errors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [unclipped, over_the_padding], ids=lambda wrong: wrong.__name__)
+def test_a_wrong_loss_over_right_logprobs_is_rejected(wrong, dtype):
+    work = Work(kind="loss", head="GPT-2", tokens=2048, dtype=dtype, uneven=True)
+    assert errors_of(Implementation(name="wrong", version=None, setting="", loss=wrong), work, "cpu").too_large(work)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_has_a_softcap_where_the_work_has_one(dtype):
+    assert HEADS["Gemma-2-2B"].softcap == Work(kind="loss", head="Gemma-2-2B", tokens=8).small().shape.softcap
+    assert Work(kind="loss", head="GPT-2", tokens=8).small().shape.softcap is None
+    work = Work(kind="logprobs", head="Gemma-2-2B", tokens=2048, dtype=dtype)
+    implementation = Implementation(name="wrong", version=None, setting="", logprobs=without_softcap)
+    assert errors_of(implementation, work, "cpu").too_large(work)
+
+
+def test_a_work_without_any_gradient_is_not_a_division_by_zero():
+    work = Work(kind="loss", head="GPT-2", tokens=2048, idle=1.0)
+    assert not errors_of(named("full logits"), work, "cpu").too_large(work)
+    implementation = Implementation(
+        name="wrong", version=None, setting="", loss=lambda batch, work: batch.hidden.sum() * 1e-12
+    )
+    assert errors_of(implementation, work, "cpu").too_large(work)
+
+
+def test_a_small_work_has_sequences_with_an_advantage():
+    for share in (0.1, 0.5, 0.9):
+        busy = batch_of(Work(kind="loss", head="GPT-2", tokens=2048, idle=share).small()).advantages != 0
+        assert busy.any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in COMPILED])
+def test_ops_on_rows_get_no_padding(name):
+    implementation = named(name)
+    works_of(implementation)
+    if implementation.loss is not None:
+        pytest.skip("takes the padded batch, and the mask with it")
+    batch = batch_of(TRAINABLE)
+    right, padding = exact(batch, TRAINABLE), ~batch.mask.bool()
+    hidden = batch.hidden.detach().masked_fill(padding[..., None], torch.nan).requires_grad_()
+    poisoned = batch._replace(hidden=hidden, targets=batch.targets.masked_fill(padding, 10**9))
+    result = implementation.run(poisoned, TRAINABLE)
+    assert padding.any()
+    torch.testing.assert_close(result.value.double(), right.value, rtol=0, atol=2e-5)
+    torch.testing.assert_close(result.d_hidden.double(), right.d_hidden, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(result.d_weight.double(), right.d_weight, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "uneven"), [(2048, False), (2048, True), (96, True), (100, False)])
+def test_lengths_add_up_to_the_tokens_that_are_scored(tokens, uneven):
+    mask = mask_of(Work(kind="loss", head="tiny", tokens=tokens, uneven=uneven))
+    lengths = mask.sum(1)
+    assert lengths.sum() == tokens
+    assert lengths.min() >= 1
+    assert (lengths.max() > 1.5 * lengths.double().mean()) == uneven
+    assert (mask == (torch.arange(mask.shape[1]) < lengths[:, None])).all()
+
+
+@pytest.mark.parametrize("gradients", ["no_grad", "frozen", "trainable"])
+@pytest.mark.parametrize("kind", ["logprobs", "loss"])
+def test_the_floor_is_the_products_of_the_work_and_nothing_else(kind, gradients, monkeypatch):
+    work, shapes, multiply = replace(TRAINABLE, kind=kind, gradients=gradients), Counter(), torch.mm
+    batch, floor = batch_of(work), named("products alone")
+    assert floor.why_not(work, "cpu") is None
+    floor.run(batch, work)
+
+    def counted(a, b, *, out):
+        shapes[tuple(out.shape)] += 1
+        return multiply(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    floor.run(batch, work)
+    n, d, v = work.tokens, *work.shape[:2]
+    expected = {(n, v): 2 if (kind, gradients) == ("logprobs", "trainable") else 1}
+    expected |= {(n, d): 1} if gradients != "no_grad" else {}
+    assert shapes == (expected | {(v, d): 1} if gradients == "trainable" else expected)
+    assert shapes.total() == work.products
+    assert allocations_of(lambda: floor.run(batch, work), "cpu").peak == 0
+
+
+def test_the_floor_follows_when_the_work_changes():
+    floor = named("products alone")
+    for tokens in (96, 48):
+        work = replace(TRAINABLE, tokens=tokens)
+        assert floor.forward(batch_of(work), work).shape == (tokens, work.shape.vocab)
+
+
+def test_names_are_unique_and_the_floor_comes_first():
+    everyone = peers.everyone()
+    names = [implementation.name for implementation in everyone]
+    assert set(names) == {*NAMES, "products alone"}
+    assert len(set(names)) == len(names)
+    assert names[0] == "products alone"
+    assert [implementation.floor for implementation in everyone] == [True] + [False] * (len(names) - 1)
+
+
+def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    for name, make in PEERS.items():
+        implementation = make()
+        why = implementation.why_not(TRAINABLE, "cpu")
+        assert implementation.name == name
+        assert implementation.version is None
+        assert why.startswith("is not installed; fix: pip install ")
+    assert PEERS["verl"]().missing.endswith("pip install verl==0.9.1")
+    assert PEERS["torch core"]().missing.endswith("pip install 'torch>=2.13'")
+
+
+def test_a_peer_is_absent_whatever_error_its_import_raises():
+    def load():
+        raise OSError("libcudart.so.99: cannot open shared object file")
+
+    why = peer("broken", "torch==1.0", "", load).why_not(TRAINABLE, "cpu")
+    assert why == "OSError: libcudart.so.99: cannot open shared object file; fix: pip install torch==1.0"
+
+
+def test_without_a_compiler_compiled_implementations_are_absent(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    for name in COMPILED:
+        assert "no C++ compiler, /nowhere/c++; fix:" in named(name).why_not(TRAINABLE, "cpu")
+
+
+def test_trls_op_is_timed_where_its_trainer_cannot_be_imported(monkeypatch):
+    """As where `datasets` is missing, which the op does not need; bitwise equal to the run with the trainer."""
+    pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
+    work, width = Work(kind="logprobs", head="tiny", tokens=16, sequences=4), peers._width_of_trl()
+    whole = named("TRL").run(batch_of(work), work)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    assert peers._width_of_trl() == width
+    for mine, expected in zip(named("TRL").run(batch_of(work), work), whole, strict=True):
+        assert torch.equal(mine, expected)

@@ -1,0 +1,133 @@
+"""Figures in pages are equal to those of their raw files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.bench.pages import END, PAGES, START, figures, main
+from fused_grpo.errors import DataError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_pages_of_this_repository_are_current(capsys):
+    """fix: python -m fused_grpo.bench.pages"""
+    assert main(["--check", *(str(ROOT / page) for page in PAGES)]) == 0, capsys.readouterr()
+
+
+def test_the_pages_with_figures_have_blocks():
+    for name in ("README.md", "docs/accuracy.md", "docs/predictions.md"):
+        assert START.search((ROOT / name).read_text()), f"{name} has no block of figures"
+
+
+@pytest.fixture
+def page(build, saved, tmp_path):
+    """A page with one block, in a folder below that of its file."""
+    saved(build.result())
+
+    def make(what="loss", path="../result.json"):
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        found = tmp_path / "docs" / "page.md"
+        found.write_text(f"Before.\n<!-- figures: {what} from {path} -->\nold\n{END}\nAfter.\n")
+        return found
+
+    return make
+
+
+def test_a_block_is_rewritten_and_nothing_else(page):
+    found = page()
+    assert main([str(found)]) == 0
+    text = found.read_text()
+    assert re.match(r"Before\.\n<!-- figures: loss from \.\./result\.json -->\n", text)
+    assert "| fused-grpo 1.2.3 | **1.10** | 1.10 | **250** | 4.0e-07 |" in text
+    assert "Raw file: [result.json](../result.json).\n<!-- end of figures -->\nAfter.\n" in text
+    assert "old" not in text
+    assert main([str(found)]) == 0
+    assert found.read_text() == text
+
+
+def test_check_changes_nothing_and_fails_until_it_is_current(page, capsys):
+    found = page()
+    before = found.read_text()
+    assert main(["--check", str(found)]) == 1
+    assert f"fix: python -m fused_grpo.bench.pages {found}" in capsys.readouterr().out
+    assert found.read_text() == before
+    main([str(found)])
+    assert main(["--check", str(found)]) == 0
+
+
+def test_every_block_of_a_page_is_rewritten(page):
+    found = page()
+    found.write_text(found.read_text() + f"\n<!-- figures: machine from ../result.json -->\n{END}\n")
+    main([str(found)])
+    assert found.read_text().count("Raw file") == 2
+    assert "Measured on cpu-2-cores (Intel Xeon, 2 CPU cores" in found.read_text()
+
+
+def test_a_block_may_select_a_group(build, saved, page):
+    work = build.WORK.__class__(kind="logprobs", head="GPT-2", tokens=128)
+    saved(build.result([build.head("fused-grpo"), build.head("fused-grpo", work)]))
+    found = page("logprobs of GPT-2, N=128")
+    assert main([str(found)]) == 0
+    assert f"{work.name}:\n\n" in found.read_text()
+
+
+def test_peers_that_win_and_those_that_are_absent_show(build, saved, page):
+    fast = build.head("Liger GRPO", seconds=1.02, peak_bytes=2**20)
+    absent = [{"group": build.WORK.name, "implementation": "verl", "why": "not installed"}]
+    saved(build.result([build.head("fused-grpo"), fast], absent=absent))
+    found = page()
+    main([str(found)])
+    assert "| Liger GRPO 1.2.3 | **1.02** | - | **1.00** | 9.0e-06 |" in found.read_text()
+    assert "| fused-grpo 1.2.3 | 1.10 | - | 250 | 4.0e-07 |" in found.read_text()
+    assert "Not measured here: verl." in found.read_text()
+
+
+def test_trainers_have_their_speed(build, saved):
+    extra = {"completion_tokens_per_second": 2446.3, "peak_bytes": 2**29}
+    rival = {"completion_tokens_per_second": 368.4, "peak_bytes": 2**32}
+    trainers = [
+        build.other("training phase", "fused-grpo trainer", 0.69, **extra),
+        build.other("training phase", "TRL", 4.6, **rival),
+    ]
+    path = saved(build.result([build.head("fused-grpo"), *trainers]))
+    text = figures("trainer", None, path)
+    assert text.startswith("training phase:\n\n|  | time (s) | spread | completion tokens/s | peak memory (MiB) |")
+    assert "| fused-grpo trainer | **0.690** | 5% | 2,446 | **512** |" in text
+    with pytest.raises(DataError, match="want one of: training phase; fix"):
+        figures("trainer", "evaluation", path)
+
+
+@pytest.mark.parametrize(
+    ("what", "path", "says"),
+    [
+        (
+            "speed",
+            "../result.json",
+            "got the figures 'speed', want loss, logprobs, trainer, machine, accuracy or predictions",
+        ),
+        ("logprobs", "../result.json", "got no group with logprobs"),
+        ("loss", "../other.json", "got no file at"),
+    ],
+)
+def test_a_block_that_cannot_be_filled_is_an_error_and_not_a_gap(page, capsys, what, path, says):
+    found = page(what, path)
+    before = found.read_text()
+    assert main([str(found)]) == 2
+    assert says in capsys.readouterr().err
+    assert found.read_text() == before
+
+
+def test_a_block_without_an_end_is_refused(page, capsys):
+    found = page()
+    found.write_text(found.read_text().replace(END, ""))
+    assert main([str(found)]) == 2
+    assert "without its end" in capsys.readouterr().err
+
+
+def test_a_page_that_is_not_there_is_no_pass(tmp_path, capsys):
+    assert main(["--check", str(tmp_path / "none.md")]) == 2
+    assert "none.md" in capsys.readouterr().err

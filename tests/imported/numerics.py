@@ -1,0 +1,26 @@
+"""How errors are measured, and the rule for them: at most twice the error of plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_as_exact(ours: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
+    """Error against fp64 at most twice that of plain torch in fp32 from the same inputs, on maximum and RMS."""
+    assert torch.equal(ours.isinf(), exact.isinf()), f"{what}: infinite in other places"
+    ours, plain, exact = (x.masked_fill(exact.isinf(), 0.0) for x in (ours, plain, exact))
+    # A single number may come out right by luck in plain fp32, the largest of a few hundred nearly so; many cannot.
+    ulps, scale = (4 if exact.numel() > 1000 else 16, largest(exact)) if exact.ndim else (32, max(1.0, largest(exact)))
+    floor = ulps * torch.finfo(ours.dtype).eps * scale
+    for norm in (largest, rms):
+        error, allowed = norm(ours.double() - exact), 2 * norm(plain.double() - exact) + floor
+        assert error <= allowed, f"{what}: {norm.__name__} error {error:.3e}, allowed {allowed:.3e}"
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0

@@ -1,0 +1,42 @@
+"""Options out of range are refused by name, with what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer import GRPOConfig
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0, want > 0"),
+        ({"num_generations": 1}, "num_generations=1"),
+        ({"epsilon": -1}, "epsilon=-1"),
+        ({"loss_type": "ppo"}, "loss_type='ppo'"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"scale_rewards": "std"}, "scale_rewards='std'"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"adam_beta2": 2.0}, "adam_beta2=2.0"),
+        ({"ddp_timeout": 10**18}, "ddp_timeout=1000000000000000000, want seconds, 100000000 at most"),
+        ({"reward_timeout": INF}, "reward_timeout=inf"),
+        ({"num_train_epochs": INF}, "num_train_epochs=inf, want a finite number"),
+        ({"warmup_steps": INF}, "warmup_steps=inf"),
+        ({"seed": -1}, "seed=-1, want a number from 0 to 2147483647"),
+        ({"data_seed": 2**31}, "data_seed=2147483648"),
+        ({"entropy_target": NAN}, "entropy_target=nan"),
+        ({"entropy_coef_delta": NAN}, "entropy_coef_delta=nan"),
+        ({"entropy_coef_min": NAN}, "entropy_coef_min=nan"),
+    ],
+)
+def test_a_config_out_of_range_is_refused(option, message):
+    with pytest.raises(InputError, match=message):
+        GRPOConfig(**option)
+
+
+def test_a_loss_of_the_completion_length_gets_it():
+    assert GRPOConfig(loss_type="dr_grpo", max_completion_length=77).loss_config().max_completion_length == 77

@@ -1,0 +1,7 @@
+"""Names of the files that a run leaves in its output directory, beside its checkpoints and its final model."""
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+RUN_FILE = "run.json"
+REPORT_FILE = "report.html"
+REWARD_FILE = "reward.svg"
