@@ -293,7 +293,8 @@ class GRPOTrainer:
     def _restore(self, checkpoint: Path) -> None:
         """Everything as it was when `checkpoint` was saved, the logs included."""
         self.buffer, self.eval_before = restore(checkpoint, self.learner, self.collector)
-        self.state.global_step, self.state.epoch = self.step, self.epoch()
+        epoch: Any = self.epoch()  # None is not in transformers' type
+        self.state.global_step, self.state.epoch = self.step, epoch
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
                 rewind_logs(self.output_dir, self.step)

@@ -114,7 +114,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
         _check_same_run(learner, numbers["run"], checkpoint)
-        weights = read_adapter(model, checkpoint) if adapted else read_weights(model, checkpoint)
+        weights: dict[str, Any] = read_adapter(model, checkpoint) if adapted else read_weights(model, checkpoint)
         mine = files.read_tensors(checkpoint, files.process_file(rank))
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved = numbers["buffers"][str(rank)]
