@@ -24,9 +24,9 @@ class HeadGradients:
 
     With `one_group` of rows, one GEMM writes each slice of dW, without an accumulator. With more row groups dW
     accumulates in fp32 (fp64 for fp64). db always does, and dH where a row has more than one tile. `scale` multiplies
-    the d-logits, and the gradients are multiplied by its inverse. `hidden_dtype` is the dtype of dH if it will be summed further
-    before it is rounded. Without `every_row`, some rows may be missing in the sweep. Unless `rounded`, dW stays in the
-    dtype of its accumulator.
+    the d-logits, and the gradients are multiplied by its inverse. `hidden_dtype` is the dtype of dH if it will be
+    summed further before it is rounded. Without `every_row`, some rows may be missing in the sweep. Unless `rounded`,
+    dW stays in the dtype of its accumulator.
     """
 
     def __init__(

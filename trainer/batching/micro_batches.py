@@ -139,7 +139,7 @@ def pack(
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
     starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
-    # Left-over places continue the sequence before them, which never attends to them: rows of one sequence need no mask.
+    # Padding continues the sequence before it, which never attends to it: rows of one sequence need no mask.
     position_ids = torch.arange(row_length).repeat(num_rows)
     for start, prompt, completion in sorted(zip(starts, prompts, completions, strict=True)):
         tokens = torch.tensor([*prompt, *completion])

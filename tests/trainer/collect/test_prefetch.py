@@ -56,7 +56,7 @@ def test_the_engine_samples_while_the_optimizer_is_at_work(make_trainer):
 
 
 def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
-    """The second step of a run with prefetched rollouts: rho, current to sampling weights, times the on-policy gradient."""
+    """Of the second step: rho, of current to sampling weights, times the on-policy gradient."""
     norms = {}
     for correction in (True, False):
         trainer = make_trainer(**PREFETCH | {"max_steps": 2}, vllm_importance_sampling_correction=correction)
