@@ -18,6 +18,9 @@ from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 
+_TENSORS = ("rewards", "per_function", "dropped")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollouts:
     """Rollouts and their rewards."""
@@ -47,6 +50,7 @@ class ScoredRollouts:
             return [values[index] for index in members]
 
         logprobs = rollouts.sampling_logprobs
+        tensors: dict[str, Any] = {name: getattr(self, name)[members] for name in _TENSORS}
         return replace(
             self,
             rollouts=replace(
@@ -59,7 +63,7 @@ class ScoredRollouts:
             ),
             rows=some(self.rows),
             completions=some(self.completions),
-            **{name: getattr(self, name)[members] for name in ("rewards", "per_function", "dropped")},
+            **tensors,
             extra={name: some(values) for name, values in self.extra.items()},
         )
 
@@ -73,6 +77,7 @@ class ScoredRollouts:
             return None if any(value is None for value in values) else [entry for some in values for entry in some]
 
         names = dict.fromkeys(name for part in rounds for name in part.metrics)
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in rounds]) for name in _TENSORS}
         return replace(
             first,
             rollouts=replace(
@@ -84,10 +89,7 @@ class ScoredRollouts:
                 extra=_common_columns([part.extra for part in rollouts]),
             ),
             **{name: lists(rounds, name) for name in ("rows", "completions")},
-            **{
-                name: torch.cat([getattr(part, name) for part in rounds])
-                for name in ("rewards", "per_function", "dropped")
-            },
+            **tensors,
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
             metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
             extra=_common_columns([part.extra for part in rounds]),
