@@ -17,7 +17,6 @@ from fused_grpo.trainer.data.prompts import as_completion, prompt_text
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
-
 _TENSORS = ("rewards", "per_function", "dropped")
 
 
