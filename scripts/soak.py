@@ -100,6 +100,7 @@ def train_steadily(folder: Path, engines: Sequence[str], deadline: float, seed: 
         "server": {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}", "max_steps": 60},
         "vllm": {"use_vllm": True, "max_steps": 10**6},
     }
+    options["server"]["top_p"] = 0.9  # the log-probs of this server are not the model's, so that they are not compared
     counts, errors, failures, fruitless = Counter[str](), Counter[str](), list[str](), 0
     while not failures and (counts["runs"] < len(engines) or time.monotonic() < deadline):
         engine = engines[counts["runs"] % len(engines)]
@@ -118,6 +119,7 @@ def train_steadily(folder: Path, engines: Sequence[str], deadline: float, seed: 
             if time.monotonic() < deadline:
                 continue
         counts["runs"] += 1
+        counts[f"{engine} checkpoints"] += len(checkpoints(folder / "run"))
         shutil.rmtree(folder / "run", ignore_errors=True)
     counts["reward calls"] = failing.calls
     return {"engines": engines, **counts, "reward faults": failing.faults, "errors": errors, "failures": failures}
@@ -187,7 +189,7 @@ def serve(port: int, seed: int) -> None:
     draw, server = random.Random(seed), FakeServer(port)
     server.faults = iter(lambda: draw.choices([None, 500, "cut off", "no answer"], weights=[97, 1, 1, 1])[0], "")
     for _ in range(draw.randrange(20, 240)):
-        server.refuses_weights, server.ignores_weights = draw.random() < 0.01, draw.random() < 0.01
+        server.refuses_weights = draw.random() < 0.01
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 

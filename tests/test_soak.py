@@ -32,6 +32,8 @@ def test_a_soak_of_seconds_trains_under_faults_and_leaves_nothing(farm, tmp_path
     steady, killed = found["tracks"]["steady"], found["tracks"]["killed"]
     assert steady["runs"] == 2
     assert steady["reward calls"] > 0
+    assert steady["transformers checkpoints"] > 0
+    assert steady["server checkpoints"] > 0
     assert killed["starts"] >= killed["runs"] >= 1
 
 

@@ -33,8 +33,13 @@ from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
-from fused_grpo.trainer.distributed.sharding import is_sharded, prepare_sharding, reshard, shard_like_policy
-from fused_grpo.trainer.engines import checkpoint_weights
+from fused_grpo.trainer.distributed.sharding import (
+    checkpoint_weights,
+    is_sharded,
+    prepare_sharding,
+    reshard,
+    shard_like_policy,
+)
 from fused_grpo.trainer.models.adapters import as_reference, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.policy import PolicyLoss

@@ -1,4 +1,4 @@
-"""Accelerate with DDP or FSDP2: how a policy is sharded across ranks, and its full state dict gathered.
+"""Accelerate with DDP or FSDP2: how a policy is sharded across ranks, and how its full weights are gathered.
 
 Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
 reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
@@ -7,6 +7,7 @@ A reference is sharded as the policy is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
 from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
@@ -99,3 +101,18 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if is_sharded(value) and id(value) not in gathered:
             gathered[id(value)] = value.detach().full_tensor().cpu()
     return {name: gathered.get(id(value), value).detach() for name, value in state.items()}
+
+
+def checkpoint_weights(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
+
+    An adapter is merged. Weights that FSDP2 has sharded are gathered in every process: all of them have to call this.
+    Equals, without either,
+        model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if is_adapted(model):
+        return merged_weights(model)
+    weights: dict[str, Tensor] = revert_weight_conversion(model, full_state_dict(model))
+    return weights.items()

@@ -9,13 +9,12 @@ function.py               a `rollout_func` of the user
 response_checks.py        checks of what an engine returns; the trainer calls engines through this module
 weight_check.py           checks that engine and trainer have the same weights
 sampling.py               prompts, stop tokens, seeds and sampling options, the same for all engines
-weights.py                the trainer's weights by name and as files, and tied heads
+weights.py                files of weights for other processes, and tied heads
 """
 
 from __future__ import annotations
 
 from fused_grpo.trainer.engines.engine import RolloutEngine
 from fused_grpo.trainer.engines.weight_check import check_same_weights
-from fused_grpo.trainer.engines.weights import checkpoint_weights
 
-__all__ = ["RolloutEngine", "check_same_weights", "checkpoint_weights"]
+__all__ = ["RolloutEngine", "check_same_weights"]

@@ -1,4 +1,4 @@
-"""The trainer's weights as engines take them: under the names of a checkpoint, with a tied head untied, or as files.
+"""What engines do with the trainer's weights: a tied head is untied, and other processes read files.
 
 **Tied heads.** vLLM's CPU build repacks the head when it starts and, where the head is tied, never again: after a sync
 it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
@@ -29,30 +29,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fused_grpo.trainer.distributed.sharding import full_state_dict
-from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARED_MEMORY = "/dev/shm"
 _SHARD_BYTES = 2 << 30
 _PREFIX = "fused-grpo-weights-"
-
-
-def checkpoint_weights(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
-    """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
-
-    An adapter is merged. Weights that FSDP2 has sharded are gathered in every process: all of them have to call this.
-    Equals, without either,
-        model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if is_adapted(model):
-        return merged_weights(model)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, full_state_dict(model))
-    return weights.items()
 
 
 @dataclass(frozen=True)

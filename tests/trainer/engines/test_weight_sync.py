@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines import check_same_weights, checkpoint_weights
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.engines import check_same_weights
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fused_grpo.trainer.engines import checkpoint_weights, weights
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.engines import weights
 from fused_grpo.trainer.engines.weights import Tie, published
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.saved_weights import read_adapter
-from fused_grpo.trainer.engines import checkpoint_weights
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.lora import VLLMAdapterEngine

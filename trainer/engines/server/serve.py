@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.vllm.start import save_config
-from fused_grpo.trainer.engines.weights import Tie, checkpoint_weights, write_weights
+from fused_grpo.trainer.engines.weights import Tie, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
