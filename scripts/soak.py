@@ -271,7 +271,7 @@ def soak(folder: Path, *, minutes: float, seed: int, vllm: bool) -> dict[str, An
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python scripts/soak.py", description="Train under faults for a while.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time after which no new step begins")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration; memory levels off after about ten")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the faults")
     parser.add_argument("--out", type=Path, default=Path("runs/soak.json"), help="file that the figures are written to")
     parser.add_argument("--vllm", action="store_true", help="also train with a real vLLM engine all the time")
