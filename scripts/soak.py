@@ -126,7 +126,7 @@ def train_steadily(folder: Path, engines: Sequence[str], deadline: float, seed: 
 
 
 def make_trainer(output_dir: Path, rewards: list[Any], **options: Any) -> GRPOTrainer:
-    """A trainer of a tiny model; it resumes from the newest whole checkpoint where there is one."""
+    """A trainer of a tiny model; it resumes from the newest complete checkpoint where there is one."""
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     shape |= {"num_generations": 4, "max_completion_length": 6, "vllm_max_model_length": 64}
     faults = {"reward_failure": "drop", "reward_timeout": HANG_SECONDS / 2, "vllm_server_timeout": 15.0}
@@ -154,7 +154,7 @@ def kill_and_resume(folder: Path, deadline: float, seed: int) -> dict[str, Any]:
 
 
 def train_once(output_dir: Path) -> None:
-    """Ten steps in all: from the newest whole checkpoint, or from the beginning."""
+    """Ten steps in all: from the newest complete checkpoint, or from the beginning."""
     how = "resume" if checkpoints(output_dir) else "fresh"
     resume_run.main(str(output_dir), "transformers", how, "nowhere", "0")
 

@@ -106,19 +106,19 @@ class Learner:
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = merge_floats(gather_object([mine]))
             metrics["grad_norm"] = self._clip()
-            admitted = self.nonfinite.admits(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
-            if check is not None and admitted:
+            may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
+            if check is not None and may_update:
                 check(metrics)
             metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
-            if admitted:
+            if may_update:
                 self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
-        if admitted:
+        if may_update:
             self.scheduler.step()
         self.step += 1
         metrics |= self.nonfinite.metrics()
-        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] and admitted else None)
+        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] and may_update else None)
         self._follow_with_reference()
         if batch.old_logprobs is None:
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))

@@ -50,19 +50,19 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
-from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
 from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
+from fused_grpo.trainer.engines.checked_calls import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
-from fused_grpo.trainer.engines.function import FunctionEngine
-from fused_grpo.trainer.engines.response_checks import sync
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.logging.metrics import rewind_logs
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
-from fused_grpo.trainer.models.adapters import adapt, base_model, files_of, is_adapted
+from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted, saver_of
 from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
 
 
@@ -235,7 +235,7 @@ class GRPOTrainer:
         weights = self.learner.weights()
         with all_ranks_succeed(self.accelerator, f"saving {output_dir}"):
             if self.accelerator.is_main_process:
-                files_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
+                saver_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
                 self.processing_class.save_pretrained(str(output_dir))
         return Path(output_dir)
 
@@ -308,7 +308,7 @@ class GRPOTrainer:
         if self.args.generate_ahead:
             with all_ranks_succeed(self.accelerator, "sampling"):
                 drawn = self.collector.draw(self.engine, phases)
-            steps = self.args.steps_per_rollout(self.accelerator.num_processes) * self.args.num_iterations
+            steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes) * self.args.num_iterations
             if self.step + steps < self.max_steps:
                 self._sync_engine(phases)
                 with all_ranks_succeed(self.accelerator, "requesting the next batch"):
@@ -381,7 +381,7 @@ class GRPOTrainer:
                 state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
                 save_checkpoint(
                     directory,
-                    model=files_of(self.model),
+                    model=saver_of(self.model),
                     tokenizer=self.processing_class,
                     trainer_state=state,
                     state_dict=weights,
@@ -436,7 +436,7 @@ class GRPOTrainer:
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
                 weights = self.learner.served_weights()
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
-                    sync(self.engine, weights, version=self.step)
+                    checked_load_weights(self.engine, weights, version=self.step)
 
     def _planned_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -446,7 +446,7 @@ class GRPOTrainer:
         processes = self.accelerator.num_processes
         prompts = self.sampler.num_prompts * self.args.num_train_epochs
         generations: int = math.ceil(prompts / (self.prompts_per_process * processes))
-        return generations * self.args.steps_per_rollout(processes) * self.args.num_iterations
+        return generations * self.args.optimizer_steps_per_generation(processes) * self.args.num_iterations
 
     def _due(self, every: float | None) -> bool:
         """True after every `every` steps but the last, after which `_finish` evaluates and saves."""

@@ -58,7 +58,7 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """What one optimizer step learns from, on this rank: B sequences in order, whole groups."""
+    """This rank's sequences of one optimizer step: whole groups, until they are balanced across ranks."""
 
     prompt_ids: list[list[int]]  # B
     completion_ids: list[list[int]]  # B

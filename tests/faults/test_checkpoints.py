@@ -22,7 +22,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from fused_grpo.trainer.checkpoint.resume import restore
-from fused_grpo.trainer.logging.metrics import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
+from fused_grpo.trainer.logging.run_log import METRICS_FILE, ROLLOUTS_FILE, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"

@@ -10,7 +10,7 @@ import pytest
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, save_checkpoint, verify_checkpoint
-from fused_grpo.trainer.logging.metrics import METRICS_FILE, RunLog, read_metrics
+from fused_grpo.trainer.logging.run_log import METRICS_FILE, RunLog, read_metrics
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 SAVE = Path(__file__).with_name("save_run.py")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fused_grpo.trainer.engines import weights as weight_files
-from fused_grpo.trainer.engines.weights import published, remove_abandoned
+from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_weight_files
 
 SCRIPT = """
 import sys, time, torch
 from fused_grpo.trainer.engines import weights as weight_files
 weight_files._SHARED_MEMORY = sys.argv[1]
-with weight_files.published([("weight", torch.zeros(8))]) as folder:
+with weight_files.temporary_weight_files([("weight", torch.zeros(8))]) as folder:
     print("published", folder, flush=True)
     time.sleep(60)
 """
@@ -48,7 +48,7 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(t
     theirs = [process.output.split()[1] for process in (dead, living)]
     dead.kill()
     assert dead.wait() == -9
-    with time_limit(5), published(weights) as mine:
+    with time_limit(5), temporary_weight_files(weights) as mine:
         assert {str(path) for path in shared.iterdir()} == {theirs[1], str(mine)}
     living.kill()
     assert living.wait() == -9
@@ -57,7 +57,7 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(t
 def test_in_a_directory_that_other_machines_may_share_nothing_is_removed(tmp_path):
     theirs = tmp_path / "fused-grpo-weights-x"
     theirs.mkdir()
-    with published([("weight", torch.ones(8))], directory=str(tmp_path)):
+    with temporary_weight_files([("weight", torch.ones(8))], directory=str(tmp_path)):
         assert theirs.exists()
 
 
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_ends_no_sync(tmp_path, monkeypatch):
     theirs.mkdir()
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(tmp_path))
-    with published([("weight", torch.ones(8))]) as mine:
+    with temporary_weight_files([("weight", torch.ones(8))]) as mine:
         assert set(tmp_path.iterdir()) == {theirs, mine}
 
 

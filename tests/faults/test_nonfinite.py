@@ -57,11 +57,11 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, m
     monkeypatch.setattr("fused_grpo.trainer.distributed.nonfinite.save_file", full)
     steps, metrics = NonFiniteSteps(tmp_path, rank=0, limit=1), {"loss": float("nan"), "grad_norm": 1.0}
     evidence = full if fails == "evidence" else lambda: {"rewards": torch.ones(2)}
-    assert steps.admits(metrics, 1, evidence) is False
+    assert steps.may_update(metrics, 1, evidence) is False
     lost = "its batch is lost (20 GiB)" if fails == "evidence" else "its batch is lost (I/O error: No space left"
     assert lost in caplog.text
     with pytest.raises(NonFiniteError, match=r"in step 2 and in 1 step\(s\) before it.* its batch is lost"):
-        steps.admits(metrics, 2, evidence)
+        steps.may_update(metrics, 2, evidence)
 
 
 def test_steps_without_numbers_are_skipped_up_to_the_limit(farm, tmp_path):

@@ -15,7 +15,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.server.serve import server_command
 from fused_grpo.trainer.engines.vllm import start as vllm_start
-from fused_grpo.trainer.engines.weights import published
+from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 SECRET = "planted0123456789abcdefplanted0123"
@@ -70,7 +70,7 @@ def test_the_process_groups_of_an_engine_alone_stay_on_this_machine(monkeypatch,
 
 
 def test_what_is_written_for_a_server_is_the_users_alone(tmp_path):
-    with published([("weight", torch.zeros(2))], directory=str(tmp_path)) as folder:
+    with temporary_weight_files([("weight", torch.zeros(2))], directory=str(tmp_path)) as folder:
         assert (stat.S_IMODE(folder.stat().st_mode), len(list(folder.iterdir()))) == (0o700, 1)
 
 

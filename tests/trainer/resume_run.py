@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.checkpoint import checkpoint
-from fused_grpo.trainer.logging import metrics
+from fused_grpo.trainer.logging import run_log
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
@@ -69,7 +69,7 @@ def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
         case "generation":
             trainer.engine.generate = dying(trainer.engine.generate)
         case "logging":
-            metrics._append = dying(metrics._append, after=half_a_record)
+            run_log._append = dying(run_log._append, after=half_a_record)
         case "accumulation":
             trainer.learner._backward = dying(trainer.learner._backward, on_call=2)
         case "saving":

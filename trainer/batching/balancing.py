@@ -1,4 +1,4 @@
-"""Sequences of an optimizer step are assigned anew to the ranks, so that no rank waits for the one with the longest.
+"""Sequences of an optimizer step are reassigned to the ranks, so that no rank waits for the one with the longest.
 
 Completions differ in length by an order of magnitude, and every rank waits for the slowest in each step. Advantages are
 known by then and the loss is normalised over all ranks, so the update does not depend on which rank learns from a

@@ -1,7 +1,7 @@
 """A generated batch on its way through the optimizer: which part is next, and what a checkpoint keeps of it.
 
 One generation serves `steps` optimizer steps, each with its share of whole groups, and goes through all of them
-`iterations` times. Old log-probs are those of the weights that sampled. The first step of the first iteration needs
+`iterations` times. Old log-probs are those of the weights at the start of the first iteration. The first step of the first iteration needs
 none, because its policy is that one; the steps after it get theirs before the first update, and later iterations reuse
 what the loss returned. So a forward pass is spent on them only where the policy will have moved.
 """
@@ -35,12 +35,12 @@ class RolloutBuffer:
 
     @property
     def current(self) -> EffectiveBatch:
-        """What the next optimizer step in_loss from."""
+        """The batch of the next optimizer step."""
         return self.batches[self.done % len(self.batches)]
 
     @property
     def has_more_iterations(self) -> bool:
-        """Whether a later iteration in_loss from `current` again."""
+        """Whether a later iteration uses `current` again."""
         return self.done + len(self.batches) < len(self.batches) * self.iterations
 
     def advance(self, **known: list[Tensor] | None) -> None:

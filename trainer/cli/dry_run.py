@@ -80,7 +80,7 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         InputError: the effective batch does not divide into whole groups on each process.
     """
     per_rollout = options.prompts_per_process(processes) * processes
-    steps = options.steps_per_rollout(processes)
+    steps = options.optimizer_steps_per_generation(processes)
     group, iterations = options.num_generations, options.num_iterations
     effective = options.per_device_train_batch_size * options.gradient_accumulation_steps * processes
     rows = [

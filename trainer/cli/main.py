@@ -1,6 +1,6 @@
 """The command line: `fused-grpo train`, `recipes`, `report`, `bench` and `env`.
 
-`fused-grpo train` without a model trains the embedded arithmetic task, so the whole path can be seen on any machine
+`fused-grpo train` without a model trains the built-in arithmetic task, so the whole path can be seen on any machine
 with one command. Its options are in `options.py`.
 """
 

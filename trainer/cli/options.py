@@ -77,7 +77,7 @@ class TrainOptions(GRPOConfig):
     dry_run: bool = False
     """Show the resolved options, the arithmetic of the batch and an estimate of the memory, and train nothing."""
     resume: bool = False
-    """Resume from the newest whole checkpoint, as --resume-from-checkpoint True does."""
+    """Resume from the newest complete checkpoint, as --resume-from-checkpoint True does."""
 
     use_peft: bool = False
     """Train a LoRA adapter instead of all weights."""

@@ -1,12 +1,13 @@
 """From rewards to advantages, on whole groups, before anything is cut into micro-batches.
 
-A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (Bessel's, plus 1e-4) the
-scale. Functions that returned None for a completion are left out of that completion's sum; a completion
+A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (with Bessel's correction,
+plus 1e-4) the scale. Functions that returned None for a completion are left out of that completion's sum; a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
 With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose
-values spread widely drowns the others. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
-by themselves, so that each has its weight's say, and brings the weighted sum to the scale of the batch.
+values spread widely dominates the sum. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
+by themselves, so that each contributes in proportion to its weight, and
+brings the weighted sum to the scale of the batch.
 """
 
 from __future__ import annotations

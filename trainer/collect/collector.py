@@ -28,7 +28,7 @@ from fused_grpo.errors import RewardError
 from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.prefetch import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -38,7 +38,7 @@ from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.response_checks import complete
+from fused_grpo.trainer.engines.checked_calls import checked_generate
 from fused_grpo.trainer.logging.phases import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
@@ -109,7 +109,7 @@ class Collector:
         metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names) | metrics
         with all_ranks_succeed(self.accelerator, "putting the engine to sleep"):
             engine.sleep()
-        steps = self.args.steps_per_rollout(self.accelerator.num_processes)
+        steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
         batches = split_groups(self._effective_batch(scored, advantages), steps, self.args.num_generations)
         with phases("train"):
             batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
@@ -162,7 +162,9 @@ class Collector:
         rows = self.sampler.next_batch()
         prompts = self.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
-        rollouts = in_thread(lambda: complete(engine, prompts, sampling, vocab_size=self.vocab_size), name="prefetch")
+        rollouts = in_thread(
+            lambda: checked_generate(engine, prompts, sampling, vocab_size=self.vocab_size), name="prefetch"
+        )
         self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
 
     def wait_for_prefetched(self) -> None:
@@ -241,7 +243,9 @@ class Collector:
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
     ) -> Rollouts:
         prompts = [row["prompt"] for row in rows]
-        return complete(engine, self.encode(rows, row_numbers), sampling, vocab_size=self.vocab_size, prompts=prompts)
+        return checked_generate(
+            engine, self.encode(rows, row_numbers), sampling, vocab_size=self.vocab_size, prompts=prompts
+        )
 
     def _advantages(self, scored: ScoredRollouts) -> Tensor:
         """Advantages [B] of this rank: a group is on one rank, the scale of "batch" is that of all ranks."""

@@ -47,7 +47,7 @@ class GRPOConfig:
     overwrite_output_dir: bool = False
     """Remove the files of an earlier run in `output_dir` first."""
     resume_from_checkpoint: bool | str | None = None
-    """Resume from the newest whole checkpoint in `output_dir` (True), or from this one (a path)."""
+    """Resume from the newest complete checkpoint in `output_dir` (True), or from this one (a path)."""
     run_name: str | None = None
     """Name of the run in trackers. None is the name of `output_dir`."""
     seed: int = 42
@@ -332,7 +332,7 @@ class GRPOConfig:
             )
         return self.generation_batch_size // micro_batch
 
-    def steps_per_rollout(self, num_processes: int) -> int:
+    def optimizer_steps_per_generation(self, num_processes: int) -> int:
         """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""
         return self.micro_batches_per_generation(num_processes) // self.gradient_accumulation_steps
 
@@ -352,7 +352,7 @@ class GRPOConfig:
                 f"{num_processes} process(es), want a multiple of num_generations={self.num_generations}; "
                 f"fix: make the product {options}"
             )
-        return sequences // self.num_generations * self.steps_per_rollout(num_processes)
+        return sequences // self.num_generations * self.optimizer_steps_per_generation(num_processes)
 
 
 def _listed(names: str | list[str] | None) -> list[str]:

@@ -16,7 +16,7 @@ from fused_grpo.errors import UnsupportedError
 DIFFERENT: dict[str, str] = {
     "output_dir": '"runs/grpo" by default; refused where it holds another run',
     "project": '"fused-grpo" by default',
-    "resume_from_checkpoint": "True finds the newest whole checkpoint; exact, rollouts in progress included",
+    "resume_from_checkpoint": "True finds the newest complete checkpoint; exact, rollouts in progress included",
     "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
     "generation_batch_size": "a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",

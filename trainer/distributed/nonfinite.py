@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import NonFiniteError
-from fused_grpo.trainer.config.publishable import to_json
+from fused_grpo.trainer.config.redaction import to_json
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class NonFiniteSteps:
         self.output_dir, self.rank, self.limit = output_dir, rank, limit
         self.in_a_row = self.total = 0
 
-    def admits(self, metrics: Mapping[str, float], step: int, evidence: Callable[[], Mapping[str, Tensor]]) -> bool:
+    def may_update(self, metrics: Mapping[str, float], step: int, evidence: Callable[[], Mapping[str, Tensor]]) -> bool:
         """Whether the optimizer may make step `step`. `evidence` returns the tensors to keep of one that it may not.
 
         Raises:

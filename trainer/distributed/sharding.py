@@ -1,4 +1,4 @@
-"""Accelerate with DDP or FSDP2: how a policy is sharded across ranks, and how its full weights are gathered.
+"""DDP and FSDP2: how a policy is sharded across ranks, and how its full weights are gathered.
 
 Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
 reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
@@ -8,34 +8,19 @@ A reference is sharded as the policy is.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
+from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.trackers import tracker_arguments
 from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
-from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def make_accelerator(args: GRPOConfig) -> Accelerator:
-    """Accelerate, configured by the options and the launcher's environment."""
-    return Accelerator(
-        mixed_precision="bf16" if wants_bf16(args) else "no",
-        # Without it, Accelerate on a machine without an accelerator lets every rank train by itself.
-        cpu=not torch.accelerator.is_available(),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout))],
-        **tracker_arguments(args),
-    )
 
 
 def prepare_sharding(accelerator: Accelerator) -> None:

@@ -13,9 +13,9 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_stream
 from fused_grpo.trainer.data.prompts import longest_prompt
-from fused_grpo.trainer.engines.engine import RolloutEngine
-from fused_grpo.trainer.engines.function import FunctionEngine
-from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.engines.vllm.lora import VLLMAdapterEngine

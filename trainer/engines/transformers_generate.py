@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.distributed.sharding import is_sharded
-from fused_grpo.trainer.engines.engine import RolloutEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 

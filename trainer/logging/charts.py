@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fused_grpo.trainer.logging.formatting import short_number
-from fused_grpo.trainer.logging.metrics import metric
+from fused_grpo.trainer.logging.run_log import metric
 
 Records = Sequence[Mapping[str, object]]
 Series = tuple[list[float], list[float]]  # steps, values; only where the value is finite

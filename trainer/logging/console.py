@@ -2,7 +2,7 @@
 
 Plain lines instead of a live dashboard: they survive `tee`, `ssh`, `tmux` and a crash. Colour is used only where the
 output is a terminal (rich decides). Columns are chosen at the first step: what the run does not measure has no column,
-and where the width is too small the columns of the highest rank are left out.
+and where the width is too small the columns of the lowest priority are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fused_grpo.trainer.logging.formatting import (
     sparkline,
     visible,
 )
-from fused_grpo.trainer.logging.metrics import metric
+from fused_grpo.trainer.logging.run_log import metric
 
 PIPED_WIDTH = 120
 TREND = 10
@@ -45,11 +45,11 @@ DEFAULT_ROWS = 4
 
 
 class Column(NamedTuple):
-    """One column of the step lines. Those of rank 0 are always shown; of the others, the highest is left out first."""
+    """One column of the step lines. Those of priority 0 are always shown; of the others, the highest number is left out first."""
 
     title: str
     width: int
-    rank: int
+    priority: int
     style: str = ""
 
 
@@ -229,10 +229,12 @@ def _signed(value: float | None) -> str:
 
 def _fitting(cells: Mapping[str, str], width: int) -> list[Column]:
     """The columns that were measured at the first step and that fit into `width` characters."""
-    measured = (column for column in COLUMNS if column.rank <= 2 or cells[column.title].strip() not in ("", MISSING))
+    measured = (
+        column for column in COLUMNS if column.priority <= 2 or cells[column.title].strip() not in ("", MISSING)
+    )
     kept = [column._replace(width=max(column.width, len(cells[column.title]))) for column in measured]
-    while _width(kept, gap=1) > width and max(column.rank for column in kept) > 0:
-        kept.remove(max(kept, key=lambda column: column.rank))
+    while _width(kept, gap=1) > width and max(column.priority for column in kept) > 0:
+        kept.remove(max(kept, key=lambda column: column.priority))
     return kept
 
 

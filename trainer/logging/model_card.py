@@ -17,7 +17,7 @@ import yaml
 from fused_grpo.env import versions
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.publishable import publishable, to_json
+from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.render import render
 
@@ -112,4 +112,4 @@ def _changed_options(args: GRPOConfig) -> str:
         for entry in dataclasses.fields(GRPOConfig)
         if getattr(args, entry.name) != getattr(default, entry.name) and entry.name not in ("output_dir", "run_name")
     }
-    return str(yaml.safe_dump(publishable(to_json(changed)), sort_keys=False, allow_unicode=True)) if changed else ""
+    return str(yaml.safe_dump(redacted(to_json(changed)), sort_keys=False, allow_unicode=True)) if changed else ""

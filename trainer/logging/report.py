@@ -26,8 +26,8 @@ from fused_grpo.trainer.logging.charts import (
     series,
 )
 from fused_grpo.trainer.logging.formatting import MISSING, conversation, duration, percent, short_number
-from fused_grpo.trainer.logging.metrics import iterate_records, metric, read_metrics
 from fused_grpo.trainer.logging.render import render
+from fused_grpo.trainer.logging.run_log import iterate_records, metric, read_metrics
 
 
 def write_report(output_dir: Path) -> Path:

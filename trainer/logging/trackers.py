@@ -17,7 +17,7 @@ from accelerate.utils import ProjectConfiguration
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.publishable import publishable
+from fused_grpo.trainer.config.redaction import redacted
 
 # The argument of each tracker for the name of a run; packages whose name is not the tracker's.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
@@ -60,7 +60,7 @@ class Trackers:
         if not args.report_to:
             return
         name = args.run_name or Path(args.output_dir).name
-        config = publishable({**vars(args), **facts})
+        config = redacted({**vars(args), **facts})
         assert isinstance(config, dict)
         accelerator.init_trackers(
             args.project,

@@ -183,7 +183,7 @@ def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     yield from _named_weights(model, lambda layer: layer.get_base_layer())
 
 
-def files_of(model: Any) -> Any:
+def saver_of(model: Any) -> Any:
     """An object whose `save_pretrained` writes a checkpoint: the model, or its trained adapter alone."""
     if not is_adapted(model):
         return model

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fused_grpo.trainer.rewards.calling import RewardFunction
 from fused_grpo.trainer.rewards.isolation import isolated
 from fused_grpo.trainer.rewards.library import (
     accuracy_reward,
@@ -22,10 +21,11 @@ from fused_grpo.trainer.rewards.library import (
     soft_overlong_punishment,
 )
 from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.one_call import RewardFunction
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.rewards.models import RewardModel
-    from fused_grpo.trainer.rewards.scorer import RewardOutput, Rewards
+    from fused_grpo.trainer.rewards.reward_functions import RewardOutput, Rewards
 
 # Imported when used: they import torch, and the process of an isolated reward imports this package.
 _LAZY = {"RewardModel": "models", "RewardOutput": "scorer", "Rewards": "scorer"}

@@ -36,8 +36,8 @@ from typing import Any, BinaryIO, Literal
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards.calling import FLOAT32_MAX, RewardFunction, is_async
 from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.one_call import FLOAT32_MAX, RewardFunction, is_async
 
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion

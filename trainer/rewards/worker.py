@@ -17,8 +17,8 @@ import signal
 import sys
 from typing import Any
 
-from fused_grpo.trainer.rewards.calling import RewardCaller, RewardInputs, reward_name
 from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.one_call import RewardCaller, RewardInputs, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
 ERROR_CHARACTERS = 20_000  # an error quotes the prompt, which may be longer than a reply may be

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
-from fused_grpo.trainer.logging.metrics import RunLog
+from fused_grpo.trainer.logging.run_log import RunLog
 
 
 def tiny_model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:

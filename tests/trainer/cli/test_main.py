@@ -19,7 +19,7 @@ from fused_grpo.trainer.cli.options import (
     read_yaml,
 )
 from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig
-from fused_grpo.trainer.logging.metrics import RunLog
+from fused_grpo.trainer.logging.run_log import RunLog
 
 
 def test_without_a_model_the_demo_recipe_is_the_default_and_options_win():

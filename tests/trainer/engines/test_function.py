@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fused_grpo.errors import DataError, UnsupportedError
-from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
 

@@ -14,8 +14,8 @@ import torch
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import replicas
-from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.types import SamplingParams
 
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]

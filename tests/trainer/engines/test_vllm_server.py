@@ -19,7 +19,7 @@ from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 

@@ -14,9 +14,9 @@ import torch
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import nccl_transfer, weight_transfer
-from fused_grpo.trainer.engines.server.engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import choose_transfer
 
 

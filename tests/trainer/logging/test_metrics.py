@@ -11,7 +11,7 @@ import torch
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
-from fused_grpo.trainer.logging.metrics import RunLog, metric, read_metrics
+from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics
 
 
 def test_metrics_keep_the_order_of_their_keys_and_come_back_equal(tmp_path: Path) -> None:

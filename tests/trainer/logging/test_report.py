@@ -26,9 +26,9 @@ from fused_grpo.trainer.logging.charts import (
     series,
 )
 from fused_grpo.trainer.logging.formatting import duration
-from fused_grpo.trainer.logging.metrics import RunLog, metric, read_metrics
 from fused_grpo.trainer.logging.render import render
 from fused_grpo.trainer.logging.report import first_and_last_rows, pick_samples, write_report
+from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics
 
 HOSTILE = "<script>alert(1)</script>[bold]</pre><img src=http://x onerror=alert(2)>\x1b[31m"
 VOID = {"meta"}

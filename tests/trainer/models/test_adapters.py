@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint.saved_weights import read_adapter
+from fused_grpo.trainer.checkpoint.read_weights import read_adapter
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.lora import VLLMAdapterEngine
-from fused_grpo.trainer.models.adapters import as_reference, base_weights, files_of, merged_weights
+from fused_grpo.trainer.models.adapters import as_reference, base_weights, merged_weights, saver_of
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_what_peft_loads(make_lora_trainer, make_model):
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(adapted, make_model, tmp_path):
-    files_of(adapted()).save_pretrained(str(tmp_path))
+    saver_of(adapted()).save_pretrained(str(tmp_path))
     other = get_peft_model(make_model(), LoraConfig(**{**PLAIN, "r": 2}))
     with pytest.raises(CheckpointError, match=r"lora_A.weight: float32 \[4, .*\] there, float32 \[2, "):
         read_adapter(other, tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from fused_grpo.trainer.rewards import RewardOutput, Rewards, scorer
+from fused_grpo.trainer.rewards import RewardOutput, Rewards, reward_functions
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def reward() -> Callable[..., RewardOutput]:
 
 @pytest.fixture
 def no_pauses(monkeypatch) -> None:
-    monkeypatch.setattr(scorer, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(reward_functions, "FIRST_PAUSE", 0.0)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """vLLM servers over HTTP.
 
-engine.py           the rollout engine
+server_engine.py    the rollout engine
 replicas.py         requests to one or several servers: retries, failover, one deadline
 urls.py             the check of server URLs: this machine only, unless the user allows others
 server_info.py      the configuration that a server reports, and whether a trainer can use it

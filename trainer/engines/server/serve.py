@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.vllm.start import save_config
-from fused_grpo.trainer.engines.weights import Tie, write_weights
+from fused_grpo.trainer.engines.weight_files import Tie, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def server_command(
 def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
     """Write `model` so that a CPU server of it can follow training: the head has weights of its own, tied or not.
 
-    vLLM's CPU build never repacks a tied head after a reload; see weights.py.
+    vLLM's CPU build never repacks a tied head after a reload; see weight_files.py.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

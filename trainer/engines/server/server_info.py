@@ -9,7 +9,7 @@ import httpx
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, RequestError, parsing
-from fused_grpo.trainer.engines.weights import Tie
+from fused_grpo.trainer.engines.weight_files import Tie
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> J
 
 
 async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
-    """Raise where vLLM's CPU build serves a tied head, which would be stale after every sync (see weights.py)."""
+    """Raise where vLLM's CPU build serves a tied head, which would be stale after every sync (see weight_files.py)."""
     try:
         answer = await replica.request(client, "POST", "/weight_checker", {"action": "checksum"})
     except RequestError as error:

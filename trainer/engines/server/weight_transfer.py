@@ -3,7 +3,7 @@
     files   safetensors in shared memory, which every server reads: one machine, or a folder that both can read
     nccl    a broadcast from GPU to GPU through vLLM's own weight transfer; see nccl_transfer.py
 
-engine.py does the rest of a sync, which is the same for both: it resets prefix caches and sets the weight version.
+server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version.
 weight_check.py compares log-probs at the next step.
 """
 
@@ -22,7 +22,7 @@ from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer, why_no
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.engines.server.urls import is_loopback
-from fused_grpo.trainer.engines.weights import published
+from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 
 TransferName = Literal["auto", "files", "nccl"]
 
@@ -48,7 +48,7 @@ class FileTransfer:
         Raises:
             UnavailableError: a server refused them, or did not respond in time.
         """
-        with published(weights, directory=self._directory) as folder:
+        with temporary_weight_files(weights, directory=self._directory) as folder:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             self._servers.post("/collective_rpc", call, doing="loading weights")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.engine import RolloutEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,
@@ -36,7 +36,7 @@ from fused_grpo.trainer.engines.sampling import (
 )
 from fused_grpo.trainer.engines.vllm.process_state import preserved_state
 from fused_grpo.trainer.engines.vllm.start import cpu_options, start_vllm, without_compiling
-from fused_grpo.trainer.engines.weights import Tie
+from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 if TYPE_CHECKING:

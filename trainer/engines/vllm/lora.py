@@ -19,7 +19,7 @@ from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.engines.vllm.process_state import preserved_state
 from fused_grpo.trainer.engines.vllm.start import check_installed
-from fused_grpo.trainer.engines.weights import published
+from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 
 # Warns that an adapter's own tokenizer is ignored: this one has none.
@@ -79,7 +79,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = version
 
     def _load_adapter(self, engine: Any) -> None:
-        with published(adapter_weights(self._adapted).items()) as folder, preserved_state():
+        with temporary_weight_files(adapter_weights(self._adapted).items()) as folder, preserved_state():
             # A single file: adapters are smaller than the 2 GiB at which files are split.
             (folder / "model-00000.safetensors").rename(folder / ADAPTER_FILE)
             self._config.save_pretrained(str(folder))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines import weights
-from fused_grpo.trainer.engines.weights import Tie, published
+from fused_grpo.trainer.engines import weight_files
+from fused_grpo.trainer.engines.weight_files import Tie, temporary_weight_files
 
 
 @pytest.mark.parametrize("source", ["named_parameters", "state_dict"])
@@ -42,7 +42,7 @@ def test_checkpoint_weights_are_those_that_save_pretrained_writes(build_model, t
 def test_views_ties_and_strides_arrive_as_they_are_and_the_files_are_removed(tmp_path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     given = {"a": matrix, "tied": matrix, "row": matrix[1], "transposed": matrix.T, "half": matrix.bfloat16()}
-    with published(given.items(), directory=str(tmp_path)) as folder:
+    with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:
         found = load_file(folder / "model-00000.safetensors")
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], weight) for name, weight in given.items())
@@ -50,9 +50,9 @@ def test_views_ties_and_strides_arrive_as_they_are_and_the_files_are_removed(tmp
 
 
 def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(weights, "_SHARD_BYTES", 90)
+    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 90)
     given = {f"layer.{index}": torch.full((10 + 5 * index,), float(index)) for index in range(6)}
-    with published(given.items(), directory=str(tmp_path)) as folder:
+    with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:
         files = [load_file(file) for file in folder.iterdir()]
     found = {name: weight for file in files for name, weight in file.items()}
     assert len(files) == 6
@@ -63,11 +63,14 @@ def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypat
 def test_a_shared_memory_that_is_too_small_is_not_used(tmp_path, monkeypatch, free, place) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
-    with published([("weight", torch.zeros(32 << 10))]) as folder:
+    with temporary_weight_files([("weight", torch.zeros(32 << 10))]) as folder:
         assert folder.parent == Path(place or tmp_path)
 
 
 def test_files_are_removed_after_an_error_too(tmp_path) -> None:
-    with pytest.raises(KeyboardInterrupt), published([("weight", torch.zeros(2))], directory=str(tmp_path)):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        temporary_weight_files([("weight", torch.zeros(2))], directory=str(tmp_path)),
+    ):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

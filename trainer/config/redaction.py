@@ -41,14 +41,14 @@ def to_json(value: object) -> object:
     return getattr(value, "__qualname__", None) or str(value)
 
 
-def publishable(value: object, key: str = "") -> object:
+def redacted(value: object, key: str = "") -> object:
     """`to_json(value)` without secrets (by the name of their key, or by their form) and without home directories."""
     if value and _SECRET_KEY.search(key):
         return REDACTED
     if isinstance(value, Mapping):
-        return {str(name): publishable(item, str(name)) for name, item in value.items()}
+        return {str(name): redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [publishable(item) for item in value]
+        return [redacted(item) for item in value]
     plain = to_json(value)
     return _without_home(_SECRET_VALUE.sub(REDACTED, plain)) if isinstance(plain, str) else plain
 

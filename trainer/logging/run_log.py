@@ -22,7 +22,7 @@ from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.publishable import publishable, to_json
+from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
 
 Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
@@ -76,7 +76,7 @@ class RunLog:
             return
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         run = {"started": started, **facts, "config": config, "versions": versions(), "machine": machine()}
-        text = json.dumps(publishable(run), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(redacted(run), indent=2, ensure_ascii=False, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 

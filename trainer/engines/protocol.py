@@ -11,7 +11,7 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 
 class RolloutEngine(Protocol):
-    """Samples completions and loads new weights. One `generate` call serves one whole effective batch.
+    """Samples completions and loads new weights. One `generate` call serves a whole generated batch.
 
     `weight_version` is -1 while the engine does not have the trainer's weights: then `load_weights` comes first.
     """

@@ -7,8 +7,8 @@ and `Tie.undo` gives every new embedding to both. The price is one more [V, D] m
 **Files.** Another process reads new weights from a folder of safetensors. In /dev/shm that is a copy from memory to
 memory, without writes to a disk at every step. Containers often have 64 MB there; then the folder is in the temporary
 directory. The folder is removed after the sync. A process that was killed leaves its folder behind, so every folder is
-locked (the kernel releases the lock when its process ends), and the first folder of a process is preceded by removing
-unlocked ones of the same user. Process ids would not do: containers share memory and number their processes on their
+locked (the kernel releases the lock when its process ends). Before its first folder a process removes the unlocked
+folders of the same user. Process ids would not do: containers share memory and number their processes on their
 own. In a directory that the user names nothing is removed: other machines may share it without sharing locks.
 """
 
@@ -62,7 +62,7 @@ class Tie:
 
 
 @contextmanager
-def published(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = None) -> Iterator[Path]:
+def temporary_weight_files(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = None) -> Iterator[Path]:
     """`weights` as safetensors in a new folder, which is removed afterwards.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.function import FunctionEngine
-from fused_grpo.trainer.engines.response_checks import complete, sync
+from fused_grpo.trainer.engines.checked_calls import checked_generate, checked_load_weights
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
@@ -42,12 +42,12 @@ class Engine:
 
 
 def ask(**changes: Any) -> Rollouts:
-    return complete(Engine(replace(GOOD, **changes)), PROMPTS, SAMPLING, vocab_size=20)
+    return checked_generate(Engine(replace(GOOD, **changes)), PROMPTS, SAMPLING, vocab_size=20)
 
 
 def test_rollouts_that_are_right_are_returned_as_they_are() -> None:
     assert ask(sampling_logprobs=None, extra={"score": [1, 2, 3, 4]}).sampling_logprobs is None
-    assert complete(Engine(), PROMPTS, SAMPLING, vocab_size=20) is GOOD
+    assert checked_generate(Engine(), PROMPTS, SAMPLING, vocab_size=20) is GOOD
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_completions_of_other_weights_than_the_last_are_refused(version) -> None
 
 def test_an_engine_that_does_not_report_the_new_version_is_refused() -> None:
     with pytest.raises(WeightSyncError, match=r"weight version 4 from the mine engine after a sync, want 5; fix:"):
-        sync(Engine(), [], version=5)
-    sync(Engine(), [], version=4)
+        checked_load_weights(Engine(), [], version=5)
+    checked_load_weights(Engine(), [], version=4)
 
 
 def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown_tokens() -> None:
@@ -117,7 +117,7 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
 
     def ask_function(**changes: Any) -> Rollouts:
         engine = FunctionEngine(lambda prompts, _: seen.append(prompts) or output | changes, trainer)
-        return complete(engine, PROMPTS, SAMPLING, vocab_size=20, prompts=["a", "b"])
+        return checked_generate(engine, PROMPTS, SAMPLING, vocab_size=20, prompts=["a", "b"])
 
     assert ask_function().prompt_ids == [[2], [2]]
     assert seen == [["a", "a", "b", "b"]]
@@ -133,4 +133,4 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
 
 def test_no_prompts_are_whole_without_completions() -> None:
     none = replace(GOOD, prompt_ids=[], completion_ids=[], sampling_logprobs=[], finish_reasons=[])
-    assert complete(Engine(none), [], SAMPLING, vocab_size=20) is none
+    assert checked_generate(Engine(none), [], SAMPLING, vocab_size=20) is none

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.engine import RolloutEngine
-from fused_grpo.trainer.engines.function import FunctionEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
 
 
-def complete(
+def checked_generate(
     engine: RolloutEngine,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
@@ -58,7 +58,7 @@ def complete(
     return rollouts
 
 
-def sync(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
     """`engine.load_weights`, with the engine's `weight_version` checked afterwards.
 
     Raises:

@@ -1,4 +1,4 @@
-"""vLLM behind plain OpenAI servers that the user started: one or several replicas, on this machine by default.
+"""vLLM behind OpenAI-compatible servers (`vllm serve`), which the user has started: one or several replicas.
 
 None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
 that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.engine import RolloutEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,
@@ -35,7 +35,7 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ServerInfo, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
-from fused_grpo.trainer.engines.weights import Tie
+from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _completion(choice: Json) -> Completion:
     if choice["finish_reason"] not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
     token_ids, logprobs = choice["token_ids"] or [], choice["logprobs"]["token_logprobs"]
-    # The values are checked with those of all engines, in response_checks.py.
+    # The values are checked with those of all engines, in checked_calls.py.
     if not token_ids or len(logprobs) != len(token_ids):
         raise RequestError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
     return Completion(token_ids, logprobs, choice["finish_reason"])

@@ -1,7 +1,7 @@
-"""Generation prefetched by one batch: while the optimizer learns from a batch, a vLLM server samples the next one.
+"""Rollouts that `Collector.prefetch` has requested: a vLLM server samples them while the optimizer learns.
 
-A step waits for the rollouts that were requested a step ago, sends the current weights to the engine, requests the next
-rollouts, and then scores and learns. So every batch but the first was sampled from weights that are one generation old,
+Each collection waits for the rollouts that the last one requested, sends the current weights to the engine, requests
+the next rollouts, and scores. So every batch but the first was sampled from weights that are one generation old,
 never older, and the loss corrects for it (`vllm_importance_sampling_correction`): the old policy is the current one,
 and rho is its ratio to the policy that sampled. The metric `off_policy_steps` is the age of the weights in steps.
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_grpo.errors import DataError, UnsupportedError
-from fused_grpo.trainer.engines.engine import RolloutEngine
+from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
