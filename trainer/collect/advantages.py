@@ -6,8 +6,8 @@ that no function scored gets advantage 0 and takes no part in its group's statis
 
 With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose
 values spread widely dominates the sum. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
-by themselves, so that each contributes in proportion to its weight, and
-brings the weighted sum to the scale of the batch.
+by themselves, so that each contributes in proportion to its weight, and brings the weighted sum to the scale of the
+batch.
 """
 
 from __future__ import annotations

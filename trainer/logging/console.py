@@ -2,7 +2,7 @@
 
 Plain lines instead of a live dashboard: they survive `tee`, `ssh`, `tmux` and a crash. Colour is used only where the
 output is a terminal (rich decides). Columns are chosen at the first step: what the run does not measure has no column,
-and where the width is too small the columns of the lowest priority are left out.
+and where the width is too small the columns with the largest number of `priority` are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFAULT_ROWS = 4
 
 
 class Column(NamedTuple):
-    """One column of the step lines. Those of priority 0 are always shown; of the others, the highest number is left out first."""
+    """One column of the step lines. Priority 0 is always shown; of the others, the largest number is left out first."""
 
     title: str
     width: int
