@@ -65,7 +65,7 @@ def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
 
 @pytest.mark.parametrize("kill", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_the_demo_killed_at_any_step_is_the_same_run_once_resumed(demo, start, tmp_path, kill):
-    step = random.Random(os.environ.get("KILL_SEED", time.time_ns() + kill)).randrange(SAVE_EVERY, STEPS - 2)
+    step = random.Random(os.environ.get("KILL_SEED", time.time_ns() + kill)).randrange(SAVE_EVERY + 1, STEPS - 2)
     print(f"killed once step {step} is logged")
     cut = start(tmp_path / "demo", *DEMO)
     kill_after(cut, tmp_path / "demo" / "metrics.jsonl", step)

@@ -313,10 +313,11 @@ class GRPOTrainer:
                 self._sync_engine(phases)
                 with all_ranks_succeed(self.accelerator, "requesting the next batch"):
                     self.collector.prefetch(self.engine)
-        buffer, records = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
+        collected = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
-            self.output.rollouts(self.step + 1, records)
-        return buffer
+            self.engine.sleep()
+            self.output.rollouts(self.step + 1, collected.records)
+        return self.collector.buffer(collected, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the next part of the buffer."""

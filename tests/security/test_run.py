@@ -40,7 +40,7 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(finished):
 
 def test_no_file_of_a_run_is_a_pickle(finished):
     suffixes = {path.suffix for path in finished.files if "trackers" not in path.parts}
-    assert suffixes <= {".json", ".jsonl", ".safetensors", ".md", ".html", ".png", ".jinja"}
+    assert suffixes <= {".json", ".jsonl", ".safetensors", ".md", ".html", ".svg", ".jinja"}
     assert not [
         path for path, content in finished.files.items() if content.startswith((b"\x80\x02", b"\x80\x04", b"PK"))
     ]

@@ -62,16 +62,15 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
         CheckpointError: the manifest is missing or unreadable, names a file outside of `directory`, or was written by
             another version.
     """
-    path = directory / MANIFEST_FILE
-    if not path.is_file():
-        raise damaged(directory, MANIFEST_FILE, "is missing")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads((directory / MANIFEST_FILE).read_bytes())
         version = str(content["format"])
         if not version.startswith(_ANY_FORMAT):
             raise ValueError(f"its format is {version!r}, want {FORMAT!r}")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
         outside = [name for name in files if not (directory / name).resolve().is_relative_to(directory.resolve())]
+    except (FileNotFoundError, NotADirectoryError):
+        raise damaged(directory, MANIFEST_FILE, "is missing") from None
     except Exception as error:  # of any kind, where somebody else has written it
         raise damaged(directory, MANIFEST_FILE, f"cannot be read ({type(error).__name__}: {error})") from error
     if outside:
@@ -92,9 +91,7 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
     """
     for name, (size, sha256) in read_manifest(directory).items():
         path = directory / name
-        if not path.is_file():
-            raise damaged(directory, name, "is missing")
-        got = path.stat().st_size
+        got = _size_of(directory, name)
         if got != size:
             kind = "truncated" if got < size else "changed"
             raise damaged(directory, name, f"is {kind} ({got} bytes, {size} when saved)")
@@ -107,6 +104,15 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
                 "read; want weights as safetensors and state as JSON, as this trainer writes them; "
                 "fix: remove that file if you know where it is from, or use another checkpoint"
             )
+
+
+def _size_of(directory: Path, name: str) -> int:
+    try:
+        if (directory / name).is_file():
+            return (directory / name).stat().st_size
+    except OSError as error:  # of the disk, or of another user's directory
+        raise damaged(directory, name, f"cannot be read ({error.strerror})") from error
+    raise damaged(directory, name, "is missing")
 
 
 def damaged(directory: Path, name: str, what: str) -> CheckpointError:

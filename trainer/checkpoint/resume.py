@@ -1,7 +1,7 @@
 """Saving a run between two steps, and resuming it so that the next steps are those that it would have made.
 
-`restore` first reads what may be refused: options, weights, and the place in the data. The random generators come last,
-after everything that may draw from them.
+`restore` first reads everything and refuses what does not fit; only then does it change the model. The random
+generators come last, after everything that may draw from them.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
         _check_same_run(learner, numbers["run"], checkpoint)
         weights: dict[str, Any] = read_adapter(model, checkpoint) if adapted else read_weights(model, checkpoint)
         mine = files.read_tensors(checkpoint, files.process_file(rank))
+        optimizer = files.read_tensors(checkpoint, files.OPTIMIZER_FILE)
+        reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved = numbers["buffers"][str(rank)]
             buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(mine, "buffer"))
@@ -130,11 +132,9 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
         with torch.no_grad():
             set_model_state_dict(learner.policy, weights, options=_FULL)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-        tensors = files.read_tensors(checkpoint, files.OPTIMIZER_FILE)
-        files.load_optimizer_state(learner.policy, learner.optimizer.optimizer, tensors, numbers["optimizer"])
+        files.load_optimizer_state(learner.policy, learner.optimizer.optimizer, optimizer, numbers["optimizer"])
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
-            reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE)
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
     learner.step = numbers["step"]
     accelerator.wait_for_everyone()
@@ -157,12 +157,14 @@ def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
 
 
 def _identity(learner: Any) -> dict[str, Any]:
-    """What has to be as it was: options, processes, and the adapter."""
+    """What has to be as it was: options, processes, the classes of optimizer and schedule, and the adapter."""
     processes = learner.accelerator.num_processes
     return {
         **{name: getattr(learner.args, name) for name in _SAME_OPTIONS},
         "steps_per_generation": learner.args.micro_batches_per_generation(processes),
         "num_processes": processes,
+        "optimizer": type(learner.optimizer.optimizer).__name__,
+        "schedule": type(learner.scheduler).__name__,
         "adapter": adapter_identity(_model(learner)),
     }
 

@@ -164,6 +164,8 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(python), gauss[0] if gauss else None))
     position, has_gauss, cached = state["numpy_rest"].tolist()
+    if not 0 <= position <= 624:  # NumPy reads its key there without a check
+        raise ValueError(f"position {position} of NumPy's generator")
     key = state["numpy_key"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(position), int(has_gauss), cached))
     torch.set_rng_state(state["torch"])

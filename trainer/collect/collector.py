@@ -51,6 +51,18 @@ class Drawn(NamedTuple):
     rollouts: Rollouts
 
 
+class Collected(NamedTuple):
+    """Scored rollouts of this rank, their advantages [B], and the metrics of all ranks."""
+
+    scored: ScoredRollouts
+    advantages: Tensor
+    metrics: dict[str, float]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record for each completion."""
+        return self.scored.records(self.advantages)
+
+
 OldLogprobs = Callable[[EffectiveBatch], EffectiveBatch]
 
 
@@ -94,8 +106,8 @@ class Collector:
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
-    ) -> tuple[RolloutBuffer, list[dict[str, Any]]]:
-        """The next buffer of this rank, and one record for each completion. The engine sleeps afterwards.
+    ) -> Collected:
+        """Scored rollouts and their advantages.
 
         Args:
             drawn: the rollouts of `draw`. None: they are drawn here.
@@ -107,21 +119,23 @@ class Collector:
         with phases("reward"):
             advantages = self._advantages(scored)
         metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names) | metrics
-        with all_ranks_succeed(self.accelerator, "putting the engine to sleep"):
-            engine.sleep()
+        return Collected(scored, advantages, metrics)
+
+    def buffer(self, collected: Collected, phases: Phases) -> RolloutBuffer:
+        """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
+        scored, advantages, metrics = collected
         steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
         batches = split_groups(self._effective_batch(scored, advantages), steps, self.args.num_generations)
         with phases("train"):
             batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.with_old_logprobs(batch) for batch in batches[1:]]
-        buffer = RolloutBuffer(
+        return RolloutBuffer(
             batches=batches,
             iterations=self.args.num_iterations,
             weight_version=scored.rollouts.weight_version,
             metrics=metrics,
         )
-        return buffer, scored.records(advantages)
 
     def evaluate(self, engine: RolloutEngine, dataset: Any) -> dict[str, float]:
         """Mean rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones."""

@@ -98,7 +98,8 @@ def report_failure(accelerator: Accelerator) -> Iterator[None]:
         with _shared_reasons(accelerator) if accelerator.num_processes > 1 else nullcontext():
             yield
     except Exception as error:
-        get_error_handler().record_exception(error)
+        with suppress(OSError):  # on a full disk the error itself says more
+            get_error_handler().record_exception(error)
         raise
 
 
@@ -107,7 +108,7 @@ def _shared_reasons(accelerator: Accelerator) -> Iterator[None]:
     store = _FailureStore(accelerator)
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         if not _is_of_a_collective(error):
             store.report(_reason(error))
             raise
@@ -141,7 +142,9 @@ class _FailureStore:
                 rank, reason = json.loads(self.store.get(self.first))
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
             silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
-        who = f"rank {' or '.join(map(str, silent)) or 'unknown'} of {self.count}"
+        who = f"rank {' or '.join(map(str, silent))} of {self.count}"
+        if not silent:
+            return f"the connection between the {self.count} ranks broke, and none of them reported why"
         if not timed_out:
             return (
                 f"{who} ended without reporting an error, and this one stopped with it; killed, or out of memory? "

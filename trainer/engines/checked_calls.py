@@ -1,12 +1,11 @@
 """Checks that an engine returned what was asked for, sampled from the weights that it was given.
 
-The trainer calls every engine through `complete` and `sync`, so an error of an engine ends here, before a reward is
-computed. A response is whole or refused: nothing is cut, padded or left out.
+The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
+here, before a reward is computed. A response is used as it is or refused: nothing is cut, padded or left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -128,8 +127,11 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
 def _wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
     if not ids:
         return "no tokens"
-    wrong = (token for token in ids if not isinstance(token, int) or not 0 <= token < vocab_size)
-    return next((f"token id {token!r}" for token in wrong), None)
+    # All at once: token by token takes half a second for a million.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return None
+    wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+    return f"token id {wrong!r}"
 
 
 def _wrong_logprobs(values: list[Any], count: int, *, nan_allowed: bool) -> str | None:
@@ -137,6 +139,6 @@ def _wrong_logprobs(values: list[Any], count: int, *, nan_allowed: bool) -> str 
         return f"{len(values)} log-probs for {count} tokens"
     for value in values:
         is_number = isinstance(value, float | int)
-        if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and math.isnan(value))):
+        if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and value != value)):
             return f"log-prob {value!r}"
     return None

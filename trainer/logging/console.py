@@ -169,7 +169,7 @@ class Console:
             "ETA": duration(sum(warm) / len(warm) * max(left, 0) if warm else None),
         }
         if not self._rich.encoding.lower().startswith("utf"):
-            cells |= {"±std": MISSING, "trend": MISSING}
+            cells |= {"±std": cells["±std"].strip("±"), "trend": MISSING}
         return cells
 
     def _trend(self) -> str:

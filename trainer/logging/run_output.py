@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,11 @@ class RunOutput:
         """The output before a run begins: nothing is shown or written."""
         return cls(args, 0, is_main=False, facts={})
 
-    def rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
+    def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
         if self.log is None:
             return
+        records = make_records()
         self.log.log_rollouts(step, records)
         if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
             self.console.completions(step, records, self.args.num_completions_to_print)

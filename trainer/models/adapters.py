@@ -236,11 +236,12 @@ def _trained(model: Any) -> str:
     return name
 
 
-def _check_config(config: Any, peft: Any) -> None:
+def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
     if not isinstance(config, peft.LoraConfig):
+        where, fix = ("in the PeftModel", "merge_and_unload() it") if given else ("as peft_config", "pass one")
         raise UnsupportedError(
-            f"got a {type(config).__name__} as peft_config, want a peft.LoraConfig: the trainer can merge and save "
-            "that kind; fix: pass one"
+            f"got a {type(config).__name__} {where}, want a peft.LoraConfig: the trainer can merge and save that kind; "
+            f"fix: {fix}"
         )
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
@@ -259,7 +260,7 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
         )
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
-    _check_config(model.peft_config[_trained(model)], peft)
+    _check_config(model.peft_config[_trained(model)], peft, given=True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fused_grpo.trainer.rewards.reward_functions import RewardOutput, Rewards
 
 # Imported when used: they import torch, and the process of an isolated reward imports this package.
-_LAZY = {"RewardModel": "models", "RewardOutput": "scorer", "Rewards": "scorer"}
+_LAZY = {"RewardModel": "models", "RewardOutput": "reward_functions", "Rewards": "reward_functions"}
 
 __all__ = [
     "RewardFunction",

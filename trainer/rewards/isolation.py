@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
@@ -135,7 +135,7 @@ class IsolatedReward:
             ) from error
         try:
             reply = checked_reply(self._worker_with(request).line(self.timeout))
-        except InputError:
+        except (InputError, RewardError):
             raise
         except (OSError, EOFError, ValueError, RecursionError) as error:
             self._end_worker()
@@ -183,12 +183,13 @@ class Worker:
 
     Raises:
         InputError: the process cannot load the function.
+        RewardError: the operating system starts no process.
     """
 
     def __init__(self, reference: str, *, timeout: float, memory: int | None, environment: Mapping[str, str]) -> None:
         self.socket, theirs = socket.socketpair()
         self.replies = self.socket.makefile("rb")
-        with theirs:
+        with theirs, _no_process(reference):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
                 stdin=theirs.fileno(),
@@ -266,6 +267,15 @@ def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = (
         for name, value in environment.items()
         if name in keep or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
+
+
+@contextlib.contextmanager
+def _no_process(reference: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"got no process for the isolated {reference} ({error}); fix: free memory or processes"
+        raise RewardError(message) from error
 
 
 def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:

@@ -74,7 +74,7 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
-            self.last_error = self.redacted(f"{type(error).__name__} ({str(error) or 'connection lost'})")
+            self.last_error = self.redacted(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=True, is_down=isinstance(error, httpx.ConnectError)) from error
         finally:
             self.in_flight -= 1

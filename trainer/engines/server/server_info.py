@@ -43,9 +43,10 @@ async def server_info(
     with parsing("/v1/models, /server_info or /version"):
         config, model = info["vllm_config"], models["data"][0]
         name, limit, mode = str(model["id"]), int(model["max_model_len"]), config["model_config"]["logprobs_mode"]
+        mode = replica.redacted(str(mode))[:100]
         transfer = (config.get("weight_transfer_config") or {}).get("backend")
         on_cpu = config["device_config"]["device"] == "cpu"
-        _log.info("%s: vLLM %s, %d tokens", replica.url, version["version"], limit)
+        _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(str(version["version"]))[:100], limit)
     if mode != "processed_logprobs":
         raise InputError(
             f"got a server at {replica.url} with --logprobs-mode {mode}, want processed_logprobs, of the "

@@ -7,6 +7,8 @@ another machine needs an explicit option.
 from __future__ import annotations
 
 import ipaddress
+import socket
+from contextlib import suppress
 
 import httpx
 
@@ -46,8 +48,14 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address or localhost; no other name, whatever it resolves to."""
+    """Whether the host is a loopback address, or localhost where that resolves to nothing else."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host == "localhost" and all(map(is_loopback, _addresses(host)))
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    return set()

@@ -12,7 +12,6 @@ Where a process group exists (DDP), vLLM makes its own over all ranks: every ran
 
 from __future__ import annotations
 
-import logging
 import random
 import weakref
 from collections.abc import Iterable, Sequence
@@ -34,7 +33,7 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
-from fused_grpo.trainer.engines.vllm.process_state import preserved_state
+from fused_grpo.trainer.engines.vllm.process_state import errors_only, preserved_state
 from fused_grpo.trainer.engines.vllm.start import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Warns at every sync that RotaryEmbedding's weights could not be loaded: that layer has none.
-_RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+_LOUD_LOGGERS = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.engine.input_processor")
 _SET_HERE = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode"}
 _SET_HERE |= {"load_format", "logprobs_mode"}
 
@@ -116,8 +115,9 @@ class VLLMEngine(RolloutEngine):
             self._llm: Any = start_vllm(
                 model, tokenizer, options=options, on_cpu=self._on_cpu, untie=self._tie is not None, resources=resources
             )
+            for name in _LOUD_LOGGERS:
+                resources.enter_context(errors_only(name))
             self._close = weakref.finalize(self, resources.pop_all().close)
-        logging.getLogger(_RELOAD_LOGGER).setLevel(logging.ERROR)
         VLLMEngine._running = weakref.ref(self)
         self.load_weights(checkpoint_weights(model), version=0)
 

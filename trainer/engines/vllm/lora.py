@@ -8,7 +8,6 @@ sampling: every layer multiplies with A and B too, which merged weights (VLLMEng
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +22,6 @@ from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 
 # Warns that an adapter's own tokenizer is ignored: this one has none.
-_TOKENIZER_LOGGER = "vllm.v1.engine.input_processor"
 _NAME = "policy"
 
 
@@ -53,7 +51,6 @@ class VLLMAdapterEngine(VLLMEngine):
         _check_servable(model, self._config)
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(self._config)}
         super().__init__(base_model(model), tokenizer, engine_options={**lora, **(engine_options or {})}, **options)
-        logging.getLogger(_TOKENIZER_LOGGER).setLevel(logging.ERROR)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the adapter into the engine; after the start and after sleep, the base model too. See RolloutEngine.

@@ -80,6 +80,18 @@ def preserved_default_group() -> Iterator[None]:
 
 
 @contextmanager
+def errors_only(name: str) -> Iterator[None]:
+    """Let this logger pass errors only."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def without_warnings() -> Iterator[None]:
     """Suppress Python warnings and log records below errors."""
     disabled = logging.root.manager.disable
