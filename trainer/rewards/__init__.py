@@ -1,11 +1,11 @@
 """Reward functions and reward models: called on completions, with their results checked.
 
-scorer        `Rewards`: all functions of a run, called on a batch; retries, dropped groups
-calling       one function: its arguments, its timeout, checks of what it returns
-loading       functions by name
-models        sequence-classification models as reward functions
-isolation     a function in a process of its own (worker.py is that process)
-library       ready-made rewards (math_answers.py is the part that runs isolated)
+reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups
+one_call          one function: its arguments, its timeout, checks of what it returns
+loading           functions by name
+models            sequence-classification models as reward functions
+isolation         a function in a process of its own (worker.py is that process)
+library           ready-made rewards (math_answers.py is the part that runs isolated)
 """
 
 from __future__ import annotations

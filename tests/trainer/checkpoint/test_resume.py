@@ -160,6 +160,16 @@ def test_each_weight_comes_back_in_its_own_dtype_bit_for_bit(make_trainer):
         read_weights(second.model, checkpoint)
 
 
+def test_another_schedule_is_refused_before_anything_is_loaded(make_trainer):
+    first, second = make_trainer(), make_trainer()
+    checkpoint = first.save_checkpoint()
+    torch.nn.init.zeros_(second.model.lm_head.weight)
+    second.learner.scheduler = torch.optim.lr_scheduler.ConstantLR(second.learner.optimizer.optimizer)
+    with pytest.raises(CheckpointError, match=r"got schedule='ConstantLR' .*want schedule='LambdaLR'"):
+        restore(checkpoint, second.learner, second.collector)
+    assert not second.model.lm_head.weight.any()
+
+
 def test_a_model_alone_is_refused(make_trainer):
     make_trainer(max_steps=3, save_steps=2, save_only_model=True).train()
     resumed = make_trainer(max_steps=3, overwrite_output_dir=False)
