@@ -141,7 +141,7 @@ def import_trainer() -> None:
 
 def import_vllm() -> None:
     """What an engine imports at its start, too; as quietly as the trainer starts it."""
-    from fused_grpo.trainer.engines.vllm.start import DEFAULT_ENVIRONMENT
+    from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer.batching.merge_metrics import merge_floats, merge_metrics
+from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors

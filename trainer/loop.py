@@ -54,12 +54,12 @@ from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
 from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
-from fused_grpo.trainer.engines.checked_calls import checked_load_weights
+from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
-from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted, saver_of

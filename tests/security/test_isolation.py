@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.trainer.rewards import isolated, library
+from fused_grpo.trainer.rewards import builtin_rewards, isolated
 from fused_grpo.trainer.rewards.isolation import checked_reply, without_secrets
 
 SOURCE = """
@@ -153,12 +153,12 @@ def test_values_of_secrets_are_told_from_others():
 
 @pytest.fixture
 def quick_grader(monkeypatch):
-    monkeypatch.setattr(library, "MATH_TIMEOUT", 2.0)
-    library._grader.cache_clear()
+    monkeypatch.setattr(builtin_rewards, "MATH_TIMEOUT", 2.0)
+    builtin_rewards._grader.cache_clear()
     yield
-    library._grader.cache_clear()
+    builtin_rewards._grader.cache_clear()
 
 
 def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(quick_grader):
     bad = [r"\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{" + "(" * 20_000 + "1" + ")" * 20_000 + "}"]
-    assert library.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]
+    assert builtin_rewards.accuracy_reward([*bad, r"\boxed{4}"], solution=[r"\boxed{4}"] * 3) == [0.0, 0.0, 1.0]

@@ -21,7 +21,7 @@ from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import training_state as files
 from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
 from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, refuse_unusable, sha256_of
-from fused_grpo.trainer.checkpoint.read_weights import read_adapter, read_weights
+from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter, read_weights
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.distributed.sharding import full_state_dict
 from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, load_adapter

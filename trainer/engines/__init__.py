@@ -6,7 +6,7 @@ vllm/                     vLLM in the trainer's process
 server/                   vLLM servers over HTTP
 transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
-checked_calls.py          the trainer calls engines through this module, which checks what they return
+checked_engine.py         the trainer calls engines through this module, which checks what they return
 weight_check.py           checks that engine and trainer have the same weights
 sampling.py               prompts, stop tokens, seeds and sampling options, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads

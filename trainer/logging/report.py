@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.run_files import METRICS_FILE, REPORT_FILE, REWARD_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.config.file_names import METRICS_FILE, REPORT_FILE, REWARD_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.logging.charts import (
     EVAL_NAMES,
     PHASE,

@@ -22,8 +22,8 @@ from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.config.file_names import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.config.redaction import redacted, to_json
-from fused_grpo.trainer.config.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
 
 Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
 

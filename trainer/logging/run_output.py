@@ -11,11 +11,11 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from fused_grpo.trainer.config.file_names import REPORT_FILE
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.run_files import REPORT_FILE
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.formatting import short_number
-from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import RunLog
 from fused_grpo.trainer.logging.trackers import Trackers

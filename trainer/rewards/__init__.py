@@ -1,11 +1,11 @@
 """Reward functions and reward models: called on completions, with their results checked.
 
 reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups
-one_call          one function: its arguments, its timeout, checks of what it returns
+reward_call       one function: its arguments, its timeout, checks of what it returns
 loading           functions by name
-models            sequence-classification models as reward functions
-isolation         a function in a process of its own (worker.py is that process)
-library           ready-made rewards (math_answers.py is the part that runs isolated)
+reward_models     sequence-classification models as reward functions
+isolation         a function in a process of its own (reward_worker.py is that process)
+builtin_rewards   ready-made rewards (math_answers.py is the part that runs isolated)
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fused_grpo.trainer.rewards.isolation import isolated
-from fused_grpo.trainer.rewards.library import (
+from fused_grpo.trainer.rewards.builtin_rewards import (
     accuracy_reward,
     format_reward,
     length_reward,
     soft_overlong_punishment,
 )
+from fused_grpo.trainer.rewards.isolation import isolated
 from fused_grpo.trainer.rewards.loading import load_reward
-from fused_grpo.trainer.rewards.one_call import RewardFunction
+from fused_grpo.trainer.rewards.reward_call import RewardFunction
 
 if TYPE_CHECKING:
-    from fused_grpo.trainer.rewards.models import RewardModel
     from fused_grpo.trainer.rewards.reward_functions import RewardOutput, Rewards
+    from fused_grpo.trainer.rewards.reward_models import RewardModel
 
 # Imported when used: they import torch, and the process of an isolated reward imports this package.
-_LAZY = {"RewardModel": "models", "RewardOutput": "reward_functions", "Rewards": "reward_functions"}
+_LAZY = {"RewardModel": "reward_models", "RewardOutput": "reward_functions", "Rewards": "reward_functions"}
 
 __all__ = [
     "RewardFunction",

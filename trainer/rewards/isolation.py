@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, Literal
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.loading import load_reward
-from fused_grpo.trainer.rewards.one_call import FLOAT32_MAX, RewardFunction, is_async
+from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
 
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion
@@ -191,7 +191,14 @@ class Worker:
         self.replies = self.socket.makefile("rb")
         with theirs, _no_process(reference):
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fused_grpo.trainer.rewards.worker", reference, str(timeout), str(memory or 0)],
+                [
+                    sys.executable,
+                    "-m",
+                    "fused_grpo.trainer.rewards.reward_worker",
+                    reference,
+                    str(timeout),
+                    str(memory or 0),
+                ],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.rewards.one_call import RewardFunction
+from fused_grpo.trainer.rewards.reward_call import RewardFunction
 
 
 def load_reward(name: str) -> RewardFunction:

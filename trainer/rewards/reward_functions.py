@@ -30,8 +30,7 @@ from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.loading import load_reward, names_a_function
-from fused_grpo.trainer.rewards.models import RewardModel, load_reward_model
-from fused_grpo.trainer.rewards.one_call import (
+from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
     RewardFunction,
     RewardInputs,
@@ -39,6 +38,7 @@ from fused_grpo.trainer.rewards.one_call import (
     event_loop,
     reward_name,
 )
+from fused_grpo.trainer.rewards.reward_models import RewardModel, load_reward_model
 
 FailurePolicy = Literal["fail", "retry", "drop"]
 FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fused_grpo.trainer.batching.merge_metrics import merge_metrics
+from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics
 
 
 def test_merged_metrics_are_those_of_the_batch_in_one_piece() -> None:

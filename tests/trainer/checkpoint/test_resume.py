@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.checkpoint.read_weights import read_weights
+from fused_grpo.trainer.checkpoint.read_checkpoint import read_weights
 from fused_grpo.trainer.checkpoint.resume import restore
 from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
 

@@ -10,7 +10,7 @@ from accelerate.tracking import GeneralTracker
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.phases import Phases
+from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_output import RunOutput
 from fused_grpo.trainer.logging.trackers import Trackers, tracker_arguments
 

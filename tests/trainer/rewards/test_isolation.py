@@ -141,7 +141,7 @@ def test_what_cannot_be_isolated_is_refused(source, function, options, message):
 
 
 def test_a_function_of_an_importable_module_is_sent_by_its_name():
-    from fused_grpo.trainer.rewards.library import format_reward
+    from fused_grpo.trainer.rewards.builtin_rewards import format_reward
 
     function = isolated(format_reward, timeout=30)
     assert function(completions=["<think>1</think>2", "2"]) == [1.0, 0.0]

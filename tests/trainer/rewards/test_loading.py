@@ -8,13 +8,15 @@ import sys
 import pytest
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.rewards import library, load_reward
+from fused_grpo.trainer.rewards import builtin_rewards, load_reward
 from fused_grpo.trainer.rewards.loading import names_a_function
 
 
-@pytest.mark.parametrize("name", ["fused_grpo.trainer.rewards.library:format_reward", f"{library.__name__}.text_of"])
+@pytest.mark.parametrize(
+    "name", ["fused_grpo.trainer.rewards.builtin_rewards:format_reward", f"{builtin_rewards.__name__}.text_of"]
+)
 def test_a_function_of_a_module_is_found_by_its_name(name):
-    assert load_reward(name) is getattr(library, name.replace(":", ".").rpartition(".")[2])
+    assert load_reward(name) is getattr(builtin_rewards, name.replace(":", ".").rpartition(".")[2])
 
 
 def test_a_function_of_a_file_is_found_and_takes_no_module_s_place(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.vllm.start import save_config
+from fused_grpo.trainer.engines.vllm.start_vllm import save_config
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 
 own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
 same. Weights are loaded from an iterator over the trainer's own tensors (6 ms; on a GPU they never leave it) instead of
 a checkpoint that is written and read back, and no process can be left behind. The price is that vLLM changes the state
-of the trainer's process, which process_state.py restores, and that there is one engine per process, because vLLM's
+of the trainer's process, which preserved_state.py restores, and that there is one engine per process, because vLLM's
 process groups are global.
 
 Where a process group exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
@@ -33,8 +33,8 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
-from fused_grpo.trainer.engines.vllm.process_state import errors_only, preserved_state
-from fused_grpo.trainer.engines.vllm.start import cpu_options, start_vllm, without_compiling
+from fused_grpo.trainer.engines.vllm.preserved_state import errors_only, preserved_state
+from fused_grpo.trainer.engines.vllm.start_vllm import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 

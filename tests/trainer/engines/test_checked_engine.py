@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.checked_calls import checked_generate, checked_load_weights
+from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
-from fused_grpo.trainer.engines.vllm.process_state import preserved_state
-from fused_grpo.trainer.engines.vllm.start import check_installed
+from fused_grpo.trainer.engines.vllm.preserved_state import preserved_state
+from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 

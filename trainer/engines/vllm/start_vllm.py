@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.engines.vllm import process_state
+from fused_grpo.trainer.engines.vllm import preserved_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ def start_vllm(
         options = {"distributed_executor_backend": "external_launcher", **options}
 
     def shut_down() -> None:
-        with process_state.preserved_default_group() if in_group else nullcontext():
+        with preserved_state.preserved_default_group() if in_group else nullcontext():
             if started:
                 started.pop().llm_engine.engine_core.shutdown()
             else:
@@ -141,10 +141,10 @@ def save_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, f
 
 def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
     with ExitStack() as contexts:
-        contexts.enter_context(process_state.preserved_state())
+        contexts.enter_context(preserved_state.preserved_state())
         if on_cpu:
-            contexts.enter_context(process_state.without_numa_binding())
-            contexts.enter_context(process_state.without_warnings())
+            contexts.enter_context(preserved_state.without_numa_binding())
+            contexts.enter_context(preserved_state.without_warnings())
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

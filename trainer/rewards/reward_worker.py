@@ -1,6 +1,6 @@
 """The worker process of `isolated`: calls one reward function for requests that it reads from stdin.
 
-    python -m fused_grpo.trainer.rewards.worker <function> <seconds> <bytes>
+    python -m fused_grpo.trainer.rewards.reward_worker <function> <seconds> <bytes>
 
 A request is a line: its number, and the columns of one completion as JSON. The worker echoes the number before it
 calls the function; then it replies with a line of JSON: the value of the completion, or an error. The function itself
@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from fused_grpo.trainer.rewards.loading import load_reward
-from fused_grpo.trainer.rewards.one_call import RewardCaller, RewardInputs, reward_name
+from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
 ERROR_CHARACTERS = 20_000  # an error quotes the prompt, which may be longer than a reply may be
