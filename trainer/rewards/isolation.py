@@ -39,6 +39,7 @@ from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.loading import load_reward
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
 
+WORKER = "fused_grpo.trainer.rewards.reward_worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion
 SECRET_NAME = re.compile(
@@ -194,7 +195,7 @@ class Worker:
                 [
                     sys.executable,
                     "-m",
-                    "fused_grpo.trainer.rewards.reward_worker",
+                    WORKER,
                     reference,
                     str(timeout),
                     str(memory or 0),

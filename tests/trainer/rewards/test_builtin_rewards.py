@@ -13,9 +13,9 @@ from hypothesis.strategies import integers, lists, sampled_from
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rewards import (
     accuracy_reward,
+    builtin_rewards,
     format_reward,
     length_reward,
-    library,
     soft_overlong_punishment,
 )
 
@@ -58,7 +58,7 @@ def test_lengths_are_rewarded_for_being_near_the_target():
 
 
 def test_without_math_verify_the_command_that_installs_it_is_named(monkeypatch):
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(builtin_rewards.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"pip install 'fused-grpo\[math\]'"):
         accuracy_reward(["2"], ["2"])
 
