@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from fused_grpo.trainer.engines import weights as weight_files
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_weight_files
 
 SCRIPT = """
 import sys, time, torch
-from fused_grpo.trainer.engines import weights as weight_files
+from fused_grpo.trainer.engines import weight_files
 weight_files._SHARED_MEMORY = sys.argv[1]
 with weight_files.temporary_weight_files([("weight", torch.zeros(8))]) as folder:
     print("published", folder, flush=True)

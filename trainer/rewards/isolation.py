@@ -192,14 +192,7 @@ class Worker:
         self.replies = self.socket.makefile("rb")
         with theirs, _no_process(reference):
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    WORKER,
-                    reference,
-                    str(timeout),
-                    str(memory or 0),
-                ],
+                [sys.executable, "-m", WORKER, reference, str(timeout), str(memory or 0)],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
