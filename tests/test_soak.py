@@ -64,6 +64,8 @@ def test_every_bar_that_fails_is_named(soak):
 def test_a_process_and_a_file_that_are_left_over_are_found(soak, tmp_path):
     (tmp_path / "left").touch()
     with subprocess.Popen(["sleep", "60"]) as running:
+        while not psutil.Process(running.pid).cmdline():  # for a moment a new process has none
+            pass
         found = soak.left_over([psutil.Process(running.pid)], tmp_path, set())
         running.kill()
     assert found["processes"] == ["sleep 60"]
