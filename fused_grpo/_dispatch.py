@@ -24,11 +24,7 @@ logger = logging.getLogger("fused_grpo")
 
 
 def choose(impl: str, hidden: Tensor) -> str:
-    """ "triton", "torch" or "reference" for these tensors.
-
-    Raises:
-        UnavailableError: impl="triton" where it cannot run.
-    """
+    """ "triton", "torch" or "reference" for these tensors; UnavailableError for impl="triton" where it cannot run."""
     obstacle = why_not_triton(hidden)
     if impl == "triton" and obstacle:
         raise UnavailableError(f"got impl='triton', but {obstacle}; fix: impl='auto', which takes the torch path here")

@@ -106,11 +106,7 @@ def loss_inputs(
     num_entropy_tokens: float | Tensor | None,
     config: GRPOLossConfig,
 ) -> LossInputs:
-    """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`.
-
-    Raises:
-        InputError: shapes, dtypes or devices that disagree, or normalisers that are not positive.
-    """
+    """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
     per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     per_token["sampling_logprobs"] = sampling_logprobs
     given = {name: x for name, x in {"cu_seqlens": cu_seqlens, **per_token}.items() if x is not None}

@@ -104,9 +104,6 @@ class Head:
         """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
 
         If the default budget is more than the device has left, half as many rows are tried, with a warning.
-
-        Raises:
-            torch.OutOfMemoryError: no memory for half as many rows either, or for a `chunk_bytes` of the caller.
         """
         rows = chunking.chunk_rows(
             len(self.targets),
@@ -201,11 +198,7 @@ def flatten_head(
     softcap: float | None,
     sharded: bool = False,
 ) -> Head:
-    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked.
-
-    Raises:
-        InputError: shapes, dtypes, devices or numbers that cannot be right.
-    """
+    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked."""
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     check_head(hidden, weight, targets, **options, sharded=sharded)
     device = hidden.device.type

@@ -26,25 +26,13 @@ def vocab_parallel_logprobs(
     batch_invariant: bool,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard.
-
-    Raises:
-        InputError, UnsupportedError: as `shards_of`.
-    """
+    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard."""
     shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
     kept = head.targets != ignore_index
     head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
-    inputs = (
-        head.hidden,
-        head.weight,
-        head.bias,
-        head,
-        shards,
-        _dispatch.passes(_dispatch.choose(impl, head.hidden)),
-        options,
-    )
-    logprobs, entropies = _VocabParallel.apply(*inputs)  # type: ignore[no-untyped-call]
+    passes, tensors = _dispatch.passes(_dispatch.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
+    logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
     return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
 
 
