@@ -196,7 +196,7 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
     from datasets import disable_progress_bars
 
     from fused_grpo.trainer.data.datasets import load_rows
-    from fused_grpo.trainer.rewards.loading import load_reward
+    from fused_grpo.trainer.rewards.named_reward import load_reward
 
     disable_progress_bars()  # a file of prompts is read quickly
     source = options.eval_dataset if held_out else options.dataset

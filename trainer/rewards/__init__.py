@@ -20,7 +20,7 @@ from fused_grpo.trainer.rewards.builtin_rewards import (
     soft_overlong_punishment,
 )
 from fused_grpo.trainer.rewards.isolation import isolated
-from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import RewardFunction
 
 if TYPE_CHECKING:

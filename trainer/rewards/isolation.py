@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, Literal
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
 
 WORKER = "fused_grpo.trainer.rewards.reward_worker"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards.loading import load_reward, names_a_function
+from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
     RewardFunction,

@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import Any
 
-from fused_grpo.trainer.rewards.loading import load_reward
+from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
