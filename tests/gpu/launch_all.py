@@ -1,7 +1,7 @@
 """Every kernel at small shapes, under compute-sanitizer: `launch_all.py COMPUTE_SANITIZER`, or without to launch them.
 
 The tools look for races and accesses out of bounds. Each tensor has its own allocation, so that memory beside it is not
-allocated; no shape is a multiple of a tile.
+allocated; no shape is a multiple of a tile. With an odd D the forward kernel loads through pointers, not descriptors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fused_grpo import kernels
 TOOLS = (("memcheck",), ("racecheck", "--racecheck-report", "all"))
 # Of hazards those that racecheck calls errors: a reduction across threads is a warning to it.
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: .*?(\d+) errors?")
-SIZES = {"cuda": (37, 136, 1003), "cpu": (2, 24, 131)}
+SIZES = {"cuda": ((37, 136, 1003), (5, 131, 257)), "cpu": ((2, 24, 131),)}  # (N, D, V)
 
 
-def launch(device: str, dtype: torch.dtype, **options: Any) -> None:
-    N, D, V = SIZES[device]
+def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **options: Any) -> None:
+    N, D, V = size
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -50,8 +50,9 @@ def launch(device: str, dtype: torch.dtype, **options: Any) -> None:
 
 def launch_all(device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,):
-        launch(device, dtype)
-        launch(device, dtype, bias=torch.ones(SIZES[device][2], device=device), softcap=9.0, logit_scale=0.7)
+        for size in SIZES[device]:
+            launch(device, dtype, size)
+            launch(device, dtype, size, bias=torch.ones(size[2], device=device), softcap=9.0, logit_scale=0.7)
     if device == "cuda":
         torch.cuda.synchronize()
     print("every kernel was launched", flush=True)

@@ -175,11 +175,13 @@ def assert_as_exact(
 ) -> None:
     """An output in fp32: at most twice the error of plain torch, and four roundings of numbers of that magnitude.
 
-    Tensor cores truncate their sums, once for 16 products: of numbers that size, half a unit each time.
+    Tensor cores truncate their sums, once for 16 products: of numbers that size, half a unit each time. In fp32 the
+    kernel adds D products one after the other, and the roundings are a random walk.
     """
     assert ours.dtype == FP32
     error, theirs = ((x.double() - exact).abs().max().item() for x in (ours, plain))
-    truncated = problem.hidden.shape[1] / 16 / 2 if rounds(problem.dtype) else 0.0
-    allowed = 2 * theirs + (4 + truncated) * EPS * max(1.0, magnitude)
+    D = problem.hidden.shape[1]
+    of_sums = D / 16 / 2 if rounds(problem.dtype) else D**0.5 / 4
+    allowed = 2 * theirs + (4 + of_sums) * EPS * max(1.0, magnitude)
     print(f"{what}: error {error:.2e}, of plain torch {theirs:.2e}, allowed {allowed:.2e}")
     assert error <= allowed, f"{what}: error {error:.2e}, of plain torch {theirs:.2e}, allowed {allowed:.2e}"
