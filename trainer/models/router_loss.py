@@ -68,5 +68,6 @@ def router_aux_loss(model: PreTrainedModel, states: Any, attention_mask: Tensor)
             "fix: router_aux_loss_coef=0.0"
         )
     top_k = model.config.get_text_config().num_experts_per_tok
-    loss: Tensor = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], top_k, attention_mask)
+    loss: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], top_k, attention_mask)
+    assert isinstance(loss, Tensor)  # an int where there are no logits
     return loss
