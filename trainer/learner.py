@@ -40,8 +40,9 @@ from fused_grpo.trainer.distributed.sharding import (
     reshard,
     shard_like_policy,
 )
-from fused_grpo.trainer.models.adapters import as_reference, is_adapted
+from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
+from fused_grpo.trainer.models.router_loss import router_loss_coefficient
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
@@ -78,7 +79,13 @@ class Learner:
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
         _prepare_model(model, args)
         self.adapted = is_adapted(model)
-        policy = PolicyLoss(model, self.loss_config, temperature=args.temperature, chunk_bytes=args.chunk_bytes)
+        policy = PolicyLoss(
+            model,
+            self.loss_config,
+            temperature=args.temperature,
+            chunk_bytes=args.chunk_bytes,
+            router_aux_loss_coef=router_loss_coefficient(base_model(model), args),
+        )
         # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
         needs_copy = args.beta > 0 and not self.adapted
         frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
@@ -192,11 +199,12 @@ class Learner:
 
     def _counts(self, packed: Sequence[MicroBatch], sequences: int) -> dict[str, Any]:
         """The normalisers of the whole step, over all micro-batches and ranks."""
-        mine = [sum(len(part.targets) for part in packed), sequences]
+        filled = sum(len(part.sequence_index) > 0 for part in packed)
+        mine = [sum(len(part.targets) for part in packed), sequences, filled]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
-        num_tokens, num_sequences = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
-        return {"num_tokens": num_tokens, "num_sequences": num_sequences}
+        counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
+        return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> dict[str, Any]:
         """The entropy coefficient of this step, and with `top_entropy_quantile` the threshold over all of its tokens.

@@ -21,6 +21,7 @@ from fused_grpo.integrations.logit_transform import logit_transform
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.models.adapters import base_model, check_head, head_weight
+from fused_grpo.trainer.models.router_loss import router_aux_loss
 from fused_grpo.trainer.types import MicroBatch
 
 
@@ -33,6 +34,7 @@ class PolicyLoss(nn.Module):
         loss_config: the loss variant.
         temperature: what completions were sampled with.
         chunk_bytes: as in `fused_linear_grpo_loss`.
+        router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
 
     Raises:
         InputError: a model without an output embedding.
@@ -40,7 +42,13 @@ class PolicyLoss(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, loss_config: GRPOLossConfig, *, temperature: float, chunk_bytes: int | None = None
+        self,
+        model: PreTrainedModel,
+        loss_config: GRPOLossConfig,
+        *,
+        temperature: float,
+        chunk_bytes: int | None = None,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
         super().__init__()
         if model.get_output_embeddings() is None:
@@ -48,6 +56,7 @@ class PolicyLoss(nn.Module):
         check_head(model.get_output_embeddings())
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
+        self.router_aux_loss_coef = router_aux_loss_coef
         # Where Accelerate looks for the layers that FSDP is to gather one at a time.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -61,16 +70,24 @@ class PolicyLoss(nn.Module):
         *,
         num_tokens: float | Tensor,
         num_sequences: float | Tensor,
+        num_micro_batches: float | Tensor = 1.0,
         config: GRPOLossConfig | None = None,
         entropy_threshold: Tensor | None = None,
         num_entropy_tokens: float | None = None,
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
+        The routers' auxiliary loss is the mean over the micro-batches that have sequences, and counts their tokens:
+        those of prompts and completions, not padding. In TRL micro-batches have other sequences: it shuffles them, and
+        has the prompts of masked completions in them.
+
         `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
         """
-        hidden, weight, options = self._head_inputs(batch)
-        return fused_linear_grpo_loss(
+        # A micro-batch without sequences has no tokens for its routers either.
+        balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
+        states = self._states(batch, **({"output_router_logits": True} if balanced else {}))
+        hidden, weight, options = self._head_inputs(batch, states)
+        output = fused_linear_grpo_loss(
             hidden,
             weight,
             batch.targets,
@@ -87,6 +104,12 @@ class PolicyLoss(nn.Module):
             chunk_bytes=self.chunk_bytes,
             **options,
         )
+        if not balanced:
+            return output
+        aux_loss = router_aux_loss(base_model(self.model), states, batch.attention_mask) / num_micro_batches
+        metrics = {**output.metrics, "aux_loss": aux_loss.detach()}
+        loss = (output.loss + self.router_aux_loss_coef * aux_loss).to(output.loss.dtype)
+        return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -101,19 +124,23 @@ class PolicyLoss(nn.Module):
         return found
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch)
+        hidden, weight, options = self._head_inputs(batch, self._states(batch))
         return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
 
     def _entropies(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch)
+        hidden, weight, options = self._head_inputs(batch, self._states(batch))
         options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
 
-    def _head_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _states(self, batch: MicroBatch, **options: Any) -> Any:
+        """The output of the backbone."""
+        backbone = base_model(self.model).get_decoder()
+        return backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
+
+    def _head_inputs(self, batch: MicroBatch, states: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and the logit transform."""
         model = base_model(self.model)
-        backbone, head = model.get_decoder(), model.get_output_embeddings()
-        states = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        head = model.get_output_embeddings()
         hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
         options = {
             "bias": getattr(head, "bias", None),

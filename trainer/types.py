@@ -111,6 +111,7 @@ class MicroBatch:
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
+    attention_mask: Tensor  # [R, L] int64, 0 where there is padding; position ids keep attention from it without this
     predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts a completion token
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss"})
+# Each is a count, or divided by a count of the whole step.
+SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "aux_loss"})
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -141,9 +141,11 @@ def pack(
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
     # Padding continues the sequence before it, which never attends to it: rows of one sequence need no mask.
     position_ids = torch.arange(row_length).repeat(num_rows)
+    attention_mask = torch.zeros_like(input_ids)
     for start, prompt, completion in sorted(zip(starts, prompts, completions, strict=True)):
         tokens = torch.tensor([*prompt, *completion])
         input_ids[start : start + len(tokens)] = tokens
+        attention_mask[start : start + len(tokens)] = 1
         row_end = start - start % row_length + row_length
         position_ids[start:row_end] = torch.arange(row_end - start)
     # The hidden state of a token predicts the next one: completions are predicted from one place earlier.
@@ -154,6 +156,7 @@ def pack(
     return MicroBatch(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
+        attention_mask=attention_mask.view(num_rows, row_length).to(device),
         predictors=_flat(predictors, torch.int64).to(device),
         targets=_flat(completions, torch.int64).to(device),
         cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),

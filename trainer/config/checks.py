@@ -105,6 +105,8 @@ def _check_numbers(args: Any) -> None:
     want(args, "adam_beta2", 0 <= args.adam_beta2 < 1, "in [0, 1)")
     want(args, "adam_epsilon", args.adam_epsilon > 0, "> 0")
     want(args, "vllm_gpu_memory_utilization", 0 < args.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
+    coefficient = args.router_aux_loss_coef
+    want(args, "router_aux_loss_coef", coefficient is None or 0 <= coefficient < math.inf, "finite and >= 0, or None")
     want(args, "ref_model_mixup_alpha", 0 <= args.ref_model_mixup_alpha <= 1, "in [0, 1]")
     want(args, "vllm_server_timeout", args.vllm_server_timeout > 0, "seconds > 0")
     want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")

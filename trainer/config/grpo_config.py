@@ -81,6 +81,8 @@ class GRPOConfig:
 
     model_init_kwargs: dict[str, Any] | None = None
     """Arguments of `AutoModelForCausalLM.from_pretrained`, where the model is a path or hub id."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the auxiliary loss of mixture-of-experts routers. None is the model's own; 0 is none."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights, in transformers and in the engine."""
     disable_dropout: bool = False

@@ -20,6 +20,7 @@ DIFFERENT: dict[str, str] = {
     "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
     "generation_batch_size": "a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
+    "router_aux_loss_coef": "a mean over micro-batches, as there: others under accumulation, and without the prompts of masked completions",
     "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
     "optim": '"adamw_torch" and "adamw_torch_fused"; others through GRPOTrainer(optimizers=...)',
     "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
@@ -60,12 +61,10 @@ _PRECISION = "bf16 or fp32; weights stay in fp32"
 _LOADER = "rows are read as they are needed, by one process"
 _HUB = "push_to_hub uploads the final model, once, with the account that is logged in"
 _FUSED = "the head is fused here already"
-_LATER = "not built yet"
 _TRACKIO = "configure trackio through its own environment variables"
 _COMPILE = "compile the model before you pass it"
 
 MISSING: dict[str, Missing] = {
-    "router_aux_loss_coef": Missing(None, "the auxiliary loss of mixture-of-experts routers is " + _LATER),
     "cast_lm_head_to_fp32": Missing(False, "log-probs are computed in fp32 always, at no such cost"),
     "ds3_gather_for_generation": Missing(True, _DEEPSPEED),
     "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded"),

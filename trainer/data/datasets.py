@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fused_grpo.trainer.data.prompts import is_conversational, prompt_problem
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 NULL_ROW = re.compile(rb"\A\s*null|^null\s*$", re.MULTILINE)
+IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -34,7 +35,7 @@ class RowCheck:
 
     Raises:
         DataError: a row that is not a mapping, has no usable "prompt", has another kind of prompt or other columns than
-            the first row, or has a column with a name of `RESERVED`.
+            the first row, or has a column with a name of `RESERVED` or `IMAGES`.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,6 +67,7 @@ class RowCheck:
             raise DataError(f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row 0")
 
     def _check_columns(self, number: int, row: Row) -> None:
+        refuse_images(row, name=self.name)
         for column in row:
             if not isinstance(column, str):
                 raise DataError(
@@ -117,6 +119,7 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
             f"got a {type(dataset).__name__} as {name}, want a dataset with a length and random access; "
             "fix: datasets.Dataset.from_list(list(itertools.islice(dataset, 200)))"
         )
+    refuse_images(getattr(dataset, "column_names", None) or (), name=name)  # before they are decoded
     check, rows = RowCheck(name), enumerate(read_rows(dataset, name=name))
     first = next(rows, None)
     if first is None:
@@ -132,6 +135,20 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
         for number, row in rows:
             check(number, row)
     return dataset
+
+
+def refuse_images(columns: Iterable[Any], *, name: str) -> None:
+    """Refuse a dataset with a column of images: the model would be trained on the text alone.
+
+    Raises:
+        DataError: a column that TRL takes images from.
+    """
+    for column in columns:
+        if column in IMAGES:
+            raise DataError(
+                f"got {name} with a column {column!r}, want text alone: the model would not see the images; fix: "
+                f"dataset.remove_columns({column!r}), or rename_column if only reward functions read it"
+            )
 
 
 def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:

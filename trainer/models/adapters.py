@@ -41,14 +41,13 @@ REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model
 _SAVE_EMBEDDINGS = False
 # Initialisations that do not change the base. The others move a part of it into the adapter.
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
-# Options of LoraConfig whose adapters are not low-rank updates of single linear layers or embeddings.
+# Options of LoraConfig whose adapters are not low-rank updates of single matrices or stacks of them.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
     "layer_replication",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
@@ -215,8 +214,10 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
     if not is_adapted(model):
         return None
     config = model.peft_config[_trained(model)]
-    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-    options = {name: getattr(config, name) for name in (*names, "target_modules", "modules_to_save")}
+    names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"]
+    # The last one only where it is set: checkpoints of earlier versions do not have it.
+    names += ["target_modules", "modules_to_save", *(["target_parameters"] if config.target_parameters else [])]
+    options = {name: getattr(config, name) for name in names}
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in options.items()}
 
 
@@ -297,7 +298,11 @@ def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module]) -> Iterato
     from transformers.core_model_loading import revert_weight_conversion
 
     base = base_model(model)
-    layers = {name: layer for name, layer in base.named_modules() if _is_wrapped(layer)}
+    layers: dict[str, Any] = {}
+    for name, layer in base.named_modules():
+        # Two adapted parameters of one layer are two wrappers, one in the other: the outermost stands for both.
+        if _is_wrapped(layer) and not name.startswith(tuple(f"{outer}." for outer in layers)):
+            layers[name] = layer
     inside = tuple(f"{name}." for name in layers)
     outside = {name: weight for name, weight in base.state_dict().items() if not name.startswith(inside)}
     yield from revert_weight_conversion(base, outside).items()
@@ -312,12 +317,14 @@ def _merged(layer: Any) -> nn.Module:
     if hasattr(layer, "modules_to_save"):
         trained: nn.Module = layer.modules_to_save[active]
         return trained
-    if not layer.get_base_layer().weight.is_floating_point():
+    if not all(weight.is_floating_point() for weight in layer.get_base_layer().state_dict().values()):
         raise UnsupportedError(
             "got an adapter on a quantized layer, which cannot be merged without rounding; fix: use_vllm=False, where "
             "the model itself samples"
         )
     merged = copy.deepcopy(layer)
-    merged.merge(adapter_names=[active])
-    plain: nn.Module = merged.get_base_layer()
+    while hasattr(merged, "base_layer"):
+        merged.merge(adapter_names=[active])
+        merged = merged.base_layer
+    plain: nn.Module = merged
     return plain

@@ -24,6 +24,7 @@ TEMPLATE = (
 )
 SUM = [{"role": "system", "content": "0"}, {"role": "user", "content": "1+1"}]
 BEGUN = [*SUM, {"role": "assistant", "content": "2-"}]
+PICTURES = Dataset.from_list([{"prompt": "1+1=", "images": "nowhere.png"}]).cast_column("images", Image())
 
 
 def some_rows(count: int) -> list[dict[str, str]]:
@@ -198,6 +199,14 @@ def test_rows_of_a_stream_are_checked_as_they_come():
         ([{"prompt": SUM}, {"prompt": [{"role": "user", "content": None}]}], "row 1 .*want a string as the content"),
         ([{"prompt": SUM}, {"prompt": "1+1="}], "got a string as the prompt of row 1.*want a conversation"),
         ([{"prompt": "1+1=", "completions": "2"}], "a column 'completions'"),
+        (
+            [{"prompt": "1+1=", "image": None}],
+            r"a column 'image', want text alone.*fix: dataset.remove_columns\('image'\)",
+        ),
+        # Refused before the file is opened.
+        (PICTURES, "got train_dataset with a column 'images', want text alone"),
+        (PICTURES.to_iterable_dataset(), "got train_dataset with a column 'images', want text alone"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "row 0 .*only text is supported"),
         ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}], r"columns \['prompt'\] in row 1"),
         ({"train": [{"prompt": "1+1="}]}, r"got a dict as train_dataset.*choose a split of it \('train'\)"),
         (DatasetDict({"test": Dataset.from_list(some_rows(1))}), r"got a DatasetDict.*choose a split of it \('test'\)"),

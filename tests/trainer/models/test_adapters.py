@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
@@ -32,6 +32,7 @@ KINDS = {
     "head trained": {**PLAIN, "modules_to_save": ["lm_head"]},
     "embedding": {**PLAIN, "target_modules": ["q_proj", "embed_tokens"]},
     "dora": {**PLAIN, "use_dora": True},
+    "parameter": {**PLAIN, "target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"]},
 }
 BATCH = EffectiveBatch(
     prompt_ids=[[2, 3, 4], [5, 6]],
@@ -267,7 +268,8 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     [
         (PrefixTuningConfig(num_virtual_tokens=2), UnsupportedError, "PrefixTuningConfig as peft_config"),
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
-        (LoraConfig(target_parameters=["mlp.experts"]), UnsupportedError, "target_parameters"),
+        (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
+        (PromptTuningConfig(num_virtual_tokens=2), UnsupportedError, "PromptTuningConfig as peft_config"),
         (LoraConfig(**KINDS["head"], lora_dropout=0.1), UnsupportedError, "dropout, a bias or DoRA on the head"),
         (LoraConfig(**KINDS["head"], use_dora=True), UnsupportedError, "dropout, a bias or DoRA on the head"),
     ],
@@ -322,7 +324,8 @@ def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lor
 
 @pytest.mark.engine
 def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
-    for kind, message in (("head trained", "modules_to_save"), ("embedding", "the embedding"), ("dora", "use_dora")):
+    kinds = {"head trained": "modules_to_save", "embedding": "the embedding", "dora": "use_dora"}
+    for kind, message in {**kinds, "parameter": "target_parameters"}.items():
         with pytest.raises(UnsupportedError, match=message):
             VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
     with pytest.raises(InputError, match="vLLM in process"):

@@ -38,7 +38,7 @@ class VLLMAdapterEngine(VLLMEngine):
 
     Raises:
         UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
-            adapters on the head or the embedding.
+            adapters on parameters (experts), on the head or on the embedding.
         InputError: a rank above the largest that vLLM has.
     """
 
@@ -96,6 +96,7 @@ def _check_servable(model: Any, config: Any) -> None:
         "use_dora=True": config.use_dora,
         "lora_bias or bias": config.lora_bias or config.bias != "none",
         "modules_to_save": config.modules_to_save,
+        "target_parameters (experts)": config.target_parameters,
         "an adapter on the head or the embedding": any(hasattr(end, "lora_A") for end in ends),
     }
     for name, holds in reasons.items():
