@@ -353,8 +353,8 @@ class GRPOConfig:
             raise InputError(
                 f"got an effective batch of {self.per_device_train_batch_size} (per_device_train_batch_size) * "
                 f"{self.gradient_accumulation_steps} (gradient_accumulation_steps) * {num_processes} process(es) = "
-                f"{step} sequences, and {steps} of it in a generated batch, want a multiple of "
-                f"num_generations={self.num_generations} in a generated batch; fix: make its sequences {options}"
+                f"{step} sequences with {steps} optimizer step(s) per generation, want a multiple of "
+                f"num_generations={self.num_generations}; fix: make the product {options}"
             )
         return sequences // self.num_generations
 
