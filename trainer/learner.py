@@ -30,6 +30,7 @@ from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
+from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
@@ -105,13 +106,13 @@ class Learner:
                 row were; nothing has been updated.
         """
         batch, packed = self._with_reference(batch, self._pack(batch))
-        options = self._counts(packed, len(batch.completion_ids)) | self._entropy_options(packed)
+        options, of_uncertain = self._entropy_options(packed)
+        options |= self._counts(packed, len(batch.completion_ids))
         self.policy.train()
         try:
             outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
-            mine = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
             # Those of all ranks, so that either every rank goes on from here or none does.
-            metrics = merge_floats(gather_object([mine]))
+            metrics = self._metrics(packed, outputs)
             metrics["grad_norm"] = self._clip()
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
@@ -125,7 +126,10 @@ class Learner:
             self.scheduler.step()
         self.step += 1
         metrics |= self.nonfinite.metrics()
-        metrics |= self.entropy.update(metrics.get("entropy") if metrics["num_tokens"] and may_update else None)
+        # The mean entropy of the tokens that the bonus is about.
+        entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
+        metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy
+        metrics |= self.entropy.update(entropy if metrics["num_tokens"] and may_update else None)
         self._follow_with_reference()
         if batch.old_logprobs is None:
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
@@ -206,20 +210,31 @@ class Learner:
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
-    def _entropy_options(self, packed: Sequence[MicroBatch]) -> dict[str, Any]:
-        """The entropy coefficient of this step, and with `top_entropy_quantile` the threshold over all of its tokens.
+    def _metrics(self, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, float]:
+        """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
+        of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+        pairs = zip(packed, outputs, strict=True)
+        of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])
+        losses, ratios = zip(*gather_object([(of_loss, of_ratios)]), strict=True)
+        return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type)
+
+    def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
+        """The entropy coefficient of this step; with `top_entropy_quantile` the threshold over all of its tokens, and
+        the mean entropy of those above it.
 
         The threshold takes a forward pass of its own, because it depends on all tokens of the step.
         """
         config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
         options: dict[str, Any] = {"config": config}
-        if config.top_entropy_quantile < 1.0:
-            mine = self._measured(self.accelerator.unwrap_model(self.policy), "entropies", packed)
-            entropies = torch.cat(gather_object([torch.cat(mine).cpu()]))
-            threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
-            options["entropy_threshold"] = threshold.to(self.accelerator.device)
-            options["num_entropy_tokens"] = max(1.0, float((entropies >= threshold).sum()))
-        return options
+        if config.top_entropy_quantile == 1.0:
+            return options, None
+        mine = self._measured(self.accelerator.unwrap_model(self.policy), "entropies", packed)
+        entropies = torch.cat(gather_object([torch.cat(mine).cpu()]))
+        threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
+        uncertain = entropies[entropies >= threshold]
+        options["entropy_threshold"] = threshold.to(self.accelerator.device)
+        options["num_entropy_tokens"] = max(1.0, float(len(uncertain)))
+        return options, uncertain.mean().item() if len(uncertain) else 0.0
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
         # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
@@ -263,13 +278,15 @@ class EntropyController:
 
     def update(self, entropy: float | None) -> dict[str, float]:
         """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
-        if not self.args.use_adaptive_entropy or entropy is None:
+        if not self.args.use_adaptive_entropy:
+            return {"entropy_coef": self.coefficient} if self.coefficient else {}
+        if entropy is None:
             return {}
         args, applied = self.args, self.applied
         move = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.coefficient = min(max(self.coefficient + move, args.entropy_coef_min), args.entropy_coef_max)
         self.last_entropy = entropy
-        return {"entropy_coef": applied}
+        return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
 
     def state(self) -> dict[str, float | None]:
         """As JSON, which has no infinity."""

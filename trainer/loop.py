@@ -44,11 +44,12 @@ from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_che
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, training_state
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
+from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.config.checks import check_rollout_func
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
-from fused_grpo.trainer.data.datasets import check_dataset, is_stream
+from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
@@ -76,7 +77,8 @@ class GRPOTrainer:
         args: the options of the run. None: `GRPOConfig()`.
         train_dataset: a `datasets.Dataset`, an `IterableDataset` or a list of dicts, with a "prompt" column of strings
             or of conversations.
-        eval_dataset: the same, for the evaluation before, during and after training.
+        eval_dataset: the same, or several by name (a dict, `DatasetDict` or `IterableDatasetDict`), for the evaluation
+            before, during and after training. Streams are read to their end each time.
         processing_class: the tokenizer. None: the one that lies beside `model`.
         reward_processing_classes: tokenizers of reward models. None: those beside them.
         optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
@@ -116,9 +118,8 @@ class GRPOTrainer:
         check_rollout_func(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
         self.dataset = check_dataset(train_dataset, name="train_dataset")
-        self.eval_dataset = (
-            None if eval_dataset is None else check_dataset(eval_dataset, name="eval_dataset", indexed=True)
-        )
+        self.eval_dataset = eval_dataset
+        eval_sets(eval_dataset, check=True)
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
@@ -145,6 +146,7 @@ class GRPOTrainer:
                 shuffle=args.shuffle_dataset,
                 rank=rank,
                 world_size=processes,
+                repeats=args.num_generations // args.group_part(processes),
             )
             self.max_steps = self._planned_steps()
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
@@ -159,7 +161,8 @@ class GRPOTrainer:
                 self.accelerator,
                 max_steps=self.max_steps,
                 optimizers=optimizers,
-                corrected=not (rollout_engine is None and rollout_func is None and self.engine_name == "transformers"),
+                # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
+                corrected=rollout_engine is not None or self.engine_name != "transformers",
             )
             self.collector = self._make_collector()
             self.buffer: RolloutBuffer | None = None
@@ -205,7 +208,7 @@ class GRPOTrainer:
                     if must_stop:
                         self._stop()
                     if self._due(self.args.eval_steps):
-                        self.evaluate()
+                        self._evaluate()
                     if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
                         self.save_checkpoint()
                 return self._finish(metrics)
@@ -213,17 +216,43 @@ class GRPOTrainer:
             self.engine.close()
             self.output.close()
 
-    def evaluate(self) -> dict[str, float] | None:
-        """Mean rewards on the eval set, logged as `eval/...`. None without an eval set."""
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Complete and score an eval set, or each of several; logged as `eval/...`, with names as `eval/<set>_...`.
+
+        Args:
+            eval_dataset: an eval set, several by name, or the name of one of the trainer's. None: the trainer's.
+            ignore_keys: as in transformers; there are no model outputs to ignore.
+            metric_key_prefix: of the result's keys.
+
+        Returns:
+            `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
+            them; after the prefix `<set>_` where sets have names. There is no `eval_loss` (collect/evaluation.py).
+
+        Raises:
+            DataError: no eval set, or one that cannot be used.
+        """
+        results: dict[str, float] = {}
+        for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
+            self._wake_engine()
+            self._sync_engine()
+            with all_ranks_succeed(self.accelerator, "evaluating"):
+                result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
+                self.engine.sleep()
+                rewards = result.rewards(self.rewards.names, of_set=name)
+                self.output.evaluation(self.step, rewards, result.num_prompts)
+            results |= result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+        epoch = self.epoch()
+        return results if epoch is None else {**results, "epoch": epoch}
+
+    def _evaluate(self) -> dict[str, float] | None:
+        """The mean rewards of an evaluation, as far as the options ask for one. None: there is none."""
         if self.eval_dataset is None or self.args.eval_strategy == "no":
             return None
-        self._wake_engine()
-        self._sync_engine()
-        with all_ranks_succeed(self.accelerator, "evaluating"):
-            result = self.collector.evaluate(self.engine, self.eval_dataset)
-            self.engine.sleep()
-            self.output.evaluation(self.step, result, len(self.eval_dataset))
-        return result
+        metrics = self.evaluate()
+        check_best_metric(getattr(self.args, "metric_for_best_model", None), metrics)
+        return mean_rewards(metrics, eval_sets(self.eval_dataset), self.rewards.names)
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
@@ -259,7 +288,7 @@ class GRPOTrainer:
         )
 
     def _choose_engine(self, rollout_func: Any) -> RolloutEngine:
-        datasets = [dataset for dataset in (self.dataset, self.eval_dataset) if dataset is not None]
+        datasets = [self.dataset, *eval_sets(self.eval_dataset).values()]
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
         return choose_engine(self.engine_name, self.args, self.model, self.processing_class, datasets, **options)
 
@@ -281,14 +310,14 @@ class GRPOTrainer:
             name=self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM"),
             rewards=self.rewards.names,
             engine=self.engine.name,
-            prompts=self.prompts_per_process,
+            prompts=self.args.prompts_per_generation(self.accelerator.num_processes),
             processes=self.accelerator.num_processes,
         )
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
         if checkpoint is None:
-            self.eval_before = self.evaluate()
+            self.eval_before = self._evaluate()
 
     def _restore(self, checkpoint: Path) -> None:
         """Everything as it was when `checkpoint` was saved, the logs included."""
@@ -358,9 +387,13 @@ class GRPOTrainer:
             self.output.step(metrics, phases)
 
     def epoch(self) -> float | None:
-        """Passes over the prompts so far; None for a stream without a length."""
-        prompts = self.sampler.num_prompts
-        return None if prompts is None else self.sampler.used / prompts
+        """Passes over the prompts so far; None for a stream without a length. As in TRL, a step counts for its share of
+        the generated batch; `dynamic_sampling` draws more prompts than that."""
+        prompts, processes = self.sampler.num_prompts, self.accelerator.num_processes
+        if prompts is None or self.args.dynamic_sampling:
+            return None if prompts is None else self.sampler.used / prompts
+        steps = self.args.optimizer_steps_per_generation(processes) * self.args.num_iterations
+        return self.step / steps * self.args.prompts_per_generation(processes) / prompts
 
     def _save_checkpoint(self, *, resumable: bool) -> Path:
         directory = self.output_dir / f"checkpoint-{self.step}"
@@ -399,7 +432,7 @@ class GRPOTrainer:
 
     def _finish(self, metrics: dict[str, Any]) -> TrainResult:
         """Evaluate, save and describe the trained model."""
-        after, final = self.evaluate(), self.output_dir / "final"
+        after, final = self._evaluate(), self.output_dir / "final"
         facts = CardFacts(
             name=self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
@@ -446,7 +479,7 @@ class GRPOTrainer:
             raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
         processes = self.accelerator.num_processes
         prompts = self.sampler.num_prompts * self.args.num_train_epochs
-        generations: int = math.ceil(prompts / (self.prompts_per_process * processes))
+        generations: int = math.ceil(prompts / self.args.prompts_per_generation(processes))
         return generations * self.args.optimizer_steps_per_generation(processes) * self.args.num_iterations
 
     def _due(self, every: float | None) -> bool:

@@ -32,22 +32,24 @@ from fused_grpo.trainer.types import Rollouts
 
 
 class EngineByPrompt(RolloutEngine):
-    """Completions that depend on the prompt alone, so that it does not matter which process asks for them.
+    """Completions that depend on the prompt and their place in its group, not on the process that asks for them.
 
     Their log-probs come from weights of its own: the trainer's, as they were handed over.
     """
 
     name, weight_version = "by prompt", 0
 
-    def __init__(self, model: Qwen2ForCausalLM) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(self, model: Qwen2ForCausalLM, group: int) -> None:
+        self.model, self.group, self.rank = copy.deepcopy(model), group, int(os.environ.get("RANK", "0"))
 
     def generate(self, prompt_ids, sampling) -> Rollouts:
         completions = []
-        for ids in prompt_ids:
+        for place, ids in enumerate(prompt_ids, start=self.rank * len(prompt_ids)):
             generator = torch.Generator().manual_seed(hash(tuple(ids)) % 2**31)
-            lengths = torch.randint(1, 9, (sampling.n,), generator=generator).tolist()
-            completions += [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
+            lengths = torch.randint(1, 9, (self.group,), generator=generator).tolist()
+            whole = [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
+            first = place * sampling.n % self.group
+            completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
         return Rollouts(
             prompt_ids=[list(ids) for ids in prompt_ids],
@@ -84,8 +86,10 @@ class ShardingAccelerator(Accelerator):
 
 
 def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Differs within groups. Prompts with a 4 cost their group from the second step on."""
-    if any(prompt.startswith("4") for prompt in prompts) and columns["trainer_state"].global_step > 0:
+    """Differs within groups. Prompts with a 4, and a completion that begins so, cost their group from the second step
+    on."""
+    fours = any(prompt.startswith("4") for prompt in prompts) or any(ids[0] == 4 for ids in completion_ids)
+    if fours and columns["trainer_state"].global_step > 0:
         raise ValueError("no fours any more")
     return [float(sum(ids) % 7) for ids in completion_ids]
 
@@ -112,8 +116,8 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
     model = Qwen2ForCausalLM(Qwen2Config(**config))
-    engine = EngineByPrompt(model)
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
+    engine = EngineByPrompt(model, group=defaults["num_generations"])
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)

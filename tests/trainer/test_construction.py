@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fused_grpo.errors import CheckpointError, InputError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.learner import Learner
 
 NAN = float("nan")
@@ -21,6 +21,18 @@ def test_an_effective_batch_of_broken_groups_is_refused_before_anything_is_writt
     ):
         make_trainer(per_device_train_batch_size=3, gradient_accumulation_steps=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("use_vllm", "corrects"), [(False, False), (True, True)])
+def test_a_rollout_func_is_corrected_for_where_it_is_vllms(
+    make_model, tokenizer, tmp_path, monkeypatch, use_vllm, corrects
+):
+    """TRL's rule. It is vLLM's with `use_vllm` alone: by itself, the log-probs are for the user to look at."""
+    monkeypatch.setattr("fused_grpo.trainer.engines.engine_choice._make_engine", lambda *_: None)
+    args = GRPOConfig(str(tmp_path), use_vllm=use_vllm)
+    options = {"processing_class": tokenizer, "rollout_func": lambda prompts, trainer: None}
+    trainer = GRPOTrainer(make_model(), lambda completions: completions, args, [{"prompt": "1+1="}], **options)
+    assert (trainer.learner.loss_config.sampling_correction is not None) == corrects
 
 
 def test_another_runs_directory_is_refused_untouched(make_trainer):

@@ -227,7 +227,7 @@ def test_a_step_of_nothing_but_truncated_completions_changes_nothing(make_traine
     generate = trainer.engine.generate
     trainer.engine.generate = lambda *a: dataclasses.replace(generate(*a), finish_reasons=["length"] * 4)
     start = parameters(trainer)
-    assert trainer.train().metrics["num_tokens"] == 0
+    assert trainer.train().metrics["completion_tokens"] == 0
     assert all(torch.equal(start[name], tensor) for name, tensor in parameters(trainer).items())
     assert trainer.learner.entropy.coefficient == 0.0
 

@@ -14,12 +14,12 @@ SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "aux_loss"})
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
 
-    Those in SUMMED are summed, `*_max` and `*_min` are extremes, all others are means weighted by `num_tokens`. A
-    micro-batch without tokens has no weight in a mean, whatever its value is.
+    Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
+    `num_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is.
 
     Args:
-        parts: per micro-batch, 0-d tensors of one device, with `num_tokens` among them. A metric that a micro-batch
-            lacks is merged over the others.
+        parts: per micro-batch, 0-d tensors of one device, with `num_tokens` among them where there are means. A metric
+            that a micro-batch lacks is merged over the others.
 
     Returns:
         Python floats, in the order in which the names first appear.
@@ -38,7 +38,7 @@ def merge_floats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
     values = torch.stack([part[name].detach().float() for part in parts])
-    if name in SUMMED:
+    if name in SUMMED or name.endswith("_sum"):
         return values.sum()
     if name.endswith("_max"):
         return values.amax()

@@ -55,7 +55,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
         shape,
         options,
         prompt_tokens=prompt_tokens,
-        sequences=options.prompts_per_process(processes) * options.num_generations,
+        sequences=options.prompts_per_process(processes) * options.group_part(processes),
         bf16=wants_bf16(options),
         engine=engine_name(options),
     )
@@ -77,9 +77,9 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
     """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length.
 
     Raises:
-        InputError: the effective batch does not divide into whole groups on each process.
+        InputError: the sequences of a generated batch do not divide into whole groups.
     """
-    per_rollout = options.prompts_per_process(processes) * processes
+    per_rollout = options.prompts_per_generation(processes)
     steps = options.optimizer_steps_per_generation(processes)
     group, iterations = options.num_generations, options.num_iterations
     effective = options.per_device_train_batch_size * options.gradient_accumulation_steps * processes
@@ -87,7 +87,7 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         ("micro-batch", f"{options.per_device_train_batch_size} sequences (per_device_train_batch_size)"),
         ("x accumulation", f"{options.gradient_accumulation_steps} (gradient_accumulation_steps)"),
         ("x processes", f"{processes}"),
-        ("= optimizer step", f"{effective} sequences = {effective // group} prompt(s) x {group} (num_generations)"),
+        ("= optimizer step", f"{effective} sequences = {effective / group:.4g} prompt(s) x {group} (num_generations)"),
         ("generated at a time", f"{per_rollout * group} sequences = {per_rollout} prompt(s) x {group}"),
         ("used for", f"{steps} optimizer step(s) x {iterations} pass(es) (num_iterations)"),
     ]

@@ -82,7 +82,7 @@ def train(arguments: Sequence[str]) -> None:
     options = parse_train_options(arguments)
     disable_progress_bar()  # bars for single files, between our own lines
     # Before anything slow: the demo checks its output directory before it makes its model.
-    options.prompts_per_process(num_processes=1)
+    options.prompts_per_process(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
     check_combination(options)
     if options.dry_run:
         show(options)

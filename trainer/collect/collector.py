@@ -1,11 +1,14 @@
 """`Collector`: from prompts to a `RolloutBuffer` that is ready for the optimizer. One `generate` call each time.
 
     rows     = sampler.next_batch()                           # P prompts of this rank
-    rollouts = engine.generate(prompts, n=G)                  # B = P * G completions with their sampling log-probs
+    rollouts = engine.generate(prompts, n=g)                  # B = P * g completions with their sampling log-probs
     scored   = score_rollouts(rollouts, rows, rewards)        # rewards [B]
     advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
     batches  = split_groups(batch, steps)                     # one for each optimizer step
     batches  = balanced across ranks, old log-probs for all but the first
+
+g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
+and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
 Groups for which a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose rewards are
 all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are counted, but
@@ -14,6 +17,8 @@ none of their tokens is in the loss.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -28,11 +33,12 @@ from fused_grpo.errors import RewardError
 from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
+from fused_grpo.trainer.collect.evaluation import Evaluation
 from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -90,7 +96,12 @@ class Collector:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
         self.with_old_logprobs, self.attention = with_old_logprobs, attention
+        self.group_part = args.group_part(accelerator.num_processes)
         self.generate_calls = 0
+        self.num_tokens = (
+            0  # of all prompts and completions so far, over all ranks; a prompt counts with each completion
+        )
+        self._sampled_tokens = 0  # of this rank, not yet in `num_tokens`
         self.prefetched: Prefetched | None = None
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
@@ -118,14 +129,19 @@ class Collector:
         scored, metrics = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
             advantages = self._advantages(scored)
-        metrics = rollout_metrics(gather_object([RolloutFacts.of(scored)]), self.rewards.names) | metrics
-        return Collected(scored, advantages, metrics)
+        metrics = self._metrics(gather_object([RolloutFacts.of(scored)]), self.args.num_generations) | metrics
+        self.num_tokens += sum(gather_object([self._sampled_tokens]))
+        self._sampled_tokens = 0
+        return Collected(scored, advantages, metrics | {"num_tokens": float(self.num_tokens)})
 
     def buffer(self, collected: Collected, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
         scored, advantages, metrics = collected
         steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
-        batches = split_groups(self._effective_batch(scored, advantages), steps, self.args.num_generations)
+        # Parts of groups, where an optimizer step has fewer sequences than a group.
+        share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        together = math.gcd(share, self.args.num_generations)
+        batches = split_groups(self._effective_batch(scored, advantages), steps, together)
         with phases("train"):
             batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
@@ -137,19 +153,26 @@ class Collector:
             metrics=metrics,
         )
 
-    def evaluate(self, engine: RolloutEngine, dataset: Any) -> dict[str, float]:
-        """Mean rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones."""
-        rows = [dict(row) for row in dataset]
+    def evaluate(
+        self, engine: RolloutEngine, dataset: Any, *, name: str = "eval_dataset", trainer_state: Any = None
+    ) -> Evaluation:
+        """Rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones.
+
+        Args:
+            name: of the dataset, for errors.
+            trainer_state: passed to reward functions that have a parameter of that name.
+
+        Raises:
+            DataError: a row of a stream that cannot be used.
+        """
+        started, rows = time.time(), all_rows(dataset, name=name)
         count, seed = self.args.num_generations_eval, self.args.seed
         greedy = self.sampling(seed=seed, n=1, temperature=0.0)
         sampling = greedy if count is None else self.sampling(seed=seed, n=count)
         rollouts = self._complete(engine, rows, sampling, range(len(rows)))
-        scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer)
-        means = {
-            f"rewards/{name}/mean": column
-            for name, column in zip(scored.reward_names, scored.per_function.T, strict=True)
-        }
-        return {name: values.nanmean().item() for name, values in ({"reward": scored.rewards} | means).items()}
+        scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+        metrics = self._metrics([RolloutFacts.of(scored)], sampling.n) | {"num_tokens": float(self.num_tokens)}
+        return Evaluation(metrics, len(rows), started)
 
     def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:
         """Token ids of the rows' prompts.
@@ -167,8 +190,8 @@ class Collector:
         )
 
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
-        """The sampling options of the run, with `changes`."""
-        return self.args.sampling(seed=seed, **changes)
+        """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
+        return self.args.sampling(seed=seed, **{"n": self.group_part, **changes})
 
     def prefetch(self, engine: RolloutEngine) -> None:
         """Start to sample the next batch in the background, from the weights that the engine has now."""
@@ -204,6 +227,7 @@ class Collector:
         """The inverse of `state`."""
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
+        self.num_tokens = position.get("num_tokens", 0)  # older checkpoints have none
         if tensors:
             before, rows = self._position(), self.sampler.next_batch()
             self.generate_calls += 1
@@ -213,7 +237,8 @@ class Collector:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
     def _saved(self, position: dict[str, Any]) -> dict[str, Any]:
-        return {**position, "sampler": self.sampler.state_dict(position["sampler"])}
+        saved = self.sampler.state_dict(position["sampler"])
+        return {**position, "sampler": saved, "num_tokens": self.num_tokens}
 
     def _scored(
         self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any
@@ -237,8 +262,33 @@ class Collector:
         """One generation, scored."""
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, rollouts = drawn or self.draw(engine, phases)
+            self._sampled_tokens += sum(len(ids) for ids in rollouts.completion_ids)
+            self._sampled_tokens += sum(len(ids) for ids in rollouts.prompt_ids) * rollouts.num_generations
             with phases("reward"):
-                return score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+        return self._dropped_everywhere(scored)
+
+    def _dropped_everywhere(self, scored: ScoredRollouts) -> ScoredRollouts:
+        """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
+        size = self.args.num_generations
+        if self.args.reward_failure != "drop" or self.group_part == size:
+            return scored
+        parts = gather_object([scored.dropped])
+        dropped = self._mine(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts)
+        rewards = scored.rewards.masked_fill(dropped, torch.nan)
+        per_function = scored.per_function.masked_fill(dropped[:, None], torch.nan)
+        return replace(scored, dropped=dropped, rewards=rewards, per_function=per_function)
+
+    def _mine(self, values: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the values of all ranks, each of which has as many as it has in `parts`."""
+        first = sum(len(part) for part in parts[: self.accelerator.process_index])
+        return values[first : first + len(parts[self.accelerator.process_index])]
+
+    def _metrics(self, processes: Sequence[RolloutFacts], num_generations: int) -> dict[str, float]:
+        args = self.args
+        of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
+        names = self.rewards.names
+        return rollout_metrics(processes, names, num_generations=num_generations, of_batch=of_batch)
 
     def _with_unequal_rewards(self, scored: ScoredRollouts) -> ScoredRollouts:
         """The groups whose rewards differ, and for which no reward function failed."""
@@ -262,9 +312,8 @@ class Collector:
         )
 
     def _advantages(self, scored: ScoredRollouts) -> Tensor:
-        """Advantages [B] of this rank: a group is on one rank, the scale of "batch" is that of all ranks."""
+        """Advantages [B] of this rank, by the rewards of all ranks: one after the other, they are whole groups."""
         parts = gather_object([scored.per_function])
-        first = sum(len(part) for part in parts[: self.accelerator.process_index])
         advantages = multi_objective_advantages(
             torch.cat(parts),
             self.rewards.weights,
@@ -272,7 +321,7 @@ class Collector:
             scale=self.args.scale_rewards,  # type: ignore[arg-type]
             aggregation=self.args.multi_objective_aggregation,
         )
-        return advantages[first : first + len(scored.per_function)]
+        return self._mine(advantages, parts)
 
     def _effective_batch(self, scored: ScoredRollouts, advantages: Tensor) -> EffectiveBatch:
         batch = scored.effective_batch(advantages)

@@ -14,13 +14,13 @@ from fused_grpo.trainer.collect.scoring import ScoredRollouts
 
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 
-# From the loss op's names to TRL's.
+# The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
 LOSS_METRICS = {
-    "clip_ratio_low": "clip_ratio/low_mean",
-    "clip_ratio_high": "clip_ratio/high_mean",
-    "clip_ratio_region": "clip_ratio/region_mean",
-    "sampling_difference_mean": "sampling/sampling_logp_difference/mean",
-    "sampling_difference_max": "sampling/sampling_logp_difference/max",
+    "num_tokens": "completion_tokens",
+    "policy_loss": "policy_term",
+    "loss_without_bonus": "policy_loss",
+    **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_region")),
+    **dict.fromkeys(("sampling_difference_mean", "sampling_difference_max")),
 }
 
 
@@ -29,7 +29,6 @@ class RolloutFacts(NamedTuple):
 
     rewards: Tensor  # [B]
     per_function: Tensor  # [B, F]
-    spread: Tensor  # [P, 1], the standard deviation of each group's rewards
     lengths: Tensor  # [B] tokens
     ended: Tensor  # [B] bool
     dropped: float  # share of completions that a failed reward function took along
@@ -42,7 +41,6 @@ class RolloutFacts(NamedTuple):
         return cls(
             rewards=scored.rewards,
             per_function=scored.per_function,
-            spread=nanstd(scored.rewards.view(-1, rollouts.num_generations)),
             lengths=torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32),
             ended=torch.tensor([reason == "stop" for reason in rollouts.finish_reasons], dtype=torch.bool),
             dropped=scored.dropped.float().mean().item() if len(scored.dropped) else 0.0,
@@ -51,21 +49,35 @@ class RolloutFacts(NamedTuple):
         )
 
 
-def rollout_metrics(processes: Sequence[RolloutFacts], reward_names: Sequence[str]) -> dict[str, float]:
-    """Reward and length metrics of one generated batch, over all processes."""
-    rewards, per_function, spread, lengths, ended = (
+def rollout_metrics(
+    processes: Sequence[RolloutFacts], reward_names: Sequence[str], *, num_generations: int, of_batch: bool = False
+) -> dict[str, float]:
+    """Reward and length metrics of one generated batch, over all processes.
+
+    Args:
+        processes: in the order of their ranks: a group may be on several.
+        reward_names: names of the F reward functions.
+        num_generations: completions per group.
+        of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
+    """
+    rewards, per_function, lengths, ended = (
         torch.cat([getattr(facts, name) for facts in processes])
-        for name in ("rewards", "per_function", "spread", "lengths", "ended")
+        for name in ("rewards", "per_function", "lengths", "ended")
     )
+    groups = rewards.view(-1, num_generations)
+    within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
+    # A single completion has no spread; of a larger group, one score says nothing about it.
+    known = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
     metrics = {
         "reward": rewards.nanmean(),
-        "reward_std": spread.mean(),
-        "frac_reward_zero_std": (spread < EQUAL_REWARDS).float().mean(),
+        "reward_std": overall,
+        "reward_std_within_groups": within.mean(),
+        "frac_reward_zero_std": ((overall if of_batch else within) < EQUAL_REWARDS).logical_and(known).float().mean(),
+        "groups_with_equal_rewards": (within < EQUAL_REWARDS).float().mean(),
     }
     for name, values in zip(reward_names, per_function.unbind(1), strict=True):
-        known = values[~values.isnan()]
-        metrics[f"rewards/{name}/mean"] = known.mean()
-        metrics[f"rewards/{name}/std"] = known.std() if len(known) > 1 else torch.zeros(())
+        scored = values[~values.isnan()]
+        metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
         metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
     for kind, some in (("length", lengths), ("terminated_length", lengths[ended])):
         some = some if len(some) else torch.zeros(1)
@@ -80,6 +92,12 @@ def rollout_metrics(processes: Sequence[RolloutFacts], reward_names: Sequence[st
     }
 
 
+def _std(values: Tensor) -> Tensor:
+    """With Bessel's correction; NaN for fewer than two values."""
+    return values.std() if len(values) > 1 else torch.tensor(torch.nan)
+
+
 def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The loss op's metrics under TRL's names."""
-    return {LOSS_METRICS.get(name, name): value for name, value in metrics.items()}
+    """The metrics of an optimizer step under TRL's names."""
+    named = ((LOSS_METRICS.get(name, name), value) for name, value in metrics.items())
+    return {name: value for name, value in named if name is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -17,6 +18,7 @@ from fused_grpo.trainer.data.prompts import as_completion, prompt_text
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
+_log = logging.getLogger(__name__)
 _TENSORS = ("rewards", "per_function", "dropped")
 
 
@@ -138,13 +140,25 @@ def score_rollouts(
     """
     rows = [row for row in rows for _ in range(rollouts.num_generations)]
     completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
+    columns = [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)]
+    given = [as_completion(row, text) for row, text in zip(rows, completions, strict=True)]
     output = rewards(
-        [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)],
-        [as_completion(row, text) for row, text in zip(rows, completions, strict=True)],
+        columns,
+        given,
         rollouts.completion_ids,
         num_generations=rollouts.num_generations,
         trainer_state=trainer_state,
     )
+    unscored = (output.per_function.isnan().all(1) & ~output.dropped).nonzero()[:, 0].tolist()
+    if unscored:
+        example = {**columns[unscored[0]], "completion": given[unscored[0]]}
+        _log.warning(
+            "All reward functions returned None for the following kwargs:\n%s\nSuch a completion has no reward, "
+            "advantage 0 and no part in the statistics of its group. Got %d of %d; fix: return a number.",
+            example,
+            len(unscored),
+            len(columns),
+        )
     return ScoredRollouts(
         rollouts=rollouts,
         rows=rows,

@@ -11,6 +11,7 @@ another meaning than in TRL.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
@@ -64,7 +65,7 @@ class GRPOConfig:
     gradient_accumulation_steps: int = 1
     """Number of micro-batches per optimizer step. It changes the memory, not the update."""
     num_generations: int = 8
-    """Number of completions per prompt, the size of a group. It must divide the effective batch."""
+    """Number of completions per prompt, the size of a group. It must divide the sequences of a generated batch."""
     num_iterations: int = 1
     """Number of passes over each generated batch. Beyond 1 the ratio leaves 1 and clipping has an effect."""
     steps_per_generation: int | None = None
@@ -339,23 +340,47 @@ class GRPOConfig:
         """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""
         return self.micro_batches_per_generation(num_processes) // self.gradient_accumulation_steps
 
-    def prompts_per_process(self, num_processes: int) -> int:
-        """Prompts that each process generates for at a time.
+    def prompts_per_generation(self, num_processes: int) -> int:
+        """Prompts of one generated batch, over all processes.
 
         Raises:
-            InputError: the effective batch does not divide into whole groups on each process.
+            InputError: the sequences of a generated batch do not divide into whole groups.
         """
-        sequences = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        steps = self.optimizer_steps_per_generation(num_processes)
+        step = self.per_device_train_batch_size * self.gradient_accumulation_steps * num_processes
+        sequences = step * steps
         if sequences % self.num_generations:
-            lower, upper = sequences // self.num_generations, -(-sequences // self.num_generations)
-            options = " or ".join(str(prompts * self.num_generations) for prompts in sorted({lower, upper}) if prompts)
+            lower = sequences // self.num_generations * self.num_generations
+            options = " or ".join(str(size) for size in (lower, lower + self.num_generations) if size)
             raise InputError(
                 f"got an effective batch of {self.per_device_train_batch_size} (per_device_train_batch_size) * "
-                f"{self.gradient_accumulation_steps} (gradient_accumulation_steps) = {sequences} sequences on each of "
-                f"{num_processes} process(es), want a multiple of num_generations={self.num_generations}; "
-                f"fix: make the product {options}"
+                f"{self.gradient_accumulation_steps} (gradient_accumulation_steps) * {num_processes} process(es) = "
+                f"{step} sequences with {steps} optimizer step(s) per generation, want a multiple of "
+                f"num_generations={self.num_generations}; fix: make the product {options}"
             )
-        return sequences // self.num_generations * self.optimizer_steps_per_generation(num_processes)
+        return sequences // self.num_generations
+
+    def group_part(self, num_processes: int) -> int:
+        """Completions of a prompt that one process samples: a group, or the part of it that fits into its share."""
+        self.prompts_per_generation(num_processes)
+        share = self.per_device_train_batch_size * self.micro_batches_per_generation(num_processes)
+        part = math.gcd(share, self.num_generations)
+        if self.dynamic_sampling and part < self.num_generations:
+            raise InputError(
+                f"got dynamic_sampling={self.dynamic_sampling} with {share} sequences on each of {num_processes} "
+                f"process(es), want whole groups of num_generations={self.num_generations} on each, which it replaces; "
+                "fix: a larger per_device_train_batch_size or gradient_accumulation_steps, or dynamic_sampling=0"
+            )
+        return part
+
+    def prompts_per_process(self, num_processes: int) -> int:
+        """Prompts that each process completes `group_part` times in one generated batch.
+
+        Raises:
+            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
+        """
+        part = self.group_part(num_processes)
+        return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
 
 def _listed(names: str | list[str] | None) -> list[str]:

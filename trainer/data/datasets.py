@@ -86,7 +86,7 @@ class RowCheck:
             )
 
 
-def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
+def check_dataset(dataset: Any, *, name: str) -> Any:
     """The dataset itself, after a check of all its prompts (of a stream: of the first row).
 
     Reads the rows once and keeps none; of a `datasets.Dataset` it reads only the prompts after the first row.
@@ -94,11 +94,10 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
     Args:
         dataset: what the user gave.
         name: the argument's name, for errors.
-        indexed: refuse a stream.
 
     Raises:
-        DataError: not a dataset, an empty one, several splits, an iterator that cannot start again, a stream where
-            `indexed` is set, or a row that `RowCheck` refuses.
+        DataError: not a dataset, an empty one, several splits, an iterator that cannot start again, or a row that
+            `RowCheck` refuses.
     """
     want = "want a datasets.Dataset, a datasets.IterableDataset or a list of dicts with a 'prompt' column"
     if dataset is None:
@@ -114,11 +113,6 @@ def check_dataset(dataset: Any, *, name: str, indexed: bool = False) -> Any:
         raise DataError(got) from error
     if entries is dataset:
         raise DataError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
-    if indexed and is_stream(dataset):
-        raise DataError(
-            f"got a {type(dataset).__name__} as {name}, want a dataset with a length and random access; "
-            "fix: datasets.Dataset.from_list(list(itertools.islice(dataset, 200)))"
-        )
     refuse_images(getattr(dataset, "column_names", None) or (), name=name)  # before they are decoded
     check, rows = RowCheck(name), enumerate(read_rows(dataset, name=name))
     first = next(rows, None)
@@ -149,6 +143,62 @@ def refuse_images(columns: Iterable[Any], *, name: str) -> None:
                 f"got {name} with a column {column!r}, want text alone: the model would not see the images; fix: "
                 f"dataset.remove_columns({column!r}), or rename_column if only reward functions read it"
             )
+
+
+def eval_sets(given: Any, *, check: bool = False) -> dict[str, Any]:
+    """Eval sets by name: those of a mapping (a dict, `DatasetDict` or `IterableDatasetDict`); a single one is "".
+
+    Args:
+        given: the argument `eval_dataset`. None: there are no sets.
+        check: check every set with `check_dataset`.
+
+    Raises:
+        DataError: a mapping without sets, a name that is no string, or what `check_dataset` raises.
+    """
+    if isinstance(given, Mapping):
+        if not given or not all(isinstance(name, str) and name for name in given):
+            raise DataError(f"got eval_dataset with the names {list(given)}, want a non-empty string for each set")
+        sets = dict(given)
+    else:
+        sets = {} if given is None else {"": given}
+    for name, dataset in sets.items() if check else ():
+        check_dataset(dataset, name=f"eval_dataset[{name!r}]" if name else "eval_dataset")
+    return sets
+
+
+def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
+    """The sets of one evaluation by name, as in `eval_sets`.
+
+    Args:
+        chosen: a set, several by name, or the name of one of `given`. None: all of `given`.
+        given: the trainer's own.
+
+    Raises:
+        DataError: there is none, or none of that name, or what `check_dataset` raises.
+    """
+    if isinstance(chosen, str):
+        if chosen not in (own := eval_sets(given)):
+            raise DataError(f"got eval_dataset={chosen!r}, want the name of an eval set: {list(filter(None, own))}")
+        return {"": own[chosen]}
+    sets = eval_sets(given) if chosen is None else eval_sets(chosen, check=True)
+    if not sets:
+        raise DataError(
+            "got no eval_dataset, want one to evaluate; fix: GRPOTrainer(eval_dataset=...) or evaluate(...)"
+        )
+    return sets
+
+
+def all_rows(dataset: Any, *, name: str) -> list[Row]:
+    """Every row of a dataset, checked; a stream is read to its end.
+
+    Raises:
+        DataError: a row that cannot be read or used, or no row.
+    """
+    check = RowCheck(name)
+    rows = [check(number, entry) for number, entry in enumerate(read_rows(dataset, name=name))]
+    if not rows:
+        raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
+    return rows
 
 
 def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:

@@ -1,9 +1,9 @@
 """`PromptSampler`: the prompts of each batch, in an order that only the seed decides.
 
 There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
-`prompts_per_batch * world_size` of it, and each rank takes its share. The order of a pass depends on the seed and the
-number of the pass alone. So the number of prompts that have been used is the whole state of a run. It means the same
-with any number of ranks and any batch size.
+`prompts_per_batch * world_size / repeats` of it, and each rank takes its share. The order of a pass depends on the seed
+and the number of the pass alone. So the number of prompts that have been used is the whole state of a run. It means the
+same with any number of ranks and any batch size.
 
 A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
 skips the rows that were used. `datasets` can jump to a position in a stream instead, but loses the rows in a shuffle
@@ -16,7 +16,7 @@ import hashlib
 import random
 import reprlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -38,18 +38,28 @@ class PromptSampler:
         shuffle: a random order, a new one in each pass. Of a `datasets.IterableDataset`: its own, of shards and in a
             buffer.
         rank, world_size: as in torch.distributed. All ranks must draw equally often.
+        repeats: how many consecutive rows of the ranks are the same prompt: each samples a part of its group.
 
     Raises:
         DataError: a stream that cannot be shuffled.
     """
 
     def __init__(
-        self, dataset: Any, *, prompts_per_batch: int, seed: int, shuffle: bool, rank: int = 0, world_size: int = 1
+        self,
+        dataset: Any,
+        *,
+        prompts_per_batch: int,
+        seed: int,
+        shuffle: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._size = prompts_per_batch * world_size
-        self._share = slice(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
+        self._size = prompts_per_batch * world_size // repeats
+        mine = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
+        self._share = [place // repeats for place in mine]
         self._rows: _IndexedRows | _StreamedRows
         self._rows = (_StreamedRows if is_stream(dataset) else _IndexedRows)(dataset, seed=seed, shuffle=shuffle)
 
@@ -159,10 +169,9 @@ class _IndexedRows:
         self.used, self.row_numbers = 0, list[int]()
         self._order: tuple[int, array[int]] | None = None
 
-    def take(self, size: int, share: slice) -> list[Row]:
-        places = range(self.used, self.used + size)[share]
+    def take(self, size: int, share: Sequence[int]) -> list[Row]:
+        self.row_numbers = [self._index(self.used + place) for place in share]
         self.used += size
-        self.row_numbers = [self._index(place) for place in places]
         return [self._row(number) for number in self.row_numbers]
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,10 +217,10 @@ class _StreamedRows:
         self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
         self._place: dict[str, Any] | None = None
 
-    def take(self, size: int, share: slice) -> list[Row]:
-        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)][share]
-        self.row_numbers = [number for _, number in drawn]
-        return [row for row, _ in drawn]
+    def take(self, size: int, share: Sequence[int]) -> list[Row]:
+        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)]
+        self.row_numbers = [drawn[place][1] for place in share]
+        return [drawn[place][0] for place in share]
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place

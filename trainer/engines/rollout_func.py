@@ -77,7 +77,9 @@ class FunctionEngine(RolloutEngine):
         output = self._function(repeated, self._trainer)
         columns = _checked(output, len(repeated))
         ids = [[int(token) for token in tokens] for tokens in output["completion_ids"]]
-        stops = set(stop_token_ids(self._trainer.model, self._trainer.processing_class))
+        # As in TRL, a completion that is padded has ended.
+        tokenizer = self._trainer.processing_class
+        stops = {*stop_token_ids(self._trainer.model, tokenizer), tokenizer.pad_token_id}
         return Rollouts(
             prompt_ids=_one_per_group(output["prompt_ids"], sampling.n),
             completion_ids=ids,

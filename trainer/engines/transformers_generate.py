@@ -99,16 +99,18 @@ class TransformersEngine(RolloutEngine):
         sampler = _Sampler(sampling, seed=seed)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
-        sampled = []
+        sampled: list[tuple[list[int], list[float] | None]] = []
         for start in range(0, len(rows), at_once):
-            self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
-            sampled += sampler.take()
+            returned = self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
+            # A model whose `generate` is its own may not call a logits processor: then log-probs are not known.
+            sampled += sampler.take() or [(tokens, None) for tokens in returned]
         lengths = [_completion_length(tokens, stop_ids) for tokens, _ in sampled]
         completions = [tokens[:length] for (tokens, _), length in zip(sampled, lengths, strict=True)]
+        logprobs = [values[:length] for (_, values), length in zip(sampled, lengths, strict=True) if values is not None]
         return Rollouts(
             prompt_ids=prompts,
             completion_ids=completions,
-            sampling_logprobs=[values[:length] for (_, values), length in zip(sampled, lengths, strict=True)],
+            sampling_logprobs=logprobs if len(logprobs) == len(rows) else None,
             finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
@@ -121,7 +123,10 @@ class TransformersEngine(RolloutEngine):
     def close(self) -> None:
         """Do nothing: the model is the trainer's."""
 
-    def _run(self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]) -> None:
+    def _run(
+        self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]
+    ) -> list[list[int]]:
+        """What `generate` returns after the prompts."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
@@ -133,12 +138,14 @@ class TransformersEngine(RolloutEngine):
             **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
         )
         with _in_eval_mode(self._model), _without_generation_defaults(self._model):
-            self._model.generate(
+            returned = self._model.generate(
                 input_ids,
                 attention_mask=attention_mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
             )
+        completions: list[list[int]] = returned[:, input_ids.shape[1] :].tolist()
+        return completions
 
 
 class _Sampler:
@@ -163,6 +170,8 @@ class _Sampler:
 
     def take(self) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probs of each row since the last call, those after the end of sequence included."""
+        if not self._tokens:
+            return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, strict=True))

@@ -27,13 +27,17 @@ LOG_FROM = 100.0
 
 # Small charts: the title, and the metrics with a label where there are several.
 PANELS: dict[str, dict[str, str]] = {
-    "standard deviation of rewards": {"": "reward_std"},
+    "standard deviation of rewards": {"batch": "reward_std", "within groups": "reward_std_within_groups"},
     "completion length (tokens)": {"": "completion_length"},
     "completions cut at the limit (share)": {"": "completions/clipped_ratio"},
-    "groups with equal rewards (share)": {"": "frac_reward_zero_std"},
+    "groups with equal rewards (share)": {"": "groups_with_equal_rewards"},
     "entropy (nats per token)": {"": "entropy"},
     "KL to the reference (nats per token)": {"": "kl"},
-    "clipped tokens (share)": {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean"},
+    "clipped tokens (share)": {
+        "low": "clip_ratio/low_mean",
+        "high": "clip_ratio/high_mean",
+        "cispo": "cispo_clip_ratio",
+    },
     "gradient norm": {"": "grad_norm"},
     "learning rate": {"": "learning_rate"},
     "sampler against trainer (|Δ log p|)": {"": "sampling/sampling_logp_difference/mean"},

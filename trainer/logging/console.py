@@ -151,7 +151,11 @@ class Console:
         self._rewards.append(metric(metrics, "reward"))
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
         warm = self._seconds[1:]
-        left, tokens, spread = self.total_steps - step, metric(metrics, "num_tokens"), metric(metrics, "reward_std")
+        left, tokens, spread = (
+            self.total_steps - step,
+            metric(metrics, "completion_tokens"),
+            metric(metrics, "reward_std"),
+        )
         cells = {
             "step": f"{step}/{self.total_steps}".rjust(2 * len(str(self.total_steps)) + 1),
             "reward": short_number(metric(metrics, "reward")),

@@ -96,7 +96,7 @@ def pick_samples(rows: Sequence[Mapping[str, object]], seed: int) -> list[tuple[
 
 def _tiles(records: Records, run: Mapping[str, Any]) -> dict[str, str]:
     _, seconds = series(records, "step_time")
-    _, tokens = series(records, "num_tokens")
+    _, tokens = series(records, "completion_tokens")
     return {
         "optimizer steps": str(int(max(series(records, "step")[0]))),
         "time in steps": duration(sum(seconds)) if seconds else MISSING,

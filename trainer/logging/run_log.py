@@ -5,7 +5,8 @@ shell can follow them, and there is nothing to close. Trackers (wandb, trackio, 
 report is made from these files.
 
 Names of metrics are TRL's where TRL has one. `time/<phase>` holds the seconds of a phase of the step and `step_time`
-those of the whole; `num_tokens` counts the completion tokens of the step; `eval/...` is measured on held-out prompts.
+those of the whole; `num_tokens` counts all tokens so far, prompts included, and `completion_tokens` those in the loss
+of the step; `eval/...` is measured on held-out prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts
 
 # The loss op names its metrics with underscores, TRL with slashes; readers accept both.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "clip_ratio": ("clip_ratio/region_mean", "clip_ratio_region"),
+    "clip_ratio": ("clip_ratio/region_mean", "cispo_clip_ratio", "clip_ratio_region"),
     "completion_length": ("completions/mean_length",),
 }
 

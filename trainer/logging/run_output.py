@@ -27,7 +27,8 @@ class TrainResult:
 
     steps: int
     metrics: dict[str, Any]  # of the last step; empty where a resumed run had no step left
-    eval_before: dict[str, float] | None  # {"reward": ..., "rewards/<fn>/mean": ...}; None without an eval set
+    # {"reward": ..., "rewards/<fn>/mean": ...}, after "<set>_" where eval sets have names; None without an eval set
+    eval_before: dict[str, float] | None
     eval_after: dict[str, float] | None
     checkpoint: Path
     report: Path
@@ -48,10 +49,9 @@ def describe_run(
         model: of this `name`.
         rewards: names of the reward functions.
         engine: name of the rollout engine.
-        prompts: in each generated batch, of each process.
+        prompts: in each generated batch, of all processes.
         processes: number of processes.
     """
-    prompts *= processes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
         "task": "+".join(rewards),
@@ -114,9 +114,10 @@ class RunOutput:
             self.console.step(step, record, phases.seconds)
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
-        """Mean rewards on held-out prompts."""
+        """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""
         self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
-        self.console.note(f"step {step}: held-out reward {result['reward']:.3f} on {num_prompts} prompts")
+        for name in (name for name in result if name.endswith("reward")):
+            self.console.note(f"step {step}: held-out {name} {result[name]:.3f} on {num_prompts} prompts")
 
     def note(self, text: str) -> None:
         """A line on the console."""

@@ -80,9 +80,10 @@ def test_groups_without_a_difference_are_counted(make_trainer, num_generations):
     batch = 4 * num_generations
     trainer = make_trainer(reward, per_device_train_batch_size=batch, num_generations=num_generations, max_steps=1)
     metrics = trainer.train().metrics
-    assert metrics["frac_reward_zero_std"] == 0.75
+    assert metrics["frac_reward_zero_std"] == metrics["groups_with_equal_rewards"] == 0.75
     spread = torch.arange(float(num_generations)).std().item()
-    assert metrics["reward_std"] == pytest.approx(spread / 4)
+    assert metrics["reward_std_within_groups"] == pytest.approx(spread / 4)
+    assert metrics["reward_std"] == pytest.approx(torch.tensor(reward([])).std().item())
 
 
 @pytest.mark.parametrize("num_generations", [2, 4])

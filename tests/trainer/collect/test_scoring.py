@@ -50,6 +50,18 @@ async def no_eight(completions):
     return [None if text[-1] == "8" else 1.0 / (text[-1] != "7") for text in completions]
 
 
+def test_completions_that_no_function_scores_are_named_once(caplog):
+    result = scored([no_eight], [[8], [1], [8], [2], [8], [3]], rows=[{"prompt": "p", "answer": n} for n in range(2)])
+    assert result.rewards.isnan().tolist() == [True, False, True, False, True, False]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("All reward functions returned None for the following kwargs:")
+    assert "'answer': 0" in record.getMessage()
+    assert "Got 3 of 6" in record.getMessage()
+    scored([no_eight, last_digit], [[8], [1], [8]])
+    scored([no_nine], [[9], [1], [8]], failure="drop")
+    assert not [record for record in caplog.records[1:] if "returned None" in record.getMessage()]
+
+
 @given(digits=lists(sampled_from([1, 2, 3, 3, 4, 5, 6, 7, 8, 9]), min_size=12, max_size=12))
 def test_a_partial_group_never_reaches_the_loss(digits):
     failing = {place // 3 for place, digit in enumerate(digits) if digit in (7, 9)}

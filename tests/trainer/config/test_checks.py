@@ -38,5 +38,26 @@ def test_a_config_out_of_range_is_refused(option, message):
         GRPOConfig(**option)
 
 
+@pytest.mark.parametrize(
+    ("processes", "options", "part", "prompts"),
+    [
+        (8, {"per_device_train_batch_size": 1}, 1, 1),  # a group on eight processes
+        (2, {"per_device_train_batch_size": 12}, 4, 3),  # three groups on two: 8 + 4, 4 + 8
+        (2, {"per_device_train_batch_size": 16}, 8, 2),
+        (1, {"per_device_train_batch_size": 4, "steps_per_generation": 2}, 8, 1),  # a group for two optimizer steps
+    ],
+)
+def test_a_process_samples_the_part_of_a_group_that_fits(processes, options, part, prompts):
+    args = GRPOConfig(num_generations=8, **options)
+    assert (args.group_part(processes), args.prompts_per_process(processes)) == (part, prompts)
+    assert part * prompts * processes == 8 * args.prompts_per_generation(processes)
+
+
+def test_groups_on_several_processes_are_not_replaced():
+    args = GRPOConfig(per_device_train_batch_size=4, num_generations=8, dynamic_sampling=1)
+    with pytest.raises(InputError, match=r"got dynamic_sampling=1 with 4 sequences on each of 2 .* want whole groups"):
+        args.prompts_per_process(2)
+
+
 def test_a_loss_of_the_completion_length_gets_it():
     assert GRPOConfig(loss_type="dr_grpo", max_completion_length=77).loss_config().max_completion_length == 77

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, lists, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
-from fused_grpo.trainer.data.datasets import check_dataset, load_rows
+from fused_grpo.trainer.data.datasets import all_rows, check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
 from fused_grpo.trainer.data.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
 
@@ -251,11 +251,22 @@ def test_a_random_transform_is_no_other_dataset_and_images_are_not_decoded():
     assert fingerprint(dataset) != fingerprint(dataset.select(range(299, -1, -1)))
 
 
-def test_a_stream_is_refused_where_all_of_it_is_used():
-    dataset = Dataset.from_list(some_rows(2))
-    assert check_dataset(dataset, name="eval_dataset", indexed=True) is dataset
-    with pytest.raises(DataError, match=r"got a IterableDataset as eval_dataset, want a dataset with a length .*; fix"):
-        check_dataset(some_stream(3), name="eval_dataset", indexed=True)
+def test_all_rows_are_those_of_a_stream_to_its_end_and_a_wrong_one_is_named():
+    assert all_rows(some_stream(3), name="eval_dataset") == list(some_stream(3))
+    with pytest.raises(DataError, match="of row 2 of eval_dataset"):
+        all_rows([*some_rows(2), {**some_rows(1)[0], "prompt": 3}], name="eval_dataset")
+
+
+def test_ranks_that_share_a_group_draw_the_same_prompts():
+    def drawn(dataset, rank):
+        options = {"prompts_per_batch": 3, "seed": 0, "shuffle": False, "world_size": 2, "repeats": 2}
+        sampler = PromptSampler(dataset, rank=rank, **options)
+        return [[row["prompt"] for row in sampler.next_batch()] for _ in range(2)], sampler.used
+
+    for dataset in (some_rows(6), some_stream(6)):
+        a, b, c, d, e, f = (row["prompt"] for row in dataset)
+        assert drawn(dataset, 0) == ([[a, a, b], [d, d, e]], 6)
+        assert drawn(dataset, 1) == ([[b, c, c], [e, f, f]], 6)
 
 
 @pytest.fixture

@@ -27,10 +27,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
     "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (2, 8)),
-    "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.5}, (32, 1), (8, 2)),
+    "three groups over both": ({}, {"num_iterations": 2, "scale_rewards": "group"}, (12, 1), (3, 2)),
+    "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
 }
-# Two optimizer steps of each generated batch, twice.
-RESUMED = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
+# Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
+RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
 BF16 = ("bf16", {}, {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2})

@@ -20,7 +20,7 @@ FULL = {
     "clip_ratio/region_mean": 0.0123,
     "learning_rate": 1e-6,
     "grad_norm": 0.42,
-    "num_tokens": 31000.0,
+    "completion_tokens": 31000.0,
     "step_time": 10.0,
 }
 HOSTILE = "<script>alert(1)</script>[bold]x[/bold] \x1b[31m\x1b]0;owned\x07 \u202egnp \x9b2J [/nothing]"

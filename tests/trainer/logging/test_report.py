@@ -46,7 +46,7 @@ def step_record(step: int, total: int, rng: random.Random) -> dict[str, float | 
         "clip_ratio/region_mean": 0.012 + abs(rng.gauss(0, 0.004)),
         "entropy": 0.3 + 2 * math.exp(-step / 60),
         "grad_norm": 0.4 + rng.random() / 3,
-        "num_tokens": 64 * (40 + 120 * learned),
+        "completion_tokens": 64 * (40 + 120 * learned),
         "step_time": sum(times.values()),
         **{f"time/{name}": seconds for name, seconds in times.items()},
     }

@@ -1,0 +1,58 @@
+"""Metrics of ratios: by hand, and the same however a step is cut. tests/trainer/collect compares them with TRL's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grpo.config import GRPOLossConfig
+from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics
+from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
+from fused_grpo.trainer.types import EffectiveBatch
+
+NAN = float("nan")
+OLD = [[-1.0, -2.0], [-0.5], [-3.0, -1.0, -2.0]]
+SAMPLING = [[-1.5, NAN], [-0.25], [-5.0, -1.0, -2.5]]
+NEW = [[-1.5, -2.0], [-0.25], [-3.0, -0.9, -1.0]]  # ratios e^-0.5, 1; e^0.25; 1, e^0.1, e
+BATCH = EffectiveBatch(
+    prompt_ids=[[1]] * 3,
+    completion_ids=[[2] * len(row) for row in OLD],
+    sampling_logprobs=SAMPLING,
+    advantages=torch.tensor([-1.0, 1.0, 1.0]),
+    old_logprobs=[torch.tensor(row) for row in OLD],
+)
+
+
+def measured(sequences: int, **options) -> dict[str, float]:
+    config = GRPOLossConfig(**{"sampling_correction": "token_truncate", "sampling_clip_max": 3.0, **options})
+    parts = micro_batches(BATCH, sequences, one_row=True, device=torch.device("cpu"), agree=lambda count: count + 1)
+    rows = [[value for index in part.sequence_index.tolist() for value in NEW[index]] for part in parts]
+    sums = [ratio_sums(part, torch.tensor(row), config) for part, row in zip(parts, rows, strict=True)]
+    return ratio_metrics(merge_metrics(sums), config.loss_type)
+
+
+def test_shares_are_of_tokens_and_extremes_of_sequences():
+    found = measured(3)
+    clips = {"low_mean": 1 / 6, "low_min": 0.0, "high_mean": 2 / 6, "high_max": 1.0, "region_mean": 3 / 6}
+    assert {name: found[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
+    found = measured(3, importance_sampling_level="sequence", epsilon=0.21)  # e^-0.25, e^0.25, e^0.367
+    clips = {"low_mean": 1 / 3, "low_min": 0.0, "high_mean": 2 / 3, "high_max": 1.0, "region_mean": 1.0}
+    assert {name: found[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
+
+
+def test_the_sampler_is_compared_with_the_old_policy_where_it_is_known():
+    found = measured(3)
+    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx((0.5 + 0.25 + 2.0 + 0.0 + 0.5) / 5)
+    assert found["sampling/sampling_logp_difference/max"] == 2.0
+    rho = torch.tensor([0.5, 0.0, -0.25, 2.0, 0.0, 0.5]).exp().clamp(max=3.0)
+    for name in ("min", "mean", "max"):
+        assert found[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(rho, name)().item())
+    found, rho = measured(3, sampling_correction="sequence_mask"), torch.tensor([0.5, -0.25]).exp()
+    assert found["sampling/importance_sampling_ratio/min"] == 0.0  # e^2.5 is beyond the bound
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(rho.sum().item() / 3)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_the_cut_changes_nothing(loss_type):
+    assert measured(1, loss_type=loss_type) == pytest.approx(measured(3, loss_type=loss_type))

@@ -1,0 +1,138 @@
+"""What TRL measures of ratios that the loss op does not: by sequence, times the ratio, or of the sampler.
+
+`ratio_sums` measures a micro-batch, `merge_metrics` merges the micro-batches of a step and of all ranks, and
+`ratio_metrics` makes of them TRL's metrics. The ratio of a sequence (`importance_sampling_level="sequence"`) counts
+once, the ratio of a token once for each token.
+
+    clip_ratio/low_min, high_max           extremes over sequences of the share of a sequence's tokens that is clipped
+    kl                                     mean over tokens of the KL estimate (use_bias_correction_kl: times the ratio)
+    vespo/phi_seq_mean                     mean over sequences of their weight phi
+    sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
+    sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fused_grpo._loss_inputs import LossInputs, loss_inputs
+from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
+from fused_grpo.reference import (
+    bounded_ratio,
+    kl_term,
+    log_rho,
+    policy_term,
+    sampling_weights,
+    sequence_log_ratio,
+    vespo_weights,
+)
+from fused_grpo.trainer.types import MicroBatch
+
+Sums = dict[str, Tensor]
+
+
+@torch.no_grad()
+def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Sums:
+    """Sums and extremes over a micro-batch, 0-d, from the policy's log-probs [N]; empty for one without sequences."""
+    if not len(part.advantages):
+        return {}
+    given = (part.old_logprobs, part.ref_logprobs, part.sampling_logprobs)
+    inputs = loss_inputs(
+        logprobs.shape,
+        dtype=torch.float32,
+        device=logprobs.device,
+        advantages=part.advantages,
+        mask=None,
+        cu_seqlens=part.cu_seqlens,
+        **dict(zip(("old_logprobs", "ref_logprobs", "sampling_logprobs"), given, strict=True)),
+        entropy_threshold=None,
+        num_tokens=None,
+        num_sequences=None,
+        num_entropy_tokens=None,
+        config=config,
+    )
+    current, tokens, terms = logprobs.float(), inputs.tokens, TokenTerms.of(config)
+    old = current if tokens.old_logprobs is None else tokens.old_logprobs
+    of_sequence = config.importance_sampling_level == "sequence"
+    ratio = (sequence_log_ratio(current, inputs) if of_sequence else current - old).exp()
+    clipped = policy_term(current, ratio, tokens.advantages, terms)[1]
+    sums = _clipped(clipped, inputs, of_sequence=of_sequence)
+    if tokens.ref_logprobs is not None:
+        kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
+        sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
+    if config.loss_type == "vespo":
+        sums["phi_sum"] = inputs.sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
+    if tokens.sampling_logprobs is not None:
+        sums |= _sampling(old, tokens.sampling_logprobs, inputs, config)
+    return sums
+
+
+def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]:
+    """TRL's metrics from the merged sums of a step; none of a step without sequences."""
+    if "sequences_sum" not in sums:
+        return {}
+
+    def mean(name: str, count: str) -> float:
+        return sums[f"{name}_sum"] / max(1.0, sums[f"{count}_sum"])
+
+    metrics: dict[str, float] = {}
+    if loss_type in CLIPPED:
+        low, high = mean("low", "ratios"), mean("high", "ratios")
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/low_min": sums["low_min"]}
+        metrics |= {"clip_ratio/high_mean": high, "clip_ratio/high_max": sums["high_max"]}
+        metrics["clip_ratio/region_mean"] = low + high
+    elif loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = mean("high", "ratios")
+    if "kl_sum" in sums:
+        metrics["kl"] = mean("kl", "tokens")
+    if "phi_sum" in sums:
+        metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
+    if "difference_sum" in sums:
+        prefix = "sampling/sampling_logp_difference"
+        metrics |= {f"{prefix}/mean": mean("difference", "known"), f"{prefix}/max": sums["difference_max"]}
+    if "rho_sum" in sums:
+        prefix = "sampling/importance_sampling_ratio"
+        metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
+        metrics[f"{prefix}/mean"] = mean("rho", "rhos")
+    return metrics
+
+
+def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
+    tokens, sequences = inputs.tokens, inputs.sequences
+    counts = sequences.sum(tokens.mask)
+    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
+    weights = torch.ones_like(counts) if of_sequence else counts
+    return {
+        "low_sum": (low * weights).sum(),
+        "low_min": low.amin(),
+        "high_sum": (high * weights).sum(),
+        "high_max": high.amax(),
+        "ratios_sum": weights.sum(),
+        "tokens_sum": counts.sum(),
+        "sequences_sum": (counts > 0).sum(),
+    }
+
+
+def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
+    difference, known = (old - sampling).abs(), ~sampling.isnan()
+    known_difference = torch.where(known, difference, 0.0)
+    sums = {
+        "difference_sum": known_difference.sum(),
+        "difference_max": known_difference.amax(),
+        "known_sum": known.sum(),
+    }
+    if config.sampling_correction is None:
+        return sums
+    if config.sampling_correction.startswith("sequence"):
+        how, bounds = (
+            config.sampling_correction.removeprefix("sequence_"),
+            (config.sampling_clip_min, config.sampling_clip_max),
+        )
+        rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), how, *bounds)
+    else:
+        rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
+    rhos = torch.tensor(float(len(rho)), device=rho.device)
+    return sums | {"rho_sum": rho.sum(), "rhos_sum": rhos, "rho_min": rho.amin(), "rho_max": rho.amax()}
