@@ -53,6 +53,7 @@ class TransformersEngine(RolloutEngine):
         model: the trainer's causal LM, not a copy.
         tokenizer: its tokenizer.
         seed: the seed of calls without `sampling.seed`.
+        cache_implementation: kind of the KV cache, as in GenerationConfig.
         max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.
 
     Raises:
@@ -68,6 +69,7 @@ class TransformersEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int = 0,
+        cache_implementation: str | None = None,
         max_sequences: int | None = None,
     ) -> None:
         if max_sequences is not None and max_sequences < 1:
@@ -78,6 +80,7 @@ class TransformersEngine(RolloutEngine):
                 "fix: install vLLM, or launch with DDP"
             )
         self.weight_version = 0
+        self._cache_implementation = cache_implementation
         self._max_sequences = max_sequences
         self._model: Any = model
         self._stop_ids = stop_token_ids(model, tokenizer)
@@ -130,7 +133,10 @@ class TransformersEngine(RolloutEngine):
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
-            **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
+            **{
+                "cache_implementation": self._cache_implementation,
+                **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
+            },
         )
         with _in_eval_mode(self._model), _without_generation_defaults(self._model):
             self._model.generate(
