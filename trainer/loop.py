@@ -63,7 +63,7 @@ from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted, saver_of
-from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
+from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, loading_options, wants_bf16
 
 
 class GRPOTrainer:
@@ -156,8 +156,7 @@ class GRPOTrainer:
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             model = str(model) if isinstance(model, Path) else model
             init = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
-            shared: Any = {name: init[name] for name in ("trust_remote_code", "revision") if name in init}
-            self.processing_class = load_tokenizer(model, processing_class, **shared)
+            self.processing_class = load_tokenizer(model, processing_class, **loading_options(init))
             self.model = load_model(model, **init)
             self.model = adapt(self.model, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it

@@ -343,6 +343,8 @@ class GRPOConfig:
         given = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
         for name in OVERRIDDEN.intersection(given):
             setattr(self, name, given[name])
+        if self.optim_target_modules == ["all-linear"]:  # as the command line reads it
+            self.optim_target_modules = "all-linear"
         if self.vllm_importance_sampling_cap is not None:
             fix = "fix: set vllm_importance_sampling_clip_max"
             warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=3)

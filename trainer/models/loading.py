@@ -97,6 +97,11 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
     return loaded
 
 
+def loading_options(model_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of a model's `from_pretrained` that its tokenizer is loaded with too."""
+    return {name: model_options[name] for name in ("trust_remote_code", "revision") if name in model_options}
+
+
 def load_tokenizer(
     model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool, revision: str | None = None
 ) -> Any:
