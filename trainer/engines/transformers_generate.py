@@ -92,7 +92,7 @@ class TransformersEngine(RolloutEngine):
 
         Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs.
+            UnsupportedError: structured outputs, or beams.
         """
         _check_supported(sampling)
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
@@ -186,6 +186,11 @@ def _check_supported(sampling: SamplingParams) -> None:
         raise UnsupportedError(
             f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
+    if sampling.extra.get("num_beams", 1) != 1:
+        raise UnsupportedError(
+            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy: those of a "
+            "beam search have no log-probs that a ratio could use; fix: leave out num_beams and length_penalty"
         )
     check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
