@@ -1,51 +1,122 @@
-"""The table of TRL's options in docs/from-trl.md, made from trainer/config/trl_fields.py and the two `GRPOConfig`s.
+"""The tables of docs/from-trl.md, made from the installed TRL, trl_fields.py and trl_differences.py of trainer/config.
 
-    python scripts/trl_table.py          write it
-    python scripts/trl_table.py --check  say whether it is current (exit 1: it is not)
+    python scripts/trl_table.py          write them
+    python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)
 
+Options and attributes that are the same, or absent for one reason, share a line: the page stays short enough to read.
 Needs trl, which is installed for tests and benchmarks only.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer import GRPOTrainer
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.config.trl_differences import BEHAVIOURS, NO_NUMBERS, SIZES, UNMEASURED, reasons
 from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-trl.md"
-BEGIN, END = "<!-- table: scripts/trl_table.py -->", "<!-- end of the table -->"
 
 
-def table() -> str:
-    """One row for every field of TRL's `GRPOConfig`, then those that only this trainer has."""
+def differences() -> str:
+    """Behaviour that differs, and options with the same name and another default or meaning."""
+    theirs, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
+    rows = [(line.trl, line.here, line.size) for line in BEHAVIOURS]
+    rows += [
+        (f"`{name}`, by default {shown(entry)}", difference(entry, ours[name]), SIZES.get(name, NO_NUMBERS))
+        for name, entry in sorted(theirs.items())
+        if name in ours and difference(entry, ours[name])
+    ]
+    return table(["TRL", "here", "size of the difference"], rows)
+
+
+def options() -> str:
+    """Every field of TRL's `GRPOConfig` that is not in `differences`, then those that only this trainer has."""
+    theirs, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
+    same = [name for name in theirs if name in ours and not difference(theirs[name], ours[name])]
+    other = len(theirs) - len(same) - len(MISSING)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(MISSING):
+        groups.setdefault((MISSING[name].why, accepted(name)), []).append(name)
+    rows = [(quoted(names), values, why) for (why, values), names in sorted(groups.items(), key=lambda item: item[1])]
+    return "\n\n".join(
+        [
+            f"{len(theirs)} options: {len(same)} are the same, {other} differ (above), {len(MISSING)} have no effect.",
+            f"The same: {quoted(sorted(same))}.",
+            f"Only here: {quoted(name for name in ours if name not in theirs)}.",
+            table(["without an effect", "values other than the default", "why"], rows),
+        ]
+    )
+
+
+def surface() -> str:
+    """Public methods and attributes of TRL's `GRPOTrainer`, those of transformers' `Trainer` included."""
+    trainer = trl_trainer()
+    theirs, ours, why = public(trainer), public(GRPOTrainer), reasons()
+    absent: dict[str, list[str]] = {}
+    for name in sorted(theirs - ours):
+        in_args = name in trl_fields() and not callable(getattr(trainer, name, None))
+        absent.setdefault(why.get(name, "`args` has it" if in_args else UNMEASURED), []).append(name)
+    rows = [(quoted(names), reason) for reason, names in sorted(absent.items(), key=lambda item: item[1])]
+    return "\n\n".join(
+        [
+            f"Here as there: {quoted(sorted(theirs & ours))}.",
+            f"Only here: {quoted(sorted(ours - theirs))}.",
+            table(["not here", "why"], rows),
+        ]
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"differences": differences, "surface": surface, "options": options}
+
+
+def trl_fields() -> dict[str, dataclasses.Field[Any]]:
     from trl import GRPOConfig as TRLConfig
 
-    theirs = {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
-    ours = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}
-    rows = [row(entry, ours.get(name)) for name, entry in sorted(theirs.items())]
-    same = sum("| same |" in line for line in rows)
-    other = len(theirs) - same - len(MISSING)
-    counts = f"{len(theirs)} options: {same} are the same, {other} differ, {len(MISSING)} are not here."
-    added = ", ".join(f"`{name}`" for name in ours if name not in theirs)
-    head = ["| option | TRL's default | here |", "|---|---|---|"]
-    return "\n".join([counts, "", *head, *rows, "", f"Only here: {added}."])
+    return {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
 
 
-def row(entry: dataclasses.Field[Any], ours: dataclasses.Field[Any] | None) -> str:
-    """The line of one field; `ours` is the field of that name here, where there is one."""
-    name = entry.name
-    if ours is None:
-        here = f"not here: {MISSING[name].why}"
-    else:
-        notes = [DIFFERENT[name]] if name in DIFFERENT else []
-        if not notes and shown(ours) != shown(entry):
-            notes = [f"{shown(ours)} by default"]
-        here = "; ".join(notes) or "same"
-    return f"| `{name}` | {shown(entry)} | {here} |"
+def trl_trainer() -> type:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's, about the version of vLLM
+        from trl import GRPOTrainer as TRLTrainer
+    return TRLTrainer  # type: ignore[no-any-return]
+
+
+def difference(theirs: dataclasses.Field[Any], ours: dataclasses.Field[Any]) -> str:
+    """In which way an option of one name differs; empty where it is the same."""
+    if ours.name in DIFFERENT:
+        return DIFFERENT[ours.name]
+    return "" if shown(ours) == shown(theirs) else f"{shown(ours)} by default"
+
+
+def accepted(name: str) -> str:
+    accepts = MISSING[name].accepts
+    every, empty = accepts(object()), accepts("")
+    return "change nothing" if every else "change nothing where they are empty" if empty else "refused"
+
+
+def public(cls: type) -> set[str]:
+    """The public names of a class, and of what its methods assign to `self`."""
+    names = set(dir(cls))
+    for owner in cls.__mro__[:-1]:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(owner)))):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                names.add(node.attr)
+    return {name for name in names if not name.startswith("_")}
 
 
 def shown(entry: dataclasses.Field[Any]) -> str:
@@ -58,15 +129,27 @@ def shown(entry: dataclasses.Field[Any]) -> str:
     return "`None`" if value in (None, "") else f"`{value!r}`".replace("'", '"')
 
 
-def page_with(text: str, new: str) -> str:
-    """The page with its table replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}"
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table(head: list[str], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def page_with(text: str) -> str:
+    """The page with its tables replaced."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}: scripts/trl_table.py -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{make()}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main(arguments: list[str]) -> int:
     old = PAGE.read_text()
-    new = page_with(old, table())
+    new = page_with(old)
     if arguments == ["--check"]:
         return int(old != new)
     PAGE.write_text(new)

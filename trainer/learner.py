@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
+from fused_grpo.errors import UnavailableError
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
@@ -90,7 +92,7 @@ class Learner:
         # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
         needs_copy = args.beta > 0 and not self.adapted
         frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
-        optimizer = optimizers[0] or make_optimizer(policy, args)
+        optimizer = optimizers[0] or make_optimizer(model, args)
         self.rows, self.attention = row_layout(model), attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
@@ -125,6 +127,8 @@ class Learner:
         if may_update:
             self.scheduler.step()
         self.step += 1
+        if self.args.torch_empty_cache_steps and self.step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
         metrics |= self.nonfinite.metrics()
         # The mean entropy of the tokens that the bonus is about.
         entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
@@ -245,8 +249,9 @@ class Learner:
         return output
 
     def _clip(self) -> float:
-        """Clip the gradient of all ranks to `max_grad_norm`. Returns the norm before."""
-        norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm)
+        """Clip the gradient of all ranks to `max_grad_norm`, if there is one. Returns the norm before."""
+        limit = self.args.max_grad_norm or math.inf
+        norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), limit)
         return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _follow_with_reference(self) -> None:
@@ -329,20 +334,25 @@ def evidence(
     return batch_as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
-def make_optimizer(policy: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, biases and norms do not."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=args.optim == "adamw_torch_fused",
-    )
+def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
+    """The optimizer called `args.optim`, made by transformers, whose rule it is which parameters decay.
+
+    Raises:
+        UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
+    """
+    from transformers import Trainer
+
+    maker: Any = Trainer.__new__(Trainer)  # without its constructor: nothing but these four is read
+    maker.model, maker.args, maker.optimizer, maker.optimizer_cls_and_kwargs = model, args, None, None
+    try:
+        optimizer: torch.optim.Optimizer = maker.create_optimizer()
+    except (ImportError, ValueError, TypeError, RuntimeError) as error:
+        raise UnavailableError(
+            f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
+            'fix: install its package, or set optim="adamw_torch_fused"'
+        ) from error
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:

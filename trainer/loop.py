@@ -46,7 +46,7 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, tra
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.config.checks import check_rollout_func
+from fused_grpo.trainer.config.checks import check_rollout_func, warn_of_unusual_losses
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
@@ -64,7 +64,7 @@ from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted, saver_of
-from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, wants_bf16
+from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, loading_options, wants_bf16
 
 
 class GRPOTrainer:
@@ -86,6 +86,7 @@ class GRPOTrainer:
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
         peft_config: a `peft.LoraConfig`: train an adapter of that kind, and nothing else (docs/lora.md).
         callbacks, tools, environment_factory, quantization_config: TRL's, refused where they are set.
+            All but `rollout_engine` are in TRL's order, and may be passed by position.
 
     Raises:
         InputError: options that do not go together.
@@ -103,20 +104,25 @@ class GRPOTrainer:
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
-        *,
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
+        callbacks: Any = None,
         optimizers: Optimizers = (None, None),
-        rollout_func: Any = None,
-        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
-        **unsupported: Any,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        rollout_engine: RolloutEngine | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
-        refuse_trainer_arguments(unsupported)
+        refuse_trainer_arguments(callbacks=callbacks, quantization_config=quantization_config, tools=tools)
+        refuse_trainer_arguments(environment_factory=environment_factory)
         check_rollout_func(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
+        warn_of_unusual_losses(args)
         self.dataset = check_dataset(train_dataset, name="train_dataset")
         self.eval_dataset = eval_dataset
         eval_sets(eval_dataset, check=True)
@@ -151,8 +157,9 @@ class GRPOTrainer:
             self.max_steps = self._planned_steps()
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             model = str(model) if isinstance(model, Path) else model
-            self.processing_class = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
-            self.model = load_model(model, trust_remote_code=args.trust_remote_code, **(args.model_init_kwargs or {}))
+            init = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+            self.processing_class = load_tokenizer(model, processing_class, **loading_options(init))
+            self.model = load_model(model, **init)
             self.model = adapt(self.model, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(

@@ -12,9 +12,9 @@ import pytest
 
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer.cli.options import TrainOptions, as_arguments, parse_train_options, read_yaml
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 
-NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
+NAMES = [field.name for field in own_fields(TrainOptions)]
 SOUND = dataclasses.asdict(TrainOptions())
 CONFIG_NAMES = [field.name for field in dataclasses.fields(GRPOConfig)]
 VALUES: list[Any] = [

@@ -81,6 +81,6 @@ def test_a_server_is_started_for_this_machine_alone():
 
 def test_remote_code_is_asked_for_once_and_for_both_engines():
     assert GRPOConfig().trust_remote_code is False
-    for name in ("model_init_kwargs", "vllm_engine_kwargs"):
-        with pytest.raises(InputError, match=f"got trust_remote_code in {name}.*fix: trust_remote_code=True"):
-            GRPOConfig(**{name: {"trust_remote_code": True}})
+    assert GRPOConfig().runs_remote_code is False
+    with pytest.raises(InputError, match=r"got trust_remote_code in vllm_engine_kwargs.*fix: trust_remote_code=True"):
+        GRPOConfig(vllm_engine_kwargs={"trust_remote_code": True})

@@ -10,6 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fused_grpo.errors import CheckpointError, InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.config import trl_fields
 from fused_grpo.trainer.learner import Learner
 
 NAN = float("nan")
@@ -48,6 +49,53 @@ def test_what_is_no_reward_function_is_refused(make_trainer):
         make_trainer(reward_weights=[1.0, 2.0])
     with pytest.raises(InputError, match="want finite numbers"):
         make_trainer(reward_weights=[NAN])
+
+
+@pytest.fixture
+def model_path(make_model, tokenizer, tmp_path) -> str:
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto", None, torch.float32])
+def test_the_arguments_of_trls_script_are_taken(model_path, tmp_path, dtype):
+    """By position, with what trl/scripts/grpo.py sets after parsing."""
+    args = GRPOConfig(str(tmp_path / "run"), use_vllm=False, use_cpu=True)
+    args.model_init_kwargs = {"revision": None, "trust_remote_code": False, "attn_implementation": None, "dtype": dtype}
+    rows = [{"prompt": "1+1="}]
+    trainer = GRPOTrainer(model_path, [len], args, rows, None, None, None, None, (None, None), None, None)
+    assert trainer.accelerator.device.type == "cpu"
+    assert next(trainer.model.parameters()).dtype == torch.float32
+
+
+def test_options_for_loading_a_loaded_model_are_a_warning(make_trainer, caplog):
+    trl_fields.warn_once.cache_clear()
+    make_trainer(model_init_kwargs={"dtype": "float32"}, use_vllm=False)
+    make_trainer(model_init_kwargs={"dtype": "float32"}, use_vllm=False)
+    assert caplog.text.count("got model_init_kwargs ['dtype'] with a Qwen2ForCausalLM") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"importance_sampling_level": "sequence"}, "loss_type='dapo', which sums over tokens"),
+        ({"importance_sampling_level": "sequence", "loss_type": "vespo"}, "fix: importance_sampling_level='token'"),
+        ({"loss_type": "luspo"}, "fix: importance_sampling_level='sequence'"),
+        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, None),
+        ({}, None),
+    ],
+)
+def test_a_ratio_of_another_level_than_the_losss_is_a_warning(make_trainer, caplog, options, message):
+    trl_fields.warn_once.cache_clear()
+    make_trainer(**options)
+    assert message in caplog.text if message else "importance_sampling_level" not in caplog.text
+
+
+def test_tokenizers_of_rewards_that_do_not_match_them_are_refused(make_model, tokenizer, tmp_path):
+    options = {"processing_class": tokenizer, "reward_processing_classes": [tokenizer, tokenizer]}
+    with pytest.raises(ValueError, match="must match"):
+        GRPOTrainer(make_model(), len, GRPOConfig(str(tmp_path)), [{"prompt": "1"}], **options)
 
 
 def test_an_engine_is_given_the_names_of_a_checkpoint(tokenizer, tmp_path):

@@ -153,11 +153,11 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | None = None) -> None:
-    """Remove all but the `keep` newest checkpoints of a run; None keeps all. Files of the user stay.
+    """Remove all but the `keep` newest checkpoints of a run; None or 0 keeps all. Files of the user stay.
 
     Those after `step` do not count, and stay: a run that resumed from an earlier one may have been unable to use them.
     """
-    if keep is None:
+    if not keep:
         return
     found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
     for path in found[:-keep]:

@@ -24,8 +24,8 @@ import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_default
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -96,7 +96,7 @@ class TrainOptions(GRPOConfig):
         super().__post_init__()
 
     def trainer_args(self) -> GRPOConfig:
-        return GRPOConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(GRPOConfig)})
+        return GRPOConfig(**{field.name: getattr(self, field.name) for field in own_fields(GRPOConfig)})
 
     def peft_config(self) -> Any:
         """The `peft.LoraConfig` of these options; None without `use_peft`.
@@ -186,8 +186,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     for name in values.keys() & MISSING.keys():
-        refuse_unless_default(name, values.pop(name))
-    known = [field.name for field in dataclasses.fields(TrainOptions)]
+        refuse_unless_harmless(name, values.pop(name))
+    known = [field.name for field in own_fields(TrainOptions)]
     if unknown := sorted(values.keys() - set(known), key=str):
         close = difflib.get_close_matches(str(unknown[0]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
@@ -235,11 +235,11 @@ def _sectioned(defaults: TrainOptions) -> type:
     types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
     sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}
     title = ""
-    for name in (entry.name for entry in dataclasses.fields(TrainOptions)):
+    for name in (entry.name for entry in own_fields(TrainOptions)):
         title = SECTIONS.get(name, title)
         annotation: Any = types[name]
-        if annotation == dict[str, Any] | None:
-            annotation = Annotated[annotation, JSON_OBJECT]
+        if annotation == dict[str, Any] | str | None:
+            annotation = Annotated[dict[str, Any] | None, JSON_OBJECT]
         elif name in COMMANDS:
             annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
         annotation = Annotated[annotation, tyro.conf.arg(help=helps[name])]

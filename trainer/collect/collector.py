@@ -343,5 +343,5 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         timeout=args.reward_timeout,
         device=device,
         chat_template_kwargs=args.chat_template_kwargs,
-        trust_remote_code=args.trust_remote_code,
+        trust_remote_code=args.runs_remote_code,
     )

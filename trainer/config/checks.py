@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.config.trl_fields import warn_once
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 AT_LEAST_1 = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -24,9 +24,10 @@ AT_LEAST_1_OR_NONE = (
     "generation_batch_size",
     "max_tokens_per_micro_batch",
     "chunk_bytes",
+    "torch_empty_cache_steps",
+    "ddp_bucket_cap_mb",
     "eval_steps",
     "num_generations_eval",
-    "save_total_limit",
     "num_completions_to_print",
     "vllm_max_model_length",
 )
@@ -45,7 +46,6 @@ FINITE = (
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
 LARGEST_SEED = 2**31 - 1
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "optim": OPTIMIZERS,
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "reward_failure": ("fail", "retry", "drop"),
@@ -68,6 +68,7 @@ def check_config(args: Any) -> None:
         want(args, name, value is None or value >= 1, "at least 1, or None")
     for name, choices in CHOICES.items():
         want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
+    _check_optimizer(args)
     _check_numbers(args)
     _check_bounds(args)
     _check_together(args)
@@ -83,9 +84,42 @@ def check_rollout_func(args: Any, rollout_func: Any) -> None:
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
 
 
+def warn_of_unusual_losses(args: Any) -> None:
+    """Log a warning, once, where the level of the ratio is not that of the loss's paper."""
+    sequence, loss = args.importance_sampling_level == "sequence", args.loss_type
+    if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        warn_once(
+            f"got importance_sampling_level='sequence' with loss_type={loss!r}, which sums over tokens: a sequence "
+            "counts by its length; fix for GSPO as published: loss_type='grpo'"
+        )
+    if sequence and loss == "vespo":
+        warn_once(
+            "got importance_sampling_level='sequence' with loss_type='vespo', which weights whole sequences itself; "
+            "fix: importance_sampling_level='token'"
+        )
+    if not sequence and loss == "luspo":
+        warn_once(
+            "got importance_sampling_level='token' with loss_type='luspo', whose paper takes the ratio of a sequence; "
+            "fix: importance_sampling_level='sequence'"
+        )
+
+
 def want(args: Any, name: str, holds: bool, wanted: str) -> None:
     if not holds:
         raise InputError(f"got {name}={getattr(args, name)!r}, want {wanted}")
+
+
+def _check_optimizer(args: Any) -> None:
+    if args.optim in ("adamw_torch", "adamw_torch_fused"):
+        return
+    from transformers.training_args import OptimizerNames  # a second that most runs need not wait
+
+    names = [name.value for name in OptimizerNames]
+    want(args, "optim", args.optim in names, f"one of {', '.join(names)}")
+    after_backward = "lomo" not in args.optim and not args.optim.endswith("layerwise")
+    want(args, "optim", after_backward, "one that steps after the backward pass: a step is checked before it is made")
+    schedule_free = args.optim.startswith("schedule_free")
+    want(args, "optim", not schedule_free, "one that samples and saves the weights that it trains")
 
 
 def _check_numbers(args: Any) -> None:
@@ -95,10 +129,11 @@ def _check_numbers(args: Any) -> None:
     want(args, "learning_rate", 0 <= args.learning_rate < math.inf, "finite and >= 0")
     plateau = args.lr_scheduler_type == "reduce_lr_on_plateau"
     want(args, "lr_scheduler_type", not plateau, "a schedule that depends on the number of the step alone")
-    want(args, "max_grad_norm", args.max_grad_norm > 0, "> 0")
+    want(args, "max_grad_norm", args.max_grad_norm is None or args.max_grad_norm >= 0, "at least 0; 0 does not clip")
+    want(args, "save_total_limit", (args.save_total_limit or 0) >= 0, "at least 0; 0 keeps all")
     want(args, "temperature", 0 < args.temperature < math.inf, "> 0: greedy samples give a group no differences")
-    want(args, "top_p", 0 < args.top_p <= 1, "in (0, 1]")
-    want(args, "top_k", args.top_k >= 0, "at least 0; 0 means all tokens")
+    want(args, "top_p", args.top_p is None or 0 < args.top_p <= 1, "in (0, 1]")
+    want(args, "top_k", (args.top_k or 0) >= 0, "at least 0; 0 means all tokens")
     want(args, "min_p", args.min_p is None or 0 <= args.min_p <= 1, "in [0, 1]")
     want(args, "repetition_penalty", args.repetition_penalty > 0, "> 0")
     want(args, "adam_beta1", 0 <= args.adam_beta1 < 1, "in [0, 1)")
@@ -127,12 +162,11 @@ def _check_bounds(args: Any) -> None:
 
 
 def _check_together(args: Any) -> None:
-    for name in ("model_init_kwargs", "vllm_engine_kwargs"):
-        if "trust_remote_code" in (getattr(args, name) or {}):
-            raise InputError(
-                f"got trust_remote_code in {name}, want it in one place, for transformers and vLLM; "
-                "fix: trust_remote_code=True as an option of its own"
-            )
+    if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
+        raise InputError(
+            "got trust_remote_code in vllm_engine_kwargs, want it in one place, for transformers and vLLM; "
+            "fix: trust_remote_code=True as an option of its own"
+        )
     if args.steps_per_generation is not None and args.generation_batch_size is not None:
         raise InputError(
             f"got steps_per_generation={args.steps_per_generation} and "

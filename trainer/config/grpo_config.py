@@ -4,8 +4,8 @@ The effective batch is `per_device_train_batch_size * gradient_accumulation_step
 optimizer step. One `generate` call makes `steps_per_generation` micro-batches, with `num_generations` completions for
 each of their prompts, and `num_iterations` passes use them.
 
-A field of TRL's that is missing here is refused with the reason. `trl_fields.py` has all of them, and the fields with
-another meaning than in TRL.
+A field that only TRL has is read by the parsers of TRL's scripts, and refused with the reason where it would change the
+run. `trl_fields.py` has all of them, and the fields with another meaning than in TRL.
 """
 
 from __future__ import annotations
@@ -13,16 +13,34 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal
+import warnings
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.option_types import check_option_types
+from fused_grpo.option_types import check_option_types, is_of, readable
 from fused_grpo.trainer.config.checks import check_config
-from fused_grpo.trainer.config.trl_fields import refusing_unsupported
+from fused_grpo.trainer.config.trl_fields import MISSING, check_missing, warn_once, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
+# HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
+# So some annotations have another order or another type when they are read than they have for a type checker.
+if TYPE_CHECKING:
+    JSONObject = dict[str, Any] | None
+    PathOrTrue = str | bool | None
+    Scale = str | bool
+else:
+    JSONObject = dict[str, Any] | str | None
+    PathOrTrue = str | None
+    Scale = str
+
+PYTHON_TYPES: dict[str, Any] = {
+    "resume_from_checkpoint": bool | str | None,
+    "scale_rewards": str,
+}
+# Sampling options that `generation_kwargs` replaces, as in TRL.
+OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 DICTS = (
     "model_init_kwargs",
     "gradient_checkpointing_kwargs",
@@ -34,6 +52,7 @@ DICTS = (
 
 
 @dataclass
+@with_trl_fields
 class GRPOConfig:
     """Options of a GRPO run.
 
@@ -47,7 +66,7 @@ class GRPOConfig:
     _: KW_ONLY
     overwrite_output_dir: bool = False
     """Remove the files of an earlier run in `output_dir` first."""
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: PathOrTrue = None
     """Resume from the newest complete checkpoint in `output_dir` (True), or from this one (a path)."""
     run_name: str | None = None
     """Name of the run in trackers. None is the name of `output_dir`."""
@@ -55,6 +74,10 @@ class GRPOConfig:
     """Random seed of sampling and dropout, and of the prompt order unless `data_seed` is set."""
     data_seed: int | None = None
     """Random seed of the prompt order. None is `seed`."""
+    full_determinism: bool = False
+    """Use deterministic algorithms of PyTorch alone, and fail where there is none. It may be slower."""
+    use_cpu: bool = False
+    """Train on the CPU although there is an accelerator."""
 
     max_steps: int = -1
     """Number of optimizer steps. -1 makes `num_train_epochs` passes over the prompts."""
@@ -80,7 +103,7 @@ class GRPOConfig:
     generate_ahead: bool = False
     """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
 
-    model_init_kwargs: dict[str, Any] | None = None
+    model_init_kwargs: JSONObject = None
     """Arguments of `AutoModelForCausalLM.from_pretrained`, where the model is a path or hub id."""
     router_aux_loss_coef: float | None = None
     """Weight of the auxiliary loss of mixture-of-experts routers. None is the model's own; 0 is none."""
@@ -92,14 +115,28 @@ class GRPOConfig:
     """Use mixed precision. None uses it where there is a GPU."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, to save memory."""
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    gradient_checkpointing_kwargs: JSONObject = None
     """Arguments of `torch.utils.checkpoint`. None is non-reentrant."""
+    tf32: bool | None = None
+    """Allow TF32 in fp32 matrix products of the backbone. None leaves PyTorch's setting."""
+    torch_empty_cache_steps: int | None = None
+    """Number of optimizer steps after which the device's memory cache is emptied. None never does."""
     chunk_bytes: int | None = None
     """Memory budget of a chunk of logits, in bytes. None is 96 MiB on a CPU, and on a GPU up to
     4096 rows within 1/48 of its memory."""
 
     ddp_timeout: int = 1800
     """Number of seconds that processes wait for each other before they fail."""
+    ddp_backend: str | None = None
+    """Backend of the process group: "nccl", "gloo", ... None is that of the device."""
+    ddp_find_unused_parameters: bool | None = None
+    """Let DDP look for parameters without a gradient. None is False."""
+    ddp_bucket_cap_mb: int | None = None
+    """Size of DDP's buckets of gradients, in MB. None is DDP's."""
+    ddp_broadcast_buffers: bool | None = None
+    """Broadcast buffers at each forward pass of DDP. None is DDP's."""
+    ddp_static_graph: bool | None = None
+    """Tell DDP that the graph is the same in each step. None is DDP's."""
     max_skipped_steps: int = 0
     """Number of consecutive steps that may be skipped because their loss or gradient is not finite."""
 
@@ -107,22 +144,27 @@ class GRPOConfig:
     """Peak learning rate."""
     lr_scheduler_type: str = "linear"
     """Name of a scheduler of transformers: "linear", "cosine", "constant", "constant_with_warmup", ..."""
-    lr_scheduler_kwargs: dict[str, Any] | None = None
+    lr_scheduler_kwargs: JSONObject = None
     """Further arguments of the scheduler."""
     warmup_steps: float = 0
     """Number of optimizer steps in which the learning rate rises from 0; below 1, a share of all steps."""
     optim: str = "adamw_torch_fused"
-    """Name of the optimizer: "adamw_torch" or "adamw_torch_fused". Others: `GRPOTrainer(optimizers=(yours, None))`."""
+    """Name of an optimizer of transformers: "adamw_torch_fused", "adafactor", "adamw_bnb_8bit", ... One of your own:
+    `GRPOTrainer(optimizers=(yours, None))`."""
+    optim_args: str | None = None
+    """Further arguments of some optimizers, as "name=value,name=value"."""
+    optim_target_modules: list[str] | str | None = None
+    """Modules that low-rank optimizers (GaLore, APOLLO) project: names, a regular expression, or "all-linear"."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW, for matrices only (not biases and norms)."""
+    """Weight decay, for all parameters but biases and norms, which transformers finds by name."""
     adam_beta1: float = 0.9
     """First beta of AdamW."""
     adam_beta2: float = 0.999
     """Second beta of AdamW."""
     adam_epsilon: float = 1e-8
     """Epsilon of AdamW."""
-    max_grad_norm: float = 1.0
-    """Greatest global gradient norm; gradients above it are scaled down."""
+    max_grad_norm: float | None = 1.0
+    """Greatest global gradient norm; gradients above it are scaled down. 0 or None leaves them as they are."""
 
     loss_type: str = "dapo"
     """Name of the loss: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo" (docs/loss.md)."""
@@ -133,7 +175,7 @@ class GRPOConfig:
     epsilon_high: float | None = None
     """Upper clip of the ratio. None is `epsilon`."""
     delta: float | None = None
-    """Upper bound of the ratio in the unclipped branch (two-sided clipping)."""
+    """Upper bound of the ratio in the unclipped branch (two-sided clipping). Other losses do not use it."""
     sapo_temperature_pos: float = 1.0
     """Temperature of the gate of "sapo" where the advantage is positive."""
     sapo_temperature_neg: float = 1.05
@@ -184,8 +226,10 @@ class GRPOConfig:
     """Upper bound of the correction."""
     vllm_importance_sampling_clip_min: float | None = None
     """Lower bound of the correction."""
+    vllm_importance_sampling_cap: float | None = None
+    """Deprecated name of `vllm_importance_sampling_clip_max`, which it replaces."""
 
-    scale_rewards: Literal["group", "batch", "none"] | bool = "group"
+    scale_rewards: Scale = "group"
     """Divisor of advantages: the standard deviation of the "group" (True), of the "batch", or "none" (False)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: advantages of their weighted sum, or the sum of each one's advantages (GDPO)."""
@@ -200,26 +244,29 @@ class GRPOConfig:
 
     temperature: float = 1.0
     """Sampling temperature; the log-probs of training use it too."""
-    top_p: float = 1.0
-    """Probability mass of nucleus sampling. Below 1, the sampled and the trained distribution differ."""
-    top_k: int = 0
-    """Number of the most likely tokens to sample from. 0 is all."""
+    top_p: float | None = 1.0
+    """Probability mass of nucleus sampling; None is 1. Below 1, the sampled and the trained distribution differ."""
+    top_k: int | None = 0
+    """Number of the most likely tokens to sample from. 0 or None is all."""
     min_p: float | None = None
     """Smallest probability of a token relative to the most likely one. None is 0."""
     repetition_penalty: float = 1.0
     """Penalty of tokens that occurred before. 1 is none."""
     max_completion_length: int = 512
     """Greatest number of tokens of a completion."""
-    generation_kwargs: dict[str, Any] | None = None
-    """Further sampling parameters of the engine."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    generation_kwargs: JSONObject = None
+    """Further sampling parameters of the engine. `top_p`, `top_k`, `min_p` and `repetition_penalty` in it replace those
+    options."""
+    cache_implementation: str | None = None
+    """Kind of the KV cache of transformers ("static", ...). vLLM has its own."""
+    chat_template_kwargs: JSONObject = None
     """Arguments of `apply_chat_template`, for prompts that are conversations."""
 
     use_vllm: bool | None = None
     """Sample with vLLM (True), with transformers (False), or with vLLM where it is installed (None)."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """Place of vLLM: in the trainer's process ("colocate"), or one or more running servers ("server")."""
-    vllm_server_base_url: str | list[str] | None = None
+    vllm_server_base_url: list[str] | str | None = None
     """URL of the server, with scheme and port; several for replicas. None is made from host and port."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the server."""
@@ -237,11 +284,13 @@ class GRPOConfig:
     """Greatest length of prompt plus completion, in tokens. None is measured from the data."""
     vllm_enable_sleep_mode: bool = False
     """Free vLLM's GPU memory during training (colocate)."""
+    vllm_model_impl: Literal["vllm", "transformers"] = "vllm"
+    """Implementation of the model in vLLM in process: vLLM's own where there is one, or that of transformers."""
     vllm_adapter_sync: bool = False
     """Send only the adapter to vLLM in process, beside the base model. False sends merged weights."""
     vllm_structured_outputs_regex: str | None = None
     """Regular expression that completions match."""
-    vllm_engine_kwargs: dict[str, Any] | None = None
+    vllm_engine_kwargs: JSONObject = None
     """Further arguments of `vllm.LLM` (colocate)."""
 
     shuffle_dataset: bool = True
@@ -254,6 +303,10 @@ class GRPOConfig:
     """Number of completions per prompt in an evaluation, sampled as in training. None is one, greedy."""
     logging_steps: int = 10
     """Number of steps between two lines on the console. `metrics.jsonl` and trackers have every step."""
+    log_level: Literal["passive", "detail", "debug", "info", "warning", "error", "critical"] = "passive"
+    """Level of the messages of fused_grpo and transformers on the first process. "passive" leaves it."""
+    log_level_replica: Literal["passive", "detail", "debug", "info", "warning", "error", "critical"] = "warning"
+    """The same on all other processes."""
     log_completions: bool = False
     """Show a table of completions every `log_completions_steps`."""
     log_completions_steps: int = 25
@@ -270,7 +323,7 @@ class GRPOConfig:
     save_steps: int = 500
     """Number of steps between two checkpoints. The last step is always saved."""
     save_total_limit: int | None = None
-    """Number of checkpoints to keep, the newest ones. None keeps all."""
+    """Number of checkpoints to keep, the newest ones. 0 or None keeps all."""
     save_only_model: bool = False
     """Leave the training state (two thirds of a checkpoint) out; such a checkpoint cannot be resumed from."""
     push_to_hub: bool = False
@@ -281,23 +334,52 @@ class GRPOConfig:
     """Make the repository private where it is new."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        scale = _as_bool(self.scale_rewards)
+        self.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
+        self.resume_from_checkpoint = _as_bool(self.resume_from_checkpoint)
         self.report_to = _listed(self.report_to)
         for name in ("output_dir", "resume_from_checkpoint"):
             if isinstance(getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(getattr(self, name)))
         for name in DICTS:
             setattr(self, name, _mapping(name, getattr(self, name)))
-        check_option_types(self, but=("report_to",))
+        given = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        for name in OVERRIDDEN.intersection(given):
+            setattr(self, name, given[name])
+        if self.optim_target_modules == ["all-linear"]:  # as the command line reads it
+            self.optim_target_modules = "all-linear"
+        if self.vllm_importance_sampling_cap is not None:
+            fix = "fix: set vllm_importance_sampling_clip_max"
+            warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=3)
+            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+        check_option_types(self, but=("report_to", *PYTHON_TYPES, *MISSING))
+        for name, kind in PYTHON_TYPES.items():
+            if not is_of(getattr(self, name), kind):
+                raise InputError(f"got {name}={repr(getattr(self, name))[:200]}, want {readable(kind)}")
+        check_missing(self)
         check_config(self)
-        self.loss_config()
+        self.loss_config(corrected=self.use_vllm is not False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options that have an effect here, by name."""
+        return {entry.name: getattr(self, entry.name) for entry in own_fields(type(self))}
+
+    @property
+    def runs_remote_code(self) -> bool:
+        """`trust_remote_code`, or its value in `model_init_kwargs`, as TRL's scripts set it."""
+        return bool((self.model_init_kwargs or {}).get("trust_remote_code", self.trust_remote_code))
 
     def loss_config(self, *, corrected: bool = True) -> GRPOLossConfig:
         """The options of the loss; `corrected`: the engine samples with log-probs of its own."""
         shared = {entry.name for entry in fields(GRPOLossConfig)} & {entry.name for entry in fields(GRPOConfig)}
+        options = {name: getattr(self, name) for name in shared}
+        if self.delta is not None and self.loss_type not in CLIPPED:
+            warn_once(
+                f"got delta={self.delta} with loss_type={self.loss_type!r}, which does not use it; fix: delta=None"
+            )
+            options["delta"] = None
         return GRPOLossConfig(
-            **{name: getattr(self, name) for name in shared},
+            **options,
             sampling_correction=self.vllm_importance_sampling_mode
             if corrected and self.vllm_importance_sampling_correction
             else None,
@@ -311,13 +393,18 @@ class GRPOConfig:
             n=self.num_generations if n is None else n,
             max_tokens=self.max_completion_length,
             temperature=self.temperature if temperature is None else temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             seed=seed,
             structured_outputs_regex=self.vllm_structured_outputs_regex,
-            extra=self.generation_kwargs or {},
+            extra={
+                name: value
+                for name, value in (self.generation_kwargs or {}).items()
+                # The engines always sample.
+                if name not in OVERRIDDEN and (name, value) != ("do_sample", True)
+            },
         )
 
     def micro_batches_per_generation(self, num_processes: int) -> int:
@@ -383,6 +470,16 @@ class GRPOConfig:
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
 
+def own_fields(cls: type) -> list[Field[Any]]:
+    """The fields of a class of options without those that have no effect here."""
+    return [entry for entry in fields(cls) if entry.name not in MISSING]
+
+
+def _as_bool(value: Any) -> Any:
+    """True or False for their text, and any other value as it is."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _listed(names: str | list[str] | None) -> list[str]:
     """`report_to` as a list: a name, several, or "none"."""
     if not isinstance(names, str | list | tuple | None):
@@ -402,6 +499,3 @@ def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | 
     if not isinstance(parsed, dict):
         raise InputError(f"got {name}={value!r}, want a mapping")
     return parsed
-
-
-GRPOConfig.__init__ = refusing_unsupported(GRPOConfig.__init__)  # type: ignore[method-assign]

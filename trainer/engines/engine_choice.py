@@ -34,7 +34,9 @@ def engine_name(args: GRPOConfig) -> EngineName:
         return "server"
     if args.use_vllm is not None:
         return "vllm" if args.use_vllm else "transformers"
-    return "transformers" if importlib.util.find_spec("vllm") is None else "vllm"
+    # The vLLM of a machine with a GPU would use that.
+    elsewhere = args.use_cpu and torch.accelerator.is_available()
+    return "transformers" if elsewhere or importlib.util.find_spec("vllm") is None else "vllm"
 
 
 def choose_engine(
@@ -80,7 +82,8 @@ def _make_engine(
             "model with an adapter; fix: leave it out: other engines are given merged weights"
         )
     if name == "transformers":
-        return TransformersEngine(base_model(model), tokenizer, seed=args.seed)
+        cache = args.cache_implementation
+        return TransformersEngine(base_model(model), tokenizer, seed=args.seed, cache_implementation=cache)
     if name == "vllm":
         check_installed()
     max_model_len = args.vllm_max_model_length
@@ -98,14 +101,15 @@ def _make_engine(
             allow_remote=args.vllm_server_allow_remote,
             weight_transfer=args.vllm_weight_transfer,
         )
+    model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "dtype": torch.bfloat16 if wants_bf16(args) else torch.float32,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "seed": args.seed,
-        "trust_remote_code": args.trust_remote_code,
+        "trust_remote_code": args.runs_remote_code,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        "engine_options": args.vllm_engine_kwargs,
+        "engine_options": model_impl | (args.vllm_engine_kwargs or {}),
     }
     if args.vllm_adapter_sync:
         return VLLMAdapterEngine(model, tokenizer, **options)

@@ -53,6 +53,7 @@ class TransformersEngine(RolloutEngine):
         model: the trainer's causal LM, not a copy.
         tokenizer: its tokenizer.
         seed: the seed of calls without `sampling.seed`.
+        cache_implementation: kind of the KV cache, as in GenerationConfig.
         max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.
 
     Raises:
@@ -68,6 +69,7 @@ class TransformersEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int = 0,
+        cache_implementation: str | None = None,
         max_sequences: int | None = None,
     ) -> None:
         if max_sequences is not None and max_sequences < 1:
@@ -78,6 +80,7 @@ class TransformersEngine(RolloutEngine):
                 "fix: install vLLM, or launch with DDP"
             )
         self.weight_version = 0
+        self._cache_implementation = cache_implementation
         self._max_sequences = max_sequences
         self._model: Any = model
         self._stop_ids = stop_token_ids(model, tokenizer)
@@ -89,7 +92,7 @@ class TransformersEngine(RolloutEngine):
 
         Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs.
+            UnsupportedError: structured outputs, or beams.
         """
         _check_supported(sampling)
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
@@ -135,7 +138,10 @@ class TransformersEngine(RolloutEngine):
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
-            **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
+            **{
+                "cache_implementation": self._cache_implementation,
+                **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
+            },
         )
         with _in_eval_mode(self._model), _without_generation_defaults(self._model):
             returned = self._model.generate(
@@ -189,6 +195,11 @@ def _check_supported(sampling: SamplingParams) -> None:
         raise UnsupportedError(
             f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
+    if sampling.extra.get("num_beams", 1) != 1:
+        raise UnsupportedError(
+            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy: those of a "
+            "beam search have no log-probs that a ratio could use; fix: leave out num_beams and length_penalty"
         )
     check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +88,7 @@ class RunOutput:
         self.console.banner(facts)
         self.log = RunLog(Path(args.output_dir)) if is_main else None
         if self.log is not None:
-            self.log.log_config(dataclasses.asdict(args), **facts)
+            self.log.log_config(args.to_dict(), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
 
     @classmethod

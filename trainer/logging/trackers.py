@@ -60,7 +60,7 @@ class Trackers:
         if not args.report_to:
             return
         name = args.run_name or Path(args.output_dir).name
-        config = redacted({**vars(args), **facts})
+        config = redacted({**args.to_dict(), **facts})
         assert isinstance(config, dict)
         accelerator.init_trackers(
             args.project,

@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import warn_once
 
 _log = logging.getLogger(__name__)
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
-    """The option `bf16`; by default, True where there is a GPU."""
-    return torch.cuda.is_available() if args.bf16 is None else args.bf16
+    """The option `bf16`; by default, True where a GPU trains."""
+    return torch.cuda.is_available() and not args.use_cpu if args.bf16 is None else args.bf16
 
 
 def takes_any_lengths(model: PreTrainedModel) -> bool:
@@ -80,15 +81,15 @@ def packs_exactly(model: PreTrainedModel) -> bool:
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` say otherwise.
+    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
 
-    Raises:
-        InputError: options with a module.
+    Logs a warning, once, where there are options for a module.
     """
     if not isinstance(model, str):
         if options:
-            raise InputError(
-                f"got model_init_kwargs {sorted(options)} with a {type(model).__name__}, want a path or id"
+            warn_once(
+                f"got model_init_kwargs {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
+                "change nothing; fix: pass its path or hub id as `model`"
             )
         return model
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
@@ -96,7 +97,14 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
     return loaded
 
 
-def load_tokenizer(model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool) -> Any:
+def loading_options(model_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of a model's `from_pretrained` that its tokenizer is loaded with too."""
+    return {name: model_options[name] for name in ("trust_remote_code", "revision") if name in model_options}
+
+
+def load_tokenizer(
+    model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool, revision: str | None = None
+) -> Any:
     """The given tokenizer, or the one saved with the model; with a padding token.
 
     Raises:
@@ -106,7 +114,9 @@ def load_tokenizer(model: str | PreTrainedModel, processing_class: Any, *, trust
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        processing_class = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
     if processing_class.eos_token_id is None:
         raise InputError("got a tokenizer without an eos_token, want one: completions could not end")
     if processing_class.pad_token_id is None:

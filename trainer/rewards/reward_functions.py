@@ -261,7 +261,9 @@ def _check_options(
             f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
         )
     if weights is not None and len(weights) != len(functions):
-        raise InputError(f"got {len(weights)} reward_weights for {len(functions)} reward functions, want one each")
+        raise InputError(
+            f"got {len(weights)} reward_weights for {len(functions)} reward functions, want one each: they must match"
+        )
     if weights is not None and not all(map(math.isfinite, weights)):
         raise InputError(f"got reward_weights={list(weights)}, want finite numbers")
     if failure not in get_args(FailurePolicy):
@@ -277,7 +279,9 @@ def _one_each(classes: Any, count: int) -> list[Any]:
         return [None] * count
     listed = list(classes) if isinstance(classes, list | tuple) else [classes]
     if len(listed) != count:
-        raise InputError(f"got {len(listed)} reward_processing_classes for {count} reward functions, want one each")
+        raise InputError(
+            f"got {len(listed)} reward_processing_classes for {count} reward functions, want one each: they must match"
+        )
     return listed
 
 

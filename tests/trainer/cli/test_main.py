@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fused_grpo.trainer.cli.options import (
     parse_train_options,
     read_yaml,
 )
-from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig
+from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig, own_fields
 from fused_grpo.trainer.logging.run_log import RunLog
 
 
@@ -174,7 +173,7 @@ def test_help_shows_every_option_with_its_docstring_in_sections(capsys):
 
 
 def test_every_field_has_a_docstring_and_every_section_a_first_field():
-    names = {field.name for field in dataclasses.fields(TrainOptions)}
+    names = {field.name for field in own_fields(TrainOptions)}
     assert names == field_docstrings(TrainOptions).keys()
     assert SECTIONS.keys() <= names
     assert field_docstrings(TrainOptions)["epsilon"] == field_docstrings(GRPOConfig)["epsilon"]

@@ -1,4 +1,4 @@
-"""docs/from-trl.md: its table is the one that the code gives, and has every field of TRL's."""
+"""docs/from-trl.md: its tables are those that the code gives, and have every field of TRL's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fused_grpo.trainer.config.trl_differences import reasons
 from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -31,9 +32,9 @@ def trl_names():
 
 
 def test_every_field_of_trl_is_here_or_explained(trl_names):
-    from fused_grpo.trainer.config.grpo_config import GRPOConfig
+    from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 
-    ours = {entry.name for entry in dataclasses.fields(GRPOConfig)}
+    ours = {entry.name for entry in own_fields(GRPOConfig)}
     assert trl_names - ours == MISSING.keys()
     assert trl_names & ours >= DIFFERENT.keys()
 
@@ -42,13 +43,29 @@ def test_the_committed_table_is_current(trl_table):
     assert trl_table.main(["--check"]) == 0, "run: python scripts/trl_table.py"
 
 
-def test_the_table_has_every_field_of_trl_once_and_says_why_one_is_missing(trl_table, trl_names):
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", trl_table.PAGE.read_text(), flags=re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(trl_names)
-    for name, here in rows:
-        assert here.startswith("not here: ") is (name in MISSING)
-        assert name not in MISSING or here.endswith(MISSING[name].why)
-        assert name not in DIFFERENT or here == DIFFERENT[name]
+def names_in(text: str) -> list[str]:
+    return re.findall(r"`(\w+)`", text)
+
+
+def first_column(table: str) -> str:
+    return "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+
+
+def test_the_tables_have_every_field_of_trl_once(trl_table, trl_names):
+    same = re.search(r"^The same: (.*)\.$", trl_table.options(), re.MULTILINE)[1]
+    differs = re.findall(r"^\| `(\w+)`, by default", trl_table.differences(), re.MULTILINE)
+    without_effect = names_in(first_column(trl_table.options()))
+    assert sorted([*names_in(same), *differs, *without_effect]) == sorted(trl_names)
+    assert sorted(without_effect) == sorted(MISSING)
+    assert {*differs} >= DIFFERENT.keys()
+
+
+def test_a_missing_field_has_its_reason_beside_it_and_whether_it_is_refused(trl_table):
+    rows = [line.strip("| ").split(" | ") for line in trl_table.options().splitlines() if line.startswith("| `")]
+    for names, values, why in rows:
+        for name in names_in(names):
+            assert MISSING[name].why == why
+            assert MISSING[name].accepts(1) is (values == "change nothing")
 
 
 def test_a_default_that_is_not_trls_is_never_called_the_same(trl_table):
@@ -59,14 +76,19 @@ def test_a_default_that_is_not_trls_is_never_called_the_same(trl_table):
     theirs = {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
     for entry in dataclasses.fields(GRPOConfig):
         if entry.name in theirs and trl_table.shown(entry) != trl_table.shown(theirs[entry.name]):
-            assert "| same |" not in trl_table.row(theirs[entry.name], entry)
+            assert trl_table.difference(theirs[entry.name], entry)
+
+
+def test_every_reason_is_of_a_name_that_trl_has(trl_table):
+    assert reasons().keys() <= trl_table.public(trl_table.trl_trainer())
 
 
 def test_a_page_with_an_old_table_is_found_out(trl_table, monkeypatch, tmp_path):
-    old = trl_table.PAGE.read_text().replace("| `beta` |", "| `beta2` |")
+    current = trl_table.page_with(trl_table.PAGE.read_text())
     monkeypatch.setattr(trl_table, "PAGE", tmp_path / "page.md")
-    trl_table.PAGE.write_text(old)
+    trl_table.PAGE.write_text(current.replace("`beta`", "`beta2`"))
     assert trl_table.main(["--check"]) == 1
     assert trl_table.main([]) == 0
     assert trl_table.main(["--check"]) == 0
-    assert "`beta2`" not in trl_table.PAGE.read_text()
+    assert trl_table.PAGE.read_text() == current
+    assert current.count("\n") <= 250

@@ -1,0 +1,133 @@
+"""`GRPOConfig` as the parsers of TRL's scripts read it: every field from text, and from YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+from transformers import HfArgumentParser
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig
+from fused_grpo.trainer.config.trl_fields import MISSING
+
+FIELDS = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}
+# Where a default of None says nothing about the type, and where another value excludes it.
+TEXTS = {
+    "resume_from_checkpoint": ("True", True),
+    "scale_rewards": ("False", "none"),
+    "report_to": ("none", []),
+    "bf16": ("False", False),
+    "tf32": ("False", False),
+    "use_vllm": ("False", False),
+    "hub_private_repo": ("True", True),
+    "vllm_server_base_url": ("http://127.0.0.1:1", "http://127.0.0.1:1"),
+    "optim_target_modules": ("all-linear", "all-linear"),
+    "reward_weights": ("0.5", [0.5]),
+    **{name: ('{"a": 1}', {"a": 1}) for name in DICTS},
+}
+
+
+def trl_parser():
+    return pytest.importorskip("trl").TrlParser((GRPOConfig,))
+
+
+def text_of(name: str) -> tuple[str, object]:
+    """A text for a field, and the value that it stands for."""
+    default = getattr(GRPOConfig(), name)
+    if name in TEXTS:
+        return TEXTS[name]
+    if default is not None and not isinstance(default, list):
+        return str(default), default
+    kind = get_args(get_type_hints(GRPOConfig)[name])[0]
+    return {bool: ("True", True), int: ("7", 7), float: ("1.0", 1.0)}.get(kind, ("text", "text"))
+
+
+def hf_parse(arguments: list[str]) -> GRPOConfig:
+    return HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(arguments, look_for_args_file=False)[0]
+
+
+def test_both_parsers_leave_every_default():
+    assert hf_parse(["--output_dir", "x"]) == GRPOConfig("x")
+    assert trl_parser().parse_args_and_config(["--output_dir", "x"]) == (GRPOConfig("x"),)
+
+
+def test_every_field_is_read_from_text():
+    parser, wrong = HfArgumentParser((GRPOConfig,)), {}
+    for name in FIELDS.keys() - MISSING.keys():
+        text, value = text_of(name)
+        try:
+            args = parser.parse_args_into_dataclasses([f"--{name}", text], look_for_args_file=False)[0]
+            found = getattr(args, name)
+        except (SystemExit, Exception) as error:
+            found = error
+        if found != value:
+            wrong[name] = found
+    assert not wrong
+
+
+def test_a_yaml_of_all_options_is_read_as_python_reads_them(tmp_path):
+    given = GRPOConfig("x").to_dict() | {name: value for name, (_, value) in TEXTS.items()}
+    given |= {"scale_rewards": False, "vllm_engine_kwargs": None}  # with use_vllm=False
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(given | {"dataloader_num_workers": 2}))
+    expected = GRPOConfig(**given, dataloader_num_workers=2)
+    assert trl_parser().parse_args_and_config(["--config", str(tmp_path / "run.yaml")]) == (expected,)
+
+
+def test_a_field_without_an_effect_is_read_and_refused_where_it_would_change_the_run(caplog):
+    args = hf_parse(["--dataloader_num_workers", "4", "--pad_to_multiple_of", "8", "--use_liger_kernel"])
+    assert (args.dataloader_num_workers, args.pad_to_multiple_of, args.use_liger_kernel) == (4, "8", True)
+    assert "got dataloader_num_workers=4, which changes nothing here: rows are read" in caplog.text
+    with pytest.raises(UnsupportedError, match="got fp16=True"):
+        hf_parse(["--fp16", "True"])
+    for config in (None, {}, {"dispatch_batches": False, "split_batches": False}):
+        assert GRPOConfig(accelerator_config=config).accelerator_config == config
+    with pytest.raises(UnsupportedError, match="accelerator_config"):
+        GRPOConfig(accelerator_config={"split_batches": True})
+
+
+def test_python_types_are_accepted_as_before_and_no_others():
+    assert GRPOConfig("d") == GRPOConfig(output_dir="d")
+    assert [GRPOConfig(scale_rewards=value).scale_rewards for value in (True, False, "batch")] == [
+        "group",
+        "none",
+        "batch",
+    ]
+    assert GRPOConfig(resume_from_checkpoint=True).resume_from_checkpoint is True
+    assert GRPOConfig(vllm_server_base_url=["http://a", "http://b"]).vllm_server_base_url == ["http://a", "http://b"]
+    for wrong in ({"resume_from_checkpoint": 1}, {"scale_rewards": 1}, {"vllm_server_base_url": [1]}):
+        with pytest.raises(InputError):
+            GRPOConfig(**wrong)
+
+
+def test_a_config_can_be_copied_with_changes_and_pickled():
+    args = GRPOConfig("d", learning_rate=1e-3, eval_accumulation_steps=2)
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert dataclasses.replace(args, seed=3) == GRPOConfig("d", learning_rate=1e-3, eval_accumulation_steps=2, seed=3)
+    assert json.dumps(args.to_dict())
+
+
+def test_options_have_the_values_that_trl_gives_them():
+    assert GRPOConfig(max_grad_norm=0, top_k=None, top_p=None, save_total_limit=0).sampling(seed=0).is_plain
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):
+        assert GRPOConfig(vllm_importance_sampling_cap=2.0).loss_config().sampling_clip_max == 2.0
+    sampling = GRPOConfig(generation_kwargs={"do_sample": True, "top_k": 50, "stop_token_ids": [1]}).sampling(seed=0)
+    assert (sampling.top_k, sampling.extra) == (50, {"stop_token_ids": [1]})
+    assert GRPOConfig(model_init_kwargs={"trust_remote_code": True}).runs_remote_code
+
+
+def test_delta_is_dropped_where_the_loss_has_no_use_for_it(caplog):
+    assert GRPOConfig(delta=4.0).loss_config().delta == 4.0
+    assert GRPOConfig(delta=4.5, loss_type="cispo").loss_config().delta is None
+    assert "got delta=4.5 with loss_type='cispo', which does not use it" in caplog.text
+
+
+def test_vespo_needs_a_correction_of_tokens_where_there_is_one():
+    options = {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
+    GRPOConfig(**options, use_vllm=False)
+    with pytest.raises(ValueError, match="token_truncate"):
+        GRPOConfig(**options, use_vllm=True)
