@@ -32,7 +32,7 @@ WORDS = {  # between two characters that are no letters, in any case; what a rev
     r"deals?|dealt|dealing|hands": "say balanced, assignments, passes",
     r"divided(?! by)|made whole": "say sharded, gathered; cut, split",
     r"last[ _]words|settle[sd]?|(?<!\w)(anywhere|together)(?=\()": "say report_failure, barrier, any_rank",
-    r"(?<!git )(?<!always_)push(es|ed)?(?!_to_hub)|pull(s|ed)?(?! request)": "say softmax scale, target scale",
+    r"(?<!git )(?<!always_)push(es|ed)?(?!_to_hub|_begin)|pull(s|ed)?(?! request)": "say softmax scale, target scale",
     r"foreseen": "say speculative gradient",
     r"(?<!generate_)ahead(?!-of-time| of )": "say prefetched",
     r"givers?|unsure": "say responders, stale",

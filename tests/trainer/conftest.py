@@ -133,6 +133,8 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
             "lr_scheduler_type": "constant",
             "gradient_checkpointing": False,
             "log_completions": False,
+            # A checkpoint takes longer than the steps of most tests.
+            "save_strategy": "steps" if "save_steps" in options else "no",
         }
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
         model = make_model()

@@ -12,8 +12,6 @@ AT_LEAST_1 = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "num_iterations",
-    "logging_steps",
-    "save_steps",
     "log_completions_steps",
     "max_completion_length",
     "ref_model_sync_steps",
@@ -24,7 +22,6 @@ AT_LEAST_1_OR_NONE = (
     "generation_batch_size",
     "max_tokens_per_micro_batch",
     "chunk_bytes",
-    "eval_steps",
     "num_generations_eval",
     "save_total_limit",
     "num_completions_to_print",
@@ -41,6 +38,7 @@ FINITE = (
     "entropy_coef_delta",
     "entropy_target",
 )
+INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
 LARGEST_SEED = 2**31 - 1
@@ -50,8 +48,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "reward_failure": ("fail", "retry", "drop"),
     "vllm_mode": ("colocate", "server"),
-    "eval_strategy": ("no", "steps"),
-    "save_strategy": ("no", "steps"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "eval_strategy": ("ends", "no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
 }
 
 
@@ -66,6 +65,10 @@ def check_config(args: Any) -> None:
     for name in AT_LEAST_1_OR_NONE:
         value = getattr(args, name)
         want(args, name, value is None or value >= 1, "at least 1, or None")
+    for name in INTERVALS:
+        value = getattr(args, name)
+        is_interval = value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1)
+        want(args, name, is_interval, "a number of steps, or a share of all steps between 0 and 1")
     for name, choices in CHOICES.items():
         want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
     _check_numbers(args)
@@ -81,6 +84,19 @@ def check_rollout_func(args: Any, rollout_func: Any) -> None:
     """
     if rollout_func is not None and args is not None and args.generate_ahead:
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
+
+
+def check_eval_set(args: Any, eval_dataset: Any) -> None:
+    """Refuse evaluations that the options ask for without a dataset.
+
+    Raises:
+        InputError: there is none.
+    """
+    if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
+        raise InputError(
+            f"got eval_strategy={args.eval_strategy!r} and eval_on_start={args.eval_on_start} without an eval_dataset, "
+            "want one; fix: pass it, or leave both out"
+        )
 
 
 def want(args: Any, name: str, holds: bool, wanted: str) -> None:
@@ -124,6 +140,26 @@ def _check_bounds(args: Any) -> None:
         want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
 
 
+def _check_best_model(args: Any) -> None:
+    """A best model needs a metric, and checkpoints at evaluations: else the best one might not be saved."""
+    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.save_strategy == "best"):
+        raise InputError(
+            f"got load_best_model_at_end={args.load_best_model_at_end} and save_strategy={args.save_strategy!r} "
+            "without metric_for_best_model, want the name of a metric of the evaluation, such as 'reward'; fix: set it"
+        )
+    if not args.load_best_model_at_end or args.save_strategy == "best":
+        return
+    steps = args.eval_strategy == "steps"
+    # The quotient of two shares of all steps has a rounding error.
+    times = args.save_steps / args.eval_steps if steps and (args.save_steps < 1) == (args.eval_steps < 1) else 0.5
+    if args.eval_strategy != args.save_strategy or (steps and abs(times - round(times)) > 1e-9):
+        raise InputError(
+            f"got load_best_model_at_end=True with eval_strategy={args.eval_strategy!r} (eval_steps={args.eval_steps}) "
+            f"and save_strategy={args.save_strategy!r} (save_steps={args.save_steps}), want an evaluation at each "
+            "checkpoint; fix: the same strategy and a multiple of eval_steps, or save_strategy='best'"
+        )
+
+
 def _check_together(args: Any) -> None:
     for name in ("model_init_kwargs", "vllm_engine_kwargs"):
         if "trust_remote_code" in (getattr(args, name) or {}):
@@ -149,6 +185,7 @@ def _check_together(args: Any) -> None:
                 f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
             )
+    _check_best_model(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

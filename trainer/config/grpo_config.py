@@ -18,7 +18,9 @@ from typing import Any, Literal
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types
+from fused_grpo.trainer.config.as_transformers import AsTransformers
 from fused_grpo.trainer.config.checks import check_config
+from fused_grpo.trainer.config.intervals import complete_intervals
 from fused_grpo.trainer.config.trl_fields import refusing_unsupported
 from fused_grpo.trainer.types import SamplingParams
 
@@ -33,7 +35,7 @@ DICTS = (
 
 
 @dataclass
-class GRPOConfig:
+class GRPOConfig(AsTransformers):
     """Options of a GRPO run.
 
     Raises:
@@ -243,14 +245,25 @@ class GRPOConfig:
 
     shuffle_dataset: bool = True
     """Draw prompts in a random order that the seed decides."""
-    eval_strategy: Literal["no", "steps"] = "steps"
-    """"steps" evaluates every `eval_steps`, before the first and after the last step; "no" never evaluates."""
+    eval_strategy: Literal["ends", "no", "steps", "epoch"] = "ends"
+    """Time of evaluations: before the first and after the last step ("ends", and every `eval_steps` if that is set),
+    every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no")."""
     eval_steps: float | None = None
-    """Number of optimizer steps between two evaluations. None evaluates only before and after training."""
+    """Number of optimizer steps between two evaluations; below 1, a share of all steps. None with "steps" is
+    `logging_steps`."""
+    eval_delay: float = 0
+    """Number of steps (with "epoch": epochs) before the first evaluation that `eval_strategy` makes."""
+    eval_on_start: bool = False
+    """Evaluate before the first step, whatever `eval_strategy` is."""
     num_generations_eval: int | None = None
     """Number of completions per prompt in an evaluation, sampled as in training. None is one, greedy."""
-    logging_steps: int = 10
-    """Number of steps between two lines on the console. `metrics.jsonl` and trackers have every step."""
+    logging_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """Time of the entries of `trainer.state.log_history`: every `logging_steps`, each "epoch", or never ("no")."""
+    logging_first_step: bool = False
+    """Make an entry for the first step too."""
+    logging_steps: float = 10
+    """Number of steps between two entries of `trainer.state.log_history` and two lines on the console; below 1, a share
+    of all steps. `metrics.jsonl` and trackers have every step."""
     log_completions: bool = False
     """Show a table of completions every `log_completions_steps`."""
     log_completions_steps: int = 25
@@ -262,14 +275,23 @@ class GRPOConfig:
     project: str = "fused-grpo"
     """Name of the project in trackers."""
 
-    save_strategy: Literal["no", "steps"] = "steps"
-    """"steps" saves a checkpoint every `save_steps`; "no" saves only the final model."""
-    save_steps: int = 500
-    """Number of steps between two checkpoints. The last step is always saved."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """Time of checkpoints: every `save_steps` and after the last step ("steps"), after each "epoch", or after each
+    evaluation that is the "best" so far. "no" saves only the final model, which the others save too."""
+    save_steps: float = 500
+    """Number of steps between two checkpoints; below 1, a share of all steps."""
     save_total_limit: int | None = None
     """Number of checkpoints to keep, the newest ones. None keeps all."""
     save_only_model: bool = False
     """Leave the training state (two thirds of a checkpoint) out; such a checkpoint cannot be resumed from."""
+    load_best_model_at_end: bool = False
+    """Load the checkpoint with the best `metric_for_best_model` after the last step."""
+    metric_for_best_model: str | None = None
+    """Name of a metric of the evaluation, such as "reward"; early stopping needs it too."""
+    greater_is_better: bool | None = None
+    """Whether the best value of that metric is the greatest. None: yes, unless its name ends with "loss"."""
+    restore_callback_states_from_checkpoint: bool = False
+    """Restore the states of callbacks from the checkpoint that the run resumes from."""
     push_to_hub: bool = False
     """Upload the final model to the Hugging Face hub."""
     hub_model_id: str | None = None
@@ -287,6 +309,7 @@ class GRPOConfig:
         for name in DICTS:
             setattr(self, name, _mapping(name, getattr(self, name)))
         check_option_types(self, but=("report_to",))
+        complete_intervals(self)
         check_config(self)
         self.loss_config()
 

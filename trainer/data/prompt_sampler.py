@@ -61,6 +61,10 @@ class PromptSampler:
         """
         return self._rows.take(self._size, self._share)
 
+    def next_pass(self) -> None:
+        """Leave the rest of this pass over the dataset out."""
+        self._rows.next_pass()
+
     @property
     def row_numbers(self) -> list[int]:
         """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
@@ -165,6 +169,9 @@ class _IndexedRows:
         self.row_numbers = [self._index(place) for place in places]
         return [self._row(number) for number in self.row_numbers]
 
+    def next_pass(self) -> None:
+        self.used += -self.used % len(self._dataset)
+
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.used}
 
@@ -212,6 +219,10 @@ class _StreamedRows:
         drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)][share]
         self.row_numbers = [number for _, number in drawn]
         return [row for row, _ in drawn]
+
+    def next_pass(self) -> None:
+        if self._used_of_pass:
+            self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
