@@ -51,6 +51,7 @@ from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Check = Callable[[dict[str, float]], None]
+Event = Callable[[str], object]
 
 
 class Learner:
@@ -98,10 +99,13 @@ class Learner:
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def learn(self, batch: EffectiveBatch, *, check: Check | None = None) -> tuple[EffectiveBatch, dict[str, float]]:
+    def learn(
+        self, batch: EffectiveBatch, *, check: Check | None = None, event: Event = lambda name: None
+    ) -> tuple[EffectiveBatch, dict[str, float]]:
         """One update. Returns the batch with the log-probs that were computed for it, and the metrics of all ranks.
 
         `check` is called with the metrics before the optimizer moves; it raises where the step must not be made.
+        `event` is called with the names of the events of callbacks inside a step.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite, and more than `max_skipped_steps` steps in a
@@ -112,7 +116,11 @@ class Learner:
         options |= self._counts(packed, len(batch.completion_ids))
         self.policy.train()
         try:
-            outputs = [self._backward(part, options, last=part is packed[-1]) for part in packed]
+            outputs: list[GRPOLossOutput] = []
+            for part in packed:
+                if outputs:
+                    event("on_substep_end")
+                outputs.append(self._backward(part, options, last=part is packed[-1]))
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = self._metrics(packed, outputs)
             metrics["grad_norm"] = self._clip()
@@ -121,7 +129,9 @@ class Learner:
                 check(metrics)
             metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
             if may_update:
+                event("on_pre_optimizer_step")
                 self.optimizer.step()
+                event("on_optimizer_step")
         finally:
             self.optimizer.zero_grad()
         if may_update:

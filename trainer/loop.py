@@ -10,7 +10,7 @@
         loss = fused_linear_grpo_loss(hidden, lm_head)   # 0-d, normalised by the whole step's tokens
         loss.backward()
     clip, check against the engine's log-probs, optimizer.step()
-    log, evaluate, save
+    log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
 What makes it this loop and not another:
 
@@ -24,50 +24,56 @@ What makes it this loop and not another:
   resumed run makes the same steps, bit for bit, as one that was not killed.
 
 It is not a subclass of transformers.Trainer: the loop is short. Devices, DDP, FSDP2, mixed precision, schedulers,
-trackers and files of weights are those of Accelerate and transformers.
+trackers, callbacks and files of weights are those of Accelerate and transformers. What a script expects of a Trainer
+beside the loop is in `WithCallbacks` and `WithCheckpoints`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from torch import distributed
 from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, checkpoints
+from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
-from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, restore, training_state
+from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
+from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
+from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.config.checks import check_rollout_func, warn_of_unusual_losses
+from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
+from fused_grpo.trainer.data.epochs import planned_steps
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
-from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm
+from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
 from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
+from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
-from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted, saver_of
-from fused_grpo.trainer.models.loading import has_dropout, load_model, load_tokenizer, loading_options, wants_bf16
+from fused_grpo.trainer.models.adapters import adapt, base_model
+from fused_grpo.trainer.models.loading import has_dropout, load_with_tokenizer, wants_bf16
 
 
-class GRPOTrainer:
+class GRPOTrainer(WithCheckpoints):
     """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 
     Args:
@@ -81,11 +87,13 @@ class GRPOTrainer:
             before, during and after training. Streams are read to their end each time.
         processing_class: the tokenizer. None: the one that lies beside `model`.
         reward_processing_classes: tokenizers of reward models. None: those beside them.
+        callbacks: classes or instances of `transformers.TrainerCallback`. Every rank calls them; what one of them
+            decides on any rank (to stop, log, evaluate or save) holds on all ranks.
         optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
         rollout_func: `f(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}` in place of an engine.
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
         peft_config: a `peft.LoraConfig`: train an adapter of that kind, and nothing else (docs/lora.md).
-        callbacks, tools, environment_factory, quantization_config: TRL's, refused where they are set.
+        tools, environment_factory, quantization_config: TRL's, refused where they are set.
             All but `rollout_engine` are in TRL's order, and may be passed by position.
 
     Raises:
@@ -96,7 +104,10 @@ class GRPOTrainer:
         UnavailableError: an engine that is not installed.
     """
 
-    eval_before: dict[str, float] | None = None
+    learner: Learner
+    collector: Collector
+    engine_is_open = True
+    _in_epoch = False
 
     def __init__(
         self,
@@ -107,7 +118,7 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
-        callbacks: Any = None,
+        callbacks: Sequence[Any] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
@@ -118,12 +129,11 @@ class GRPOTrainer:
         rollout_engine: RolloutEngine | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
-        refuse_trainer_arguments(callbacks=callbacks, quantization_config=quantization_config, tools=tools)
-        refuse_trainer_arguments(environment_factory=environment_factory)
-        check_rollout_func(args, rollout_func)
         self.args = args = GRPOConfig() if args is None else args
-        warn_of_unusual_losses(args)
-        self.dataset = check_dataset(train_dataset, name="train_dataset")
+        missing = {"quantization_config": quantization_config, "tools": tools}
+        missing["environment_factory"] = environment_factory
+        check_arguments(args, rollout_func=rollout_func, eval_dataset=eval_dataset, **missing)
+        self.train_dataset = self.dataset = check_dataset(train_dataset, name="train_dataset")
         self.eval_dataset = eval_dataset
         eval_sets(eval_dataset, check=True)
         self.accelerator = make_accelerator(args)
@@ -140,9 +150,8 @@ class GRPOTrainer:
                 overwrite=args.overwrite_output_dir,
                 keep=self.model_path,
             )
-            self.rewards = make_rewards(
-                reward_funcs, args, processing_classes=reward_processing_classes, device=self.accelerator.device
-            )
+            options = {"processing_classes": reward_processing_classes, "device": self.accelerator.device}
+            self.rewards = make_rewards(reward_funcs, args, **options)
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
                 self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
             self.sampler = PromptSampler(
@@ -154,13 +163,10 @@ class GRPOTrainer:
                 world_size=processes,
                 repeats=args.num_generations // args.group_part(processes),
             )
-            self.max_steps = self._planned_steps()
+            self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            model = str(model) if isinstance(model, Path) else model
-            init = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
-            self.processing_class = load_tokenizer(model, processing_class, **loading_options(init))
-            self.model = load_model(model, **init)
-            self.model = adapt(self.model, peft_config, args, self.accelerator)
+            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args)
+            self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(
                 self.model,
@@ -172,18 +178,15 @@ class GRPOTrainer:
                 corrected=rollout_engine is not None or self.engine_name != "transformers",
             )
             self.collector = self._make_collector()
-            self.buffer: RolloutBuffer | None = None
+            self.buffer, self.last_metrics = None, {}
             self.stop = StopOnSigterm()
-            self.state = TrainerState(max_steps=self.max_steps)
             self.output = RunOutput.silent(args)
+            self._init_callbacks(callbacks, self.model, self.processing_class)
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(self.accelerator, "starting the engine"):
-                self.engine = self._choose_engine(rollout_func) if rollout_engine is None else rollout_engine
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far."""
-        return self.learner.step
+                self._make_engine = partial(self._choose_engine, rollout_func, rollout_engine)
+                self.engine = self._make_engine()
+        self.event("on_init_end")
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
@@ -200,27 +203,27 @@ class GRPOTrainer:
             CheckpointError: the checkpoint to resume from is damaged, or belongs to another run.
             SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
         """
-        metrics: dict[str, Any] = {}
         try:
             with report_failure(self.accelerator), self.stop:
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
-                while self.step < self.max_steps:
+                while not self._is_over():
                     phases = Phases()
+                    self._begin_step()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
                         metrics = self._learn(self.buffer)
                     must_stop = any_rank(self.accelerator, self.stop.requested)
                     self._record(metrics, phases)
+                    self.event("on_step_end")
                     if must_stop:
                         self._stop()
-                    if self._due(self.args.eval_steps):
-                        self._evaluate()
-                    if self.args.save_strategy == "steps" and self._due(self.args.save_steps):
-                        self.save_checkpoint()
-                return self._finish(metrics)
+                    self._log_evaluate_save()
+                    self._end_epoch()
+                return self._finish()
         finally:
             self.engine.close()
+            self.engine_is_open = False
             self.output.close()
 
     def evaluate(
@@ -242,45 +245,34 @@ class GRPOTrainer:
         """
         results: dict[str, float] = {}
         for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
-            self._wake_engine()
+            self._open_engine()
             self._sync_engine()
             with all_ranks_succeed(self.accelerator, "evaluating"):
                 result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
                 self.output.evaluation(self.step, rewards, result.num_prompts)
-            results |= result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
-        epoch = self.epoch()
-        return results if epoch is None else {**results, "epoch": epoch}
+            entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
+            self._log_evaluation(entry, result.num_prompts)
+            results |= entry
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self.eval_after = mean_rewards(results, eval_sets(self.eval_dataset), self.rewards.names)
+        return results
 
-    def _evaluate(self) -> dict[str, float] | None:
-        """The mean rewards of an evaluation, as far as the options ask for one. None: there is none."""
-        if self.eval_dataset is None or self.args.eval_strategy == "no":
-            return None
-        metrics = self.evaluate()
-        check_best_metric(getattr(self.args, "metric_for_best_model", None), metrics)
-        return mean_rewards(metrics, eval_sets(self.eval_dataset), self.rewards.names)
+    def _evaluate(self) -> bool:
+        """Evaluate the trainer's eval sets. Returns False where there are none."""
+        if self.eval_dataset is None:
+            return False
+        check_best_metric(self.args.metric_for_best_model, self.evaluate())
+        return True
 
-    def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
-
-        In a directory that you name, only the files of the model are written.
-        """
-        if output_dir is None:
-            return self._save(self.output_dir / "final")
-        weights = self.learner.weights()
-        with all_ranks_succeed(self.accelerator, f"saving {output_dir}"):
-            if self.accelerator.is_main_process:
-                saver_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
-                self.processing_class.save_pretrained(str(output_dir))
-        return Path(output_dir)
-
-    def save_checkpoint(self) -> Path:
-        """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
-
-        With `save_only_model`, the model alone.
-        """
-        return self._save_checkpoint(resumable=not self.args.save_only_model)
+    def end(self) -> None:
+        """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
+        self.engine.close()
+        self.output.close()
+        if distributed.is_initialized():
+            barrier(self.accelerator)
+            distributed.destroy_process_group()
 
     def _make_collector(self) -> Collector:
         return Collector(
@@ -294,13 +286,21 @@ class GRPOTrainer:
             attention=self.learner.attention,
         )
 
-    def _choose_engine(self, rollout_func: Any) -> RolloutEngine:
+    def _choose_engine(self, rollout_func: Any, given: RolloutEngine | None) -> RolloutEngine:
+        if given is not None:
+            return given
         datasets = [self.dataset, *eval_sets(self.eval_dataset).values()]
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
         return choose_engine(self.engine_name, self.args, self.model, self.processing_class, datasets, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
+        if self.step and not resume:
+            raise InputError(
+                f"got a second train() after {self.step} steps, want a new trainer with this model; "
+                "fix: make one, or resume_from_checkpoint=True with a larger max_steps"
+            )
+        self._open_engine()
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
@@ -309,8 +309,7 @@ class GRPOTrainer:
             if is_main:
                 overwrite = self.args.overwrite_output_dir
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        self._prepare_state(None if checkpoint is None else self._restore(checkpoint), self.epochs.total)
         facts = describe_run(
             self.args,
             self.model,
@@ -323,21 +322,41 @@ class GRPOTrainer:
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
-        if checkpoint is None:
-            self.eval_before = self._evaluate()
+        self.event("on_train_begin")
+        wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_strategy == "ends")
+        if wanted and self._evaluate() and checkpoint is None:
+            self.eval_before = self.eval_after
 
-    def _restore(self, checkpoint: Path) -> None:
-        """Everything as it was when `checkpoint` was saved, the logs included."""
+    def _restore(self, checkpoint: Path) -> TrainerState:
+        """Everything as it was when `checkpoint` was saved, the logs included. Returns transformers' state."""
+        with all_ranks_succeed(self.accelerator, f"reading {checkpoint}"):
+            state = read_trainer_state(checkpoint)
         self.buffer, self.eval_before = restore(checkpoint, self.learner, self.collector)
-        epoch: Any = self.epoch()  # None is not in transformers' type
-        self.state.global_step, self.state.epoch = self.step, epoch
+        if state.global_step != self.step:  # of a version that did not save one
+            state = TrainerState(global_step=self.step, epoch=float(self.epochs.at(self.step)))
+        with refuse_unusable(checkpoint, STATE_FILE):
+            self.epochs.resume(self.step, state.epoch)
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
                 rewind_logs(self.output_dir, self.step)
+        return state
+
+    def _is_over(self) -> bool:
+        """Whether all steps are made, or a callback has ended the run."""
+        agree(self.accelerator, self.control)
+        # Before `max_steps` where a callback has left out the rest of an epoch.
+        all_epochs = self.epochs.at(self.step) >= self.epochs.total
+        return self.step >= self.max_steps or self.control.should_training_stop or all_epochs
+
+    def _begin_step(self) -> None:
+        if not self._in_epoch:
+            self._in_epoch = True
+            self.event("on_epoch_begin")
+        self.event("on_step_begin")
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
-        self._wake_engine()
+        self._open_engine()
         if self.collector.prefetched is None:
             self._sync_engine(phases)
         drawn = None
@@ -358,7 +377,9 @@ class GRPOTrainer:
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the next part of the buffer."""
         on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
-        batch, metrics = self.learner.learn(buffer.current, check=self._check_agreement if on_policy else None)
+        batch, metrics = self.learner.learn(
+            buffer.current, check=self._check_agreement if on_policy else None, event=self.event
+        )
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
@@ -379,94 +400,88 @@ class GRPOTrainer:
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""
         metrics |= {
-            "epoch": self.epoch(),
+            "epoch": float(self.epochs.at(self.step)),
             "generate_calls": self.collector.generate_calls,
             "rollout_engine": self.engine.name,
             "step_time": sum(phases.seconds.values()),
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
-        if (
-            self.step % self.args.logging_steps == 0
-        ):  # as in transformers: an entry for every step would grow without end
-            self.state.log_history.append(metrics)
+        self.last_metrics = metrics
+        self.step_metrics.add(metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, phases)
 
-    def epoch(self) -> float | None:
-        """Passes over the prompts so far; None for a stream without a length. As in TRL, a step counts for its share of
-        the generated batch; `dynamic_sampling` draws more prompts than that."""
-        prompts, processes = self.sampler.num_prompts, self.accelerator.num_processes
-        if prompts is None or self.args.dynamic_sampling:
-            return None if prompts is None else self.sampler.used / prompts
-        steps = self.args.optimizer_steps_per_generation(processes) * self.args.num_iterations
-        return self.step / steps * self.args.prompts_per_generation(processes) / prompts
+    def _log_evaluate_save(self) -> None:
+        """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
+        agree(self.accelerator, self.control)
+        if self.control.should_log:
+            self._log_steps()
+        if self.control.should_evaluate and self._evaluate():
+            is_best = self._is_best(self.last_evaluation)
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+        agree(self.accelerator, self.control)
+        if self.control.should_save:
+            self.save_checkpoint()
+            self.event("on_save")
 
-    def _save_checkpoint(self, *, resumable: bool) -> Path:
-        directory = self.output_dir / f"checkpoint-{self.step}"
-        self._save(directory, write_more=self._training_state() if resumable else None)
-        with all_ranks_succeed(self.accelerator, "removing old checkpoints"):
-            if self.accelerator.is_main_process:
-                remove_old_checkpoints(self.output_dir, self.args.save_total_limit, step=self.step)
-        return directory
-
-    def _training_state(self) -> Any:
-        # A run that has to stop does not wait for its engine.
-        wait = not any_rank(self.accelerator, self.stop.requested)
-        return training_state(self.learner, self.collector, self.buffer, eval_before=self.eval_before, wait=wait)
-
-    def _save(self, directory: Path, write_more: Any = None) -> Path:
-        weights = self.learner.weights()
-        with all_ranks_succeed(self.accelerator, f"saving {directory.name}"):
-            if self.accelerator.is_main_process:
-                state = {"step": self.step, "max_steps": self.max_steps, "seed": self.args.seed}
-                save_checkpoint(
-                    directory,
-                    model=saver_of(self.model),
-                    tokenizer=self.processing_class,
-                    trainer_state=state,
-                    state_dict=weights,
-                    write_more=write_more,
-                )
-        return directory
+    def _end_epoch(self) -> None:
+        """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
+        agree(self.accelerator, self.control)
+        control = self.control
+        if not (self.epochs.ends_with(self.step) or control.should_epoch_stop or control.should_training_stop):
+            return
+        if control.should_epoch_stop:
+            self.epochs.skip(self.step)
+            self.sampler.next_pass()
+            self.buffer = None
+        self._in_epoch = False
+        self.event("on_epoch_end")
+        self._log_evaluate_save()
 
     def _stop(self) -> None:
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received SIGTERM."""
+        if self.control.should_log:
+            self._log_steps()
         where = self._save_checkpoint(resumable=True)
+        self.event("on_save")
         self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
         barrier(self.accelerator)
         raise SystemExit(EXIT_STATUS)
 
-    def _finish(self, metrics: dict[str, Any]) -> TrainResult:
+    def _finish(self) -> TrainResult:
         """Evaluate, save and describe the trained model."""
-        after, final = self._evaluate(), self.output_dir / "final"
-        facts = CardFacts(
-            name=self.args.hub_model_id or self.output_dir.name,
-            rewards=self.rewards.names,
-            steps=self.step,
-            metrics=metrics,
-            base_model=self.model_path,
-            eval_before=self.eval_before,
-            eval_after=after,
-            adapter=is_adapted(self.model),
-        )
-        self._save(final, write_more=lambda directory: write_model_card(directory, facts, self.args))
+        if self.args.eval_strategy == "ends" and self.last_evaluation.get("step") != self.step:
+            self._evaluate()
+        closing = self._log_closing()
+        if self.last_evaluation.get("step") != self.step:
+            self.eval_after = None
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            load_model_of(Path(self.state.best_model_checkpoint), self.learner)
+        final = self._save_final(self._card())
+        if self.args.push_to_hub:
+            self._upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
-            if self.args.push_to_hub and self.accelerator.is_main_process:
-                push_to_hub(final, self.args.hub_model_id, private=self.args.hub_private_repo)
             report = self.output.report()
+        self.event("on_train_end")
         barrier(self.accelerator)
         return TrainResult(
             steps=self.step,
-            metrics=metrics,
+            training_loss=self.step_metrics.train_loss,
+            metrics=self.last_metrics | closing,
             eval_before=self.eval_before,
-            eval_after=after,
+            eval_after=self.eval_after,
             checkpoint=final,
             report=report,
         )
 
-    def _wake_engine(self) -> None:
+    def _open_engine(self) -> None:
+        """Wake the engine; a new one where the last `train` has closed it, which a user's own engine never is."""
         with all_ranks_succeed(self.accelerator, "waking the engine"):
+            if not self.engine_is_open:
+                self.engine = self._make_engine()
+            self.engine_is_open = True
             self.engine.wake()
 
     def _sync_engine(self, phases: Phases | None = None) -> None:
@@ -478,17 +493,3 @@ class GRPOTrainer:
                 weights = self.learner.served_weights()
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
                     checked_load_weights(self.engine, weights, version=self.step)
-
-    def _planned_steps(self) -> int:
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        if self.sampler.num_prompts is None:
-            raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
-        processes = self.accelerator.num_processes
-        prompts = self.sampler.num_prompts * self.args.num_train_epochs
-        generations: int = math.ceil(prompts / self.args.prompts_per_generation(processes))
-        return generations * self.args.optimizer_steps_per_generation(processes) * self.args.num_iterations
-
-    def _due(self, every: float | None) -> bool:
-        """True after every `every` steps but the last, after which `_finish` evaluates and saves."""
-        return every is not None and self.step % every == 0 and self.step < self.max_steps

@@ -120,7 +120,13 @@ def digit_reward(completions: list[str], **columns: Any) -> list[float]:
 @pytest.fixture
 def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTrainer]:
     def make(
-        reward: Any = digit_reward, *, engine: type = ScriptedEngine, dataset: Any = None, **options: Any
+        reward: Any = digit_reward,
+        *,
+        engine: type = ScriptedEngine,
+        dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Any = None,
+        **options: Any,
     ) -> GRPOTrainer:
         defaults = {
             "output_dir": str(tmp_path / "run"),
@@ -133,6 +139,8 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
             "lr_scheduler_type": "constant",
             "gradient_checkpointing": False,
             "log_completions": False,
+            # A checkpoint takes longer than the steps of most tests.
+            "save_strategy": "steps" if "save_steps" in options else "no",
         }
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
         model = make_model()
@@ -141,6 +149,8 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
             reward,
             GRPOConfig(**{**defaults, **options}),
             rows if dataset is None else dataset,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
             processing_class=tokenizer,
             rollout_engine=engine(model, tokenizer),
         )

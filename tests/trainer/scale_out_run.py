@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import accelerator
@@ -85,6 +85,13 @@ class ShardingAccelerator(Accelerator):
             self.state.fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
 
+class Stop(TrainerCallback):
+    """Saves after the first step and ends the run."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        control.should_save = control.should_training_stop = True
+
+
 def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Differs within groups. Prompts with a 4, and a completion that begins so, cost their group from the second step
     on."""
@@ -116,11 +123,13 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
     model = Qwen2ForCausalLM(Qwen2Config(**config))
+    callbacks = [Stop] if options.pop("rank_that_stops", None) == int(os.environ.get("RANK", "0")) else []
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     engine = EngineByPrompt(model, group=defaults["num_generations"])
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
-    trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
+    more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
+    trainer = GRPOTrainer(model, reward, args, rows, **more)
     learner = trainer.learner
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))

@@ -55,7 +55,7 @@ def save_checkpoint(
         directory: where it will be; its parent is made where it is missing.
         model: a transformers or PEFT model, saved by its own `save_pretrained` as safetensors.
         tokenizer: saved by its own `save_pretrained`.
-        trainer_state: JSON.
+        trainer_state: the fields of transformers' `TrainerState`, as JSON.
         state_dict: full weights by name, where `model` itself is sharded.
         write_more: writes further files into the directory that it is given; its attribute `nbytes`, if it has one, is
             about how many bytes.
@@ -152,8 +152,10 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
     return path
 
 
-def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | None = None) -> None:
-    """Remove all but the `keep` newest checkpoints of a run; None or 0 keeps all. Files of the user stay.
+def remove_old_checkpoints(
+    output_dir: Path, keep: int | None, *, step: int | None = None, best: str | None = None
+) -> None:
+    """Remove all but the `keep` newest checkpoints and the `best` one; None or 0 keeps all. The user's files stay.
 
     Those after `step` do not count, and stay: a run that resumed from an earlier one may have been unable to use them.
     """
@@ -161,6 +163,8 @@ def remove_old_checkpoints(output_dir: Path, keep: int | None, *, step: int | No
         return
     found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
     for path in found[:-keep]:
+        if best is not None and path.name == Path(best).name:
+            continue
         try:
             remove([path] if is_removable(path) else [])
         except OSError as error:

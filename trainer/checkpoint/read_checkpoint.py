@@ -1,10 +1,12 @@
-"""The weights of a checkpoint, as the model of this run takes them: each in its own dtype, bit for bit.
+"""The weights of a checkpoint, as the model of this run takes them: each in its own dtype, bit for bit. And its state.
 
 No configuration is read from the checkpoint: that of the model of this run counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from fnmatch import fnmatch
 from functools import reduce
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerState
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
 from fused_grpo.trainer.checkpoint.manifest import read_manifest, refuse_unusable
 from fused_grpo.trainer.checkpoint.training_state import read_tensors
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights
@@ -50,6 +54,22 @@ def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor])
     for name, value in revert_weight_conversion(model, empty).items():
         if name in saved and saved[name].dtype != value.dtype:
             raise ValueError(f"it has {saved[name].dtype} as {name!r}, where this run has {value.dtype}")
+
+
+def read_trainer_state(checkpoint: Path) -> TrainerState:
+    """transformers' state of the run: its log and its best metric.
+
+    Fields that this version of transformers does not have are left out, and so is all of a checkpoint without them.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    with refuse_unusable(checkpoint, STATE_FILE):
+        saved = json.loads((checkpoint / STATE_FILE).read_bytes())
+        state = TrainerState(**{name: value for name, value in saved.items() if name in known})
+        state.log_history, state.epoch = list(state.log_history), float(state.epoch or 0.0)
+        return state
 
 
 def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:

@@ -110,11 +110,11 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
         PeerError: another rank raised it.
     """
     accelerator, model = learner.accelerator, _model(learner)
-    rank, adapted = accelerator.process_index, is_adapted(model)
+    rank = accelerator.process_index
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
         _check_same_run(learner, numbers["run"], checkpoint)
-        weights: dict[str, Any] = read_adapter(model, checkpoint) if adapted else read_weights(model, checkpoint)
+        weights = _read_weights(model, checkpoint)
         mine = files.read_tensors(checkpoint, files.process_file(rank))
         optimizer = files.read_tensors(checkpoint, files.OPTIMIZER_FILE)
         reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE)
@@ -126,11 +126,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
             learner.scheduler.load_state_dict(numbers["scheduler"])
             learner.entropy.load_state(numbers["entropy"])
             learner.nonfinite.load_state(numbers["skipped"])
-    if adapted:
-        load_adapter(model, weights)
-    else:
-        with torch.no_grad():
-            set_model_state_dict(learner.policy, weights, options=_FULL)
+    _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
         files.load_optimizer_state(learner.policy, learner.optimizer.optimizer, optimizer, numbers["optimizer"])
     if _reference_moves(learner):
@@ -141,6 +137,30 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
     with refuse_unusable(checkpoint, files.process_file(rank)):
         files.set_random_state(_group(mine, "random"))
     return buffer, numbers["eval_before"]
+
+
+def load_model_of(checkpoint: Path, learner: Any) -> None:
+    """Put the weights of a checkpoint into the policy, and nothing else of it.
+
+    Raises:
+        CheckpointError: they do not fit.
+        PeerError: another rank raised it.
+    """
+    with all_ranks_succeed(learner.accelerator, f"reading {checkpoint}"):
+        weights = _read_weights(_model(learner), checkpoint)
+    _set_weights(learner, weights)
+
+
+def _read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
+    return read_adapter(model, checkpoint) if is_adapted(model) else read_weights(model, checkpoint)
+
+
+def _set_weights(learner: Any, weights: dict[str, Any]) -> None:
+    if is_adapted(_model(learner)):
+        load_adapter(_model(learner), weights)
+        return
+    with torch.no_grad():
+        set_model_state_dict(learner.policy, weights, options=_FULL)
 
 
 def _model(learner: Any) -> Any:

@@ -6,14 +6,12 @@ import math
 from typing import Any
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments, warn_once
 
 AT_LEAST_1 = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "num_iterations",
-    "logging_steps",
-    "save_steps",
     "log_completions_steps",
     "max_completion_length",
     "ref_model_sync_steps",
@@ -26,7 +24,6 @@ AT_LEAST_1_OR_NONE = (
     "chunk_bytes",
     "torch_empty_cache_steps",
     "ddp_bucket_cap_mb",
-    "eval_steps",
     "num_generations_eval",
     "num_completions_to_print",
     "vllm_max_model_length",
@@ -42,6 +39,7 @@ FINITE = (
     "entropy_coef_delta",
     "entropy_target",
 )
+INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
 LARGEST_SEED = 2**31 - 1
@@ -50,8 +48,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "reward_failure": ("fail", "retry", "drop"),
     "vllm_mode": ("colocate", "server"),
-    "eval_strategy": ("no", "steps"),
-    "save_strategy": ("no", "steps"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "eval_strategy": ("ends", "no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
 }
 
 
@@ -66,6 +65,10 @@ def check_config(args: Any) -> None:
     for name in AT_LEAST_1_OR_NONE:
         value = getattr(args, name)
         want(args, name, value is None or value >= 1, "at least 1, or None")
+    for name in INTERVALS:
+        value = getattr(args, name)
+        is_interval = value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1)
+        want(args, name, is_interval, "a number of steps, or a share of all steps between 0 and 1")
     for name, choices in CHOICES.items():
         want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
     _check_optimizer(args)
@@ -74,17 +77,25 @@ def check_config(args: Any) -> None:
     _check_together(args)
 
 
-def check_rollout_func(args: Any, rollout_func: Any) -> None:
-    """Refuse a function of the user's that would sample from the model while that is trained.
+def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, **missing: Any) -> None:
+    """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
-        InputError: `rollout_func` with `generate_ahead`.
+        UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
+        InputError: `rollout_func` with `generate_ahead`, or evaluations without a dataset.
     """
-    if rollout_func is not None and args is not None and args.generate_ahead:
+    refuse_trainer_arguments(**missing)
+    if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
+    if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
+        raise InputError(
+            f"got eval_strategy={args.eval_strategy!r} and eval_on_start={args.eval_on_start} without an eval_dataset, "
+            "want one; fix: pass it, or leave both out"
+        )
+    _warn_of_unusual_losses(args)
 
 
-def warn_of_unusual_losses(args: Any) -> None:
+def _warn_of_unusual_losses(args: Any) -> None:
     """Log a warning, once, where the level of the ratio is not that of the loss's paper."""
     sequence, loss = args.importance_sampling_level == "sequence", args.loss_type
     if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
@@ -161,6 +172,26 @@ def _check_bounds(args: Any) -> None:
         want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
 
 
+def _check_best_model(args: Any) -> None:
+    """A best model needs a metric, and checkpoints at evaluations: else the best one might not be saved."""
+    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.save_strategy == "best"):
+        raise InputError(
+            f"got load_best_model_at_end={args.load_best_model_at_end} and save_strategy={args.save_strategy!r} "
+            "without metric_for_best_model, want the name of a metric of the evaluation, such as 'reward'; fix: set it"
+        )
+    if not args.load_best_model_at_end or args.save_strategy == "best":
+        return
+    steps = args.eval_strategy == "steps"
+    # The quotient of two shares of all steps has a rounding error.
+    times = args.save_steps / args.eval_steps if steps and (args.save_steps < 1) == (args.eval_steps < 1) else 0.5
+    if args.eval_strategy != args.save_strategy or (steps and abs(times - round(times)) > 1e-9):
+        raise InputError(
+            f"got load_best_model_at_end=True with eval_strategy={args.eval_strategy!r} (eval_steps={args.eval_steps}) "
+            f"and save_strategy={args.save_strategy!r} (save_steps={args.save_steps}), want an evaluation at each "
+            "checkpoint; fix: the same strategy and a multiple of eval_steps, or save_strategy='best'"
+        )
+
+
 def _check_together(args: Any) -> None:
     if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
         raise InputError(
@@ -185,6 +216,7 @@ def _check_together(args: Any) -> None:
                 f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
             )
+    _check_best_model(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

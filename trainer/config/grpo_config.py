@@ -10,17 +10,16 @@ run. `trl_fields.py` has all of them, and the fields with another meaning than i
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import warnings
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types, is_of, readable
+from fused_grpo.trainer.config.as_transformers import AsTransformers
 from fused_grpo.trainer.config.checks import check_config
+from fused_grpo.trainer.config.normalise import OVERRIDDEN, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import MISSING, check_missing, warn_once, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
@@ -39,21 +38,11 @@ PYTHON_TYPES: dict[str, Any] = {
     "resume_from_checkpoint": bool | str | None,
     "scale_rewards": str,
 }
-# Sampling options that `generation_kwargs` replaces, as in TRL.
-OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
-DICTS = (
-    "model_init_kwargs",
-    "gradient_checkpointing_kwargs",
-    "lr_scheduler_kwargs",
-    "generation_kwargs",
-    "chat_template_kwargs",
-    "vllm_engine_kwargs",
-)
 
 
 @dataclass
 @with_trl_fields
-class GRPOConfig:
+class GRPOConfig(AsTransformers):
     """Options of a GRPO run.
 
     Raises:
@@ -295,14 +284,25 @@ class GRPOConfig:
 
     shuffle_dataset: bool = True
     """Draw prompts in a random order that the seed decides."""
-    eval_strategy: Literal["no", "steps"] = "steps"
-    """"steps" evaluates every `eval_steps`, before the first and after the last step; "no" never evaluates."""
+    eval_strategy: Literal["ends", "no", "steps", "epoch"] = "ends"
+    """Time of evaluations: before the first and after the last step ("ends", and every `eval_steps` if that is set),
+    every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no")."""
     eval_steps: float | None = None
-    """Number of optimizer steps between two evaluations. None evaluates only before and after training."""
+    """Number of optimizer steps between two evaluations; below 1, a share of all steps. None with "steps" is
+    `logging_steps`."""
+    eval_delay: float = 0
+    """Number of steps (with "epoch": epochs) before the first evaluation that `eval_strategy` makes."""
+    eval_on_start: bool = False
+    """Evaluate before the first step, whatever `eval_strategy` is."""
     num_generations_eval: int | None = None
     """Number of completions per prompt in an evaluation, sampled as in training. None is one, greedy."""
-    logging_steps: int = 10
-    """Number of steps between two lines on the console. `metrics.jsonl` and trackers have every step."""
+    logging_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """Time of the entries of `trainer.state.log_history`: every `logging_steps`, each "epoch", or never ("no")."""
+    logging_first_step: bool = False
+    """Make an entry for the first step too."""
+    logging_steps: float = 10
+    """Number of steps between two entries of `trainer.state.log_history` and two lines on the console; below 1, a share
+    of all steps. `metrics.jsonl` and trackers have every step."""
     log_level: Literal["passive", "detail", "debug", "info", "warning", "error", "critical"] = "passive"
     """Level of the messages of fused_grpo and transformers on the first process. "passive" leaves it."""
     log_level_replica: Literal["passive", "detail", "debug", "info", "warning", "error", "critical"] = "warning"
@@ -318,14 +318,23 @@ class GRPOConfig:
     project: str = "fused-grpo"
     """Name of the project in trackers."""
 
-    save_strategy: Literal["no", "steps"] = "steps"
-    """"steps" saves a checkpoint every `save_steps`; "no" saves only the final model."""
-    save_steps: int = 500
-    """Number of steps between two checkpoints. The last step is always saved."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """Time of checkpoints: every `save_steps` and after the last step ("steps"), after each "epoch", or after each
+    evaluation that is the "best" so far. "no" saves only the final model, which the others save too."""
+    save_steps: float = 500
+    """Number of steps between two checkpoints; below 1, a share of all steps."""
     save_total_limit: int | None = None
     """Number of checkpoints to keep, the newest ones. 0 or None keeps all."""
     save_only_model: bool = False
     """Leave the training state (two thirds of a checkpoint) out; such a checkpoint cannot be resumed from."""
+    load_best_model_at_end: bool = False
+    """Load the checkpoint with the best `metric_for_best_model` after the last step."""
+    metric_for_best_model: str | None = None
+    """Name of a metric of the evaluation, such as "reward"; early stopping needs it too."""
+    greater_is_better: bool | None = None
+    """Whether the best value of that metric is the greatest. None: yes, unless its name ends with "loss"."""
+    restore_callback_states_from_checkpoint: bool = False
+    """Restore the states of callbacks from the checkpoint that the run resumes from."""
     push_to_hub: bool = False
     """Upload the final model to the Hugging Face hub."""
     hub_model_id: str | None = None
@@ -334,35 +343,15 @@ class GRPOConfig:
     """Make the repository private where it is new."""
 
     def __post_init__(self) -> None:
-        scale = _as_bool(self.scale_rewards)
-        self.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
-        self.resume_from_checkpoint = _as_bool(self.resume_from_checkpoint)
-        self.report_to = _listed(self.report_to)
-        for name in ("output_dir", "resume_from_checkpoint"):
-            if isinstance(getattr(self, name), os.PathLike):
-                setattr(self, name, os.fspath(getattr(self, name)))
-        for name in DICTS:
-            setattr(self, name, _mapping(name, getattr(self, name)))
-        given = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        for name in OVERRIDDEN.intersection(given):
-            setattr(self, name, given[name])
-        if self.optim_target_modules == ["all-linear"]:  # as the command line reads it
-            self.optim_target_modules = "all-linear"
-        if self.vllm_importance_sampling_cap is not None:
-            fix = "fix: set vllm_importance_sampling_clip_max"
-            warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=3)
-            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+        normalise(self)
         check_option_types(self, but=("report_to", *PYTHON_TYPES, *MISSING))
         for name, kind in PYTHON_TYPES.items():
             if not is_of(getattr(self, name), kind):
                 raise InputError(f"got {name}={repr(getattr(self, name))[:200]}, want {readable(kind)}")
         check_missing(self)
+        complete_intervals(self)
         check_config(self)
         self.loss_config(corrected=self.use_vllm is not False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options that have an effect here, by name."""
-        return {entry.name: getattr(self, entry.name) for entry in own_fields(type(self))}
 
     @property
     def runs_remote_code(self) -> bool:
@@ -473,29 +462,3 @@ class GRPOConfig:
 def own_fields(cls: type) -> list[Field[Any]]:
     """The fields of a class of options without those that have no effect here."""
     return [entry for entry in fields(cls) if entry.name not in MISSING]
-
-
-def _as_bool(value: Any) -> Any:
-    """True or False for their text, and any other value as it is."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _listed(names: str | list[str] | None) -> list[str]:
-    """`report_to` as a list: a name, several, or "none"."""
-    if not isinstance(names, str | list | tuple | None):
-        raise InputError(f"got report_to={names!r}, want the names of trackers")
-    listed = [names] if isinstance(names, str) else names or []
-    return [name for name in listed if name != "none"]
-
-
-def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A mapping, or the JSON of one, as in TRL."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a mapping") from error
-    if not isinstance(parsed, dict):
-        raise InputError(f"got {name}={value!r}, want a mapping")
-    return parsed

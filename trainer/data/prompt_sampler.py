@@ -71,6 +71,10 @@ class PromptSampler:
         """
         return self._rows.take(self._size, self._share)
 
+    def next_pass(self) -> None:
+        """Leave the rest of this pass over the dataset out."""
+        self._rows.next_pass()
+
     @property
     def row_numbers(self) -> list[int]:
         """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
@@ -174,6 +178,9 @@ class _IndexedRows:
         self.used += size
         return [self._row(number) for number in self.row_numbers]
 
+    def next_pass(self) -> None:
+        self.used += -self.used % len(self._dataset)
+
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.used}
 
@@ -221,6 +228,10 @@ class _StreamedRows:
         drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)]
         self.row_numbers = [drawn[place][1] for place in share]
         return [drawn[place][0] for place in share]
+
+    def next_pass(self) -> None:
+        if self._used_of_pass:
+            self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place

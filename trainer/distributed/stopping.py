@@ -1,12 +1,18 @@
-"""SIGTERM: finish the optimizer step, save a checkpoint, exit with status 143.
+"""What ends a run early, on all ranks after the same step: SIGTERM, and the decisions of callbacks.
+
+SIGTERM: finish the optimizer step, save a checkpoint, exit with status 143.
 
 Slurm, Kubernetes and spot instances send SIGTERM before they end a job. The handler only sets a flag. The loop reads it
 after each step, and all ranks stop after the same one. A second SIGTERM ends the process at once; one within two
 seconds of the first is the same request, because launchers forward what the scheduler has sent to every process.
+
+Callbacks run on every rank and decide in the `TrainerControl` of their rank. What one of them decides on any rank holds
+on all ranks, or they would wait for each other in different collectives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -14,8 +20,22 @@ import time
 from types import FrameType
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from transformers import TrainerControl
+
 EXIT_STATUS = 128 + signal.SIGTERM
 SAME_REQUEST_SECONDS = 2.0
+
+
+def agree(accelerator: Accelerator, control: TrainerControl) -> None:
+    """Set on this rank what is set on any rank: to stop, log, evaluate or save. A collective."""
+    if accelerator.num_processes == 1:
+        return
+    names = [field.name for field in dataclasses.fields(control)]
+    mine = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
+    for name, ranks in zip(names, accelerator.reduce(mine, reduction="sum").tolist(), strict=True):
+        setattr(control, name, ranks > 0)
 
 
 class StopOnSigterm:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -38,6 +38,14 @@ class CardFacts:
     eval_before: Mapping[str, float] | None = None
     eval_after: Mapping[str, float] | None = None
     adapter: bool = False
+    tags: Sequence[str] = ()  # beside ours
+
+
+class Upload(NamedTuple):
+    """Where a model is on the hub, and what `huggingface_hub.HfApi.upload_folder` returned."""
+
+    repo_id: str
+    commit: Any
 
 
 def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Path:
@@ -68,14 +76,24 @@ def is_hub_id(name: str | None) -> bool:
     return not Path(name).exists()
 
 
-def push_to_hub(directory: Path, repo_id: str | None = None, *, private: bool | None = None, api: Any = None) -> str:
-    """Upload a final model with everything beside it, in one commit; its address.
+def push_to_hub(
+    directory: Path,
+    repo_id: str | None = None,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    api: Any = None,
+    **upload: Any,
+) -> Upload:
+    """Upload a final model with everything beside it, in one commit.
 
     Args:
         directory: weights, tokenizer and card.
         repo_id: "name" in your own account, or "owner/name". None: the name of the directory above.
         private: as in `huggingface_hub.HfApi.create_repo`; only when the repository is made.
+        token: of the account. None: the one that is logged in.
         api: of `huggingface_hub.HfApi`'s kind.
+        upload: further arguments of `upload_folder`.
 
     Raises:
         UnavailableError: no network, no login, or no right to write there. The model on the disk is untouched.
@@ -84,16 +102,16 @@ def push_to_hub(directory: Path, repo_id: str | None = None, *, private: bool | 
 
     directory = Path(directory)
     name = repo_id or directory.resolve().parent.name
-    api = HfApi(library_name="fused-grpo") if api is None else api
+    api = HfApi(library_name="fused-grpo", token=token) if api is None else api
+    upload = {"commit_message": "Model trained with fused-grpo", **upload}
     try:
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-        address = api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Model trained with fused-grpo")
+        return Upload(repo, api.upload_folder(repo_id=repo, folder_path=directory, **upload))
     except Exception as error:  # of the network, of the hub, of the account
         raise UnavailableError(
             f"got {type(error).__name__} when uploading {directory} to {name!r}: {error}; "
             f"fix: hf auth login, then hf upload {name} {directory}"
         ) from error
-    return str(address)
 
 
 def _results(facts: CardFacts) -> list[tuple[str, str, str]]:

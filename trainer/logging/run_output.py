@@ -12,6 +12,7 @@ from torch import nn
 
 from fused_grpo.trainer.config.file_names import REPORT_FILE
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.phase_times import Phases
@@ -25,8 +26,10 @@ class TrainResult:
     """What `GRPOTrainer.train` returns."""
 
     steps: int
-    metrics: dict[str, Any]  # of the last step; empty where a resumed run had no step left
-    # {"reward": ..., "rewards/<fn>/mean": ...}, after "<set>_" where eval sets have names; None without an eval set
+    training_loss: float  # mean over the steps of this call of `train`
+    metrics: dict[str, Any]  # of the last step, and transformers' train_runtime, train_loss, ...
+    # {"reward": ..., "rewards/<fn>/mean": ...}, after "<set>_" where eval sets have names; None without an evaluation
+    # before the first or after the last step
     eval_before: dict[str, float] | None
     eval_after: dict[str, float] | None
     checkpoint: Path
@@ -84,6 +87,7 @@ class RunOutput:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.args, self.max_steps = args, max_steps
+        self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
         self.console.banner(facts)
         self.log = RunLog(Path(args.output_dir)) if is_main else None
@@ -109,7 +113,7 @@ class RunOutput:
         """One optimizer step."""
         step = record["step"]
         self._log(record)
-        if step == 1 or step % self.args.logging_steps == 0 or step == self.max_steps:
+        if step == 1 or step % self.console_steps == 0 or step == self.max_steps:
             self.console.step(step, record, phases.seconds)
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
@@ -117,6 +121,10 @@ class RunOutput:
         self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
         for name in (name for name in result if name.endswith("reward")):
             self.console.note(f"step {step}: held-out {name} {result[name]:.3f} on {num_prompts} prompts")
+
+    def numbers(self, step: int, numbers: dict[str, Any]) -> None:
+        """What the user's code has logged."""
+        self._log({"step": step} | numbers)
 
     def note(self, text: str) -> None:
         """A line on the console."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,20 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
+def load_with_tokenizer(
+    model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig
+) -> tuple[Any, Any]:
+    """The tokenizer and the model, each the given one or loaded from a path or hub id.
+
+    Raises:
+        InputError: as `load_tokenizer`.
+    """
+    model = str(model) if isinstance(model, Path) else model
+    options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+    of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
+    return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+
+
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
 
@@ -95,11 +110,6 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
     return loaded
-
-
-def loading_options(model_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of a model's `from_pretrained` that its tokenizer is loaded with too."""
-    return {name: model_options[name] for name in ("trust_remote_code", "revision") if name in model_options}
 
 
 def load_tokenizer(

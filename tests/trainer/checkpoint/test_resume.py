@@ -104,7 +104,7 @@ def test_killed_with_vllm_and_resumed_is_the_same_run(farm, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_ignored_and_named(make_trainer, tmp_path, caplog):
-    make_trainer(max_steps=5, save_steps=2).train()
+    make_trainer(max_steps=4, save_steps=2).train()
     newest = tmp_path / "run" / "checkpoint-4" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING):
@@ -179,7 +179,7 @@ def test_a_model_alone_is_refused(make_trainer):
 
 def test_only_the_newest_are_kept(make_trainer, tmp_path):
     make_trainer(max_steps=6, save_steps=1, save_total_limit=2).train()
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_random_generators_come_back():

@@ -17,7 +17,8 @@ from fused_grpo.trainer.cli.options import (
     parse_train_options,
     read_yaml,
 )
-from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig, own_fields
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.config.normalise import DICTS
 from fused_grpo.trainer.logging.run_log import RunLog
 
 

@@ -12,7 +12,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.config.grpo_config import DICTS, GRPOConfig
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.normalise import DICTS
 from fused_grpo.trainer.config.trl_fields import MISSING
 
 FIELDS = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}

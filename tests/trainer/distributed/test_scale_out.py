@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
 RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
+STOPPED = ("stopped", {}, {"rank_that_stops": 1, "save_strategy": "no"})
 BF16 = ("bf16", {}, {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2})
 
 
@@ -85,7 +86,13 @@ def alone(launch):
 def shared(launch, wrapper, tmp_path_factory):
     """Each run in two processes, and those of the other tests."""
     root = tmp_path_factory.mktemp("shared")
-    return root, launch([*entries(2), WHOLE, CUT, BF16], env=wrapper, root=root)
+    return root, launch([*entries(2), WHOLE, CUT, BF16, STOPPED], env=wrapper, root=root)
+
+
+def test_what_a_callback_of_one_rank_decides_holds_on_all(shared):
+    root, found = shared
+    assert [rank["metrics"]["step"] for rank in found["stopped"]] == [1, 1]
+    assert (root / "stopped" / "run" / "checkpoint-1").is_dir()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -98,7 +98,7 @@ class Hub:
 def test_the_directory_is_uploaded_under_the_name_of_the_run(tmp_path):
     hub, final = Hub(), tmp_path / "sums" / "final"
     final.mkdir(parents=True)
-    assert push_to_hub(final, private=True, api=hub) == "https://huggingface.co/me/sums"
+    assert push_to_hub(final, private=True, api=hub) == ("me/sums", "https://huggingface.co/me/sums")
     assert hub.calls == [("create", "sums", {"private": True, "exist_ok": True}), ("upload", "me/sums", final)]
 
 

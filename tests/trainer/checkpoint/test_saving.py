@@ -1,0 +1,88 @@
+"""What scripts do with a trainer after `train`: under transformers' names, with TRL's arguments."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from transformers import TrainerState
+
+from fused_grpo.errors import InputError
+
+EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+
+
+class Hub:
+    """What the trainer asks of huggingface_hub.HfApi."""
+
+    calls: list[tuple[str, Any]]
+
+    def __init__(self, **options: Any) -> None:
+        self.calls.append(("login", options["token"]))
+
+    def create_repo(self, name: str, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, *, folder_path: Any, **options: Any) -> str:
+        self.calls.append(((folder_path / "README.md").read_text(), options))
+        return "the commit"
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trainer, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [], raising=False)
+    trainer = make_trainer(max_steps=1, push_to_hub=True)
+    trainer.train()
+    assert trainer.hub_model_id == "me/run"
+    assert len(Hub.calls) == 2
+    commit = trainer.push_to_hub("mine", token="secret", revision="dev", dataset_name="me/sums", tags="maths")
+    _, (login, token), (card, options) = Hub.calls[-3:]
+    assert (commit, login, token) == ("the commit", "login", "secret")
+    assert options == {"repo_id": "me/run", "commit_message": "mine", "revision": "dev", "run_as_future": False}
+    assert front_matter(card)["datasets"] == ["me/sums"]
+    assert front_matter(card)["tags"] == ["grpo", "fused-grpo", "reinforcement-learning", "maths"]
+    assert "for 1 optimizer steps on `digit_reward`" in card
+
+
+def test_a_script_of_transformers_finds_what_it_expects_after_training(make_trainer):
+    trainer = make_trainer(max_steps=2, eval_dataset=EVAL_ROWS, beta=0.1, epsilon_high=0.3)
+    result = trainer.train()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    trainer.create_model_card(model_name="sums")
+    trainer.save_model(trainer.args.output_dir)
+    run = trainer.output_dir
+    assert json.loads((run / "train_results.json").read_text())["train_loss"] == result.training_loss
+    assert TrainerState.load_from_json(str(run / "trainer_state.json")).log_history == trainer.state.log_history
+    assert (run / "README.md").read_text().count("# sums") == 1
+    assert trainer.is_world_process_zero()
+    assert trainer.is_local_process_zero()
+    assert trainer.reward_func_names == ["digit_reward"]
+    assert trainer.reward_processing_classes == [None]
+    assert (trainer.num_generations, trainer.beta, trainer.epsilon_high) == (4, 0.1, 0.3)
+    assert trainer.ref_model.config is not None
+    assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+
+
+def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
+    trainer = make_trainer(max_steps=1, eval_dataset=EVAL_ROWS)
+    after = trainer.train().eval_after
+    assert trainer.engine.closed
+    trainer._make_engine = lambda: type(trainer.engine)(trainer.model, trainer.processing_class)
+    again = trainer.evaluate()
+    assert (trainer.engine.closed, trainer.engine.weight_version) == (False, 1)
+    assert again == after
+    with pytest.raises(InputError, match=r"a second train\(\) after 1 steps"):
+        trainer.train()
+    trainer.end()
+    trainer.end()
+    assert trainer.engine.closed

@@ -1,0 +1,197 @@
+"""Callbacks of transformers: the same events in the same order as under TRL's own trainer, and what they decide."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+
+EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+class Recorder(TrainerCallback):
+    """Keeps (event, step) of every event, and the names in each log entry."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.logs: list[set[str]] = []
+
+
+def record(name):
+    def event(self, args, state, control, **kwargs):
+        self.events.append((name, state.global_step))
+        assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= kwargs.keys()
+        assert name == "on_init_end" or kwargs["optimizer"] is not None
+        assert args.label_smoothing_factor == 0.0  # an option that only TRL has
+        if name == "on_log":
+            self.logs.append(set(kwargs["logs"]))
+
+    return event
+
+
+for event_name in EVENTS:
+    setattr(Recorder, event_name, record(event_name))
+
+
+def kind(names: set[str]) -> str:
+    return "eval" if any(name.startswith("eval_") for name in names) else "end" if "train_loss" in names else "steps"
+
+
+OPTIONS = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "num_generations_eval": 4,
+    "num_train_epochs": 2,
+    "max_completion_length": 2,
+    "logging_steps": 2,
+    "use_vllm": False,
+    "bf16": False,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "metric_for_best_model": "reward",
+}
+BY_STEPS = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "epoch"}
+BY_SHARES = {"eval_strategy": "steps", "eval_steps": 0.5, "save_steps": 0.4, "eval_on_start": True}
+BY_EPOCHS = {"eval_strategy": "epoch", "save_strategy": "best", "logging_strategy": "epoch", "eval_delay": 1}
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's, about versions
+@pytest.mark.parametrize("options", [BY_STEPS, {**BY_SHARES, "logging_first_step": True}, BY_EPOCHS])
+def test_events_entries_and_checkpoints_are_those_under_trl(make_model, tokenizer, tmp_path, options):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    rows = pytest.importorskip("datasets").Dataset.from_list([{"prompt": f"{a}+{b}="} for a in (1, 2) for b in (1, 2)])
+
+    def run(trainer_class, config_class, **more):
+        recorder = Recorder()
+        trainer = trainer_class(
+            model=make_model(),
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            args=config_class(output_dir=str(tmp_path / trainer_class.__module__), **OPTIONS, **options, **more),
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=[recorder, PrinterCallback, EarlyStoppingCallback(early_stopping_patience=99)],
+        )
+        trainer.train()
+        folders = {path.name for path in (tmp_path / trainer_class.__module__).glob("checkpoint-*")}
+        entries = [(entry["step"], entry["epoch"]) for entry in trainer.state.log_history]
+        return recorder.events, [kind(names) for names in recorder.logs], entries, folders
+
+    assert run(GRPOTrainer, GRPOConfig) == run(trl.GRPOTrainer, trl.GRPOConfig, use_cpu=True)
+
+
+def deciding(**decisions: tuple[str, int]) -> TrainerCallback:
+    """Sets each decision in the event, and after the step, that is given for it."""
+
+    class Decide(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for name, step in decisions.items():
+                if state.global_step == step:
+                    setattr(control, name, True)
+
+    return Decide()
+
+
+EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+
+
+def test_what_a_callback_decides_is_done(make_trainer, tmp_path):
+    recorder = Recorder()
+    decisions = deciding(should_log=1, should_evaluate=2, should_save=3, should_training_stop=4)
+    options = {"max_steps": 6, "eval_strategy": "no", "logging_strategy": "no"}
+    trainer = make_trainer(eval_dataset=EVAL_ROWS, callbacks=[decisions, recorder], **options)
+    result = trainer.train()
+    done = [event for event in recorder.events if event[0] in ("on_log", "on_evaluate", "on_save")]
+    # The evaluation and the end of the run are in the log too.
+    assert done == [("on_log", 1), ("on_log", 2), ("on_evaluate", 2), ("on_save", 3), ("on_log", 4)]
+    assert result.global_step == 4
+    assert (result.eval_before, result.eval_after) == (None, None)
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+
+
+def test_the_rest_of_an_epoch_is_left_out(make_trainer):
+    """An epoch is 16 rows / 4 rows of a batch * 2 iterations = 8 steps; three steps of the first one are made."""
+    recorder = Recorder()
+    options = {"per_device_train_batch_size": 16, "max_steps": -1, "num_iterations": 2, "num_train_epochs": 2}
+    trainer = make_trainer(callbacks=[deciding(should_epoch_stop=3), recorder], save_steps=6, **options)
+    trainer.train()
+    assert [step for name, step in recorder.events if name == "on_epoch_end"] == [3, 11]
+    assert (trainer.step, trainer.state.epoch, trainer.sampler.used) == (11, 2.0, 32)
+    resumed = make_trainer(save_steps=6, overwrite_output_dir=False, **options)
+    resumed.train(resume_from_checkpoint=trainer.output_dir / "checkpoint-6")
+    assert (resumed.step, resumed.state.epoch, resumed.sampler.used) == (11, 2.0, 32)
+
+
+def test_early_stopping_ends_the_run_and_the_best_model_is_loaded(make_trainer):
+    def worse_and_worse(completions, trainer_state, **_):
+        return [0.0 if trainer_state else -trainer.step for _ in completions]
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "max_steps": 5}
+    best = {"metric_for_best_model": "reward", "load_best_model_at_end": True}
+    stopping = EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = make_trainer(worse_and_worse, eval_dataset=EVAL_ROWS, callbacks=[stopping], **options, **best)
+    result = trainer.train()
+    assert trainer.step == 3
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (-1.0, 1)
+    saved = {name: load_file(trainer.output_dir / name / "model.safetensors") for name in ("checkpoint-1", "final")}
+    assert all(torch.equal(value, saved["final"][name]) for name, value in saved["checkpoint-1"].items())
+    assert not (trainer.output_dir / "checkpoint-2").exists()
+    assert result.eval_after["reward"] == -3.0
+
+
+def test_an_entry_is_the_mean_of_its_steps_and_the_last_one_has_the_time(make_trainer):
+    trainer = make_trainer(max_steps=5, logging_steps=2)
+    result = trainer.train()
+    lines = [json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines()]
+    first, second, closing = trainer.state.log_history
+    assert first["loss"] == pytest.approx(statistics.mean(line["loss"] for line in lines[:2]))
+    assert second["reward"] == pytest.approx(statistics.mean(line["reward"] for line in lines[2:4]))
+    assert second["grad_norm"] == lines[3]["grad_norm"]
+    assert closing["rewards/digit_reward/mean"] == lines[4]["rewards/digit_reward/mean"]
+    assert closing["train_loss"] == pytest.approx(statistics.mean(line["loss"] for line in lines))
+    assert result.training_loss == result.metrics["train_loss"] == closing["train_loss"]
+    assert closing["train_steps_per_second"] == pytest.approx(5 / closing["train_runtime"], rel=0.01)
+
+
+class Counter(TrainerCallback, ExportableState):
+    steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+def test_a_resumed_run_keeps_its_log_and_the_states_of_callbacks(make_trainer):
+    options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "callbacks": [Counter]}
+    whole = make_trainer(**options)
+    whole.train()
+    resumed = make_trainer(**options, overwrite_output_dir=False, restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=whole.output_dir / "checkpoint-2")
+    assert [entry["step"] for entry in resumed.state.log_history] == [1, 2, 3, 4, 4]
+    assert resumed.state.log_history[:2] == whole.state.log_history[:2]
+    assert resumed.pop_callback(Counter).steps == 4
+
+
+def test_what_a_script_logs_is_in_the_history_and_in_the_metrics(make_trainer):
+    class Adding(GRPOTrainer):
+        def log(self, logs, start_time=None):
+            logs["added"] = 1.0
+            super().log(logs, start_time)
+
+    trainer = make_trainer(max_steps=1, logging_steps=1)
+    trainer.__class__ = Adding
+    trainer.train()
+    lines = [json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in lines if "added" in line] == [{"step": 1, "added": 1.0}] * 2
+    assert all(entry["added"] == 1.0 for entry in trainer.state.log_history)
