@@ -300,7 +300,6 @@ class GRPOTrainer(WithCheckpoints):
                 f"got a second train() after {self.step} steps, want a new trainer with this model; "
                 "fix: make one, or resume_from_checkpoint=True with a larger max_steps"
             )
-        self._open_engine()
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()

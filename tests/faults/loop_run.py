@@ -24,6 +24,7 @@ from scale_out_run import EngineByPrompt
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
+from fused_grpo.trainer.checkpoint import saving
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import EffectiveBatch
@@ -69,7 +70,7 @@ def break_it(trainer: GRPOTrainer) -> None:
     owners: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "backward": (learner, "_backward", out_of_memory),
         "sync": (trainer.engine, "load_weights", refuse),
-        "disk": (loop, "save_checkpoint", disk_full),
+        "disk": (saving, "save_checkpoint", disk_full),
         "metrics": (run_output.RunLog, "log_metrics", disk_full),
         "nan": (learner, "learn", without_numbers),
         "nans": (learner, "learn", without_numbers),

@@ -131,7 +131,7 @@ def test_a_save_succeeds_where_the_engine_has_failed_meanwhile(stuck, make_train
         raise UnavailableError("the server is gone")
 
     trainer = stuck(fail)
-    trainer.args.save_steps = 2
+    trainer.args.save_strategy, trainer.args.save_steps = "steps", 2
     with pytest.raises(UnavailableError, match="the server is gone"):
         trainer.train()
     assert_same_requests(make_trainer, tmp_path)
