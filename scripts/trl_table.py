@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 import textwrap
@@ -105,6 +106,7 @@ def accepted(name: str) -> str:
     return "change nothing" if every else "change nothing where they are empty" if empty else "refused"
 
 
+@functools.cache
 def public(cls: type) -> set[str]:
     """The public names of a class, and of what its methods assign to `self`."""
     names = set(dir(cls))
