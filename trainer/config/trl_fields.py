@@ -20,7 +20,7 @@ DIFFERENT: dict[str, str] = {
     "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
     "generation_batch_size": "a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
-    "router_aux_loss_coef": "a mean over micro-batches, as there: others under accumulation, and without the prompts of masked completions",
+    "router_aux_loss_coef": "of each micro-batch, as there; under accumulation those hold other sequences",
     "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
     "optim": '"adamw_torch" and "adamw_torch_fused"; others through GRPOTrainer(optimizers=...)',
     "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
