@@ -86,7 +86,9 @@ class PolicyLoss(nn.Module):
         # A micro-batch without sequences has no tokens for its routers either.
         balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
         states = self._states(batch, **({"output_router_logits": True} if balanced else {}))
+        aux_loss = router_aux_loss(base_model(self.model), states, batch.attention_mask) if balanced else None
         hidden, weight, options = self._head_inputs(batch, states)
+        del states  # [R, L, D], of which the loss needs N rows
         output = fused_linear_grpo_loss(
             hidden,
             weight,
@@ -104,9 +106,9 @@ class PolicyLoss(nn.Module):
             chunk_bytes=self.chunk_bytes,
             **options,
         )
-        if not balanced:
+        if aux_loss is None:
             return output
-        aux_loss = router_aux_loss(base_model(self.model), states, batch.attention_mask) / num_micro_batches
+        aux_loss = aux_loss / num_micro_batches
         metrics = {**output.metrics, "aux_loss": aux_loss.detach()}
         loss = (output.loss + self.router_aux_loss_coef * aux_loss).to(output.loss.dtype)
         return output._replace(loss=loss, metrics=metrics)

@@ -28,7 +28,7 @@ DIFFERENT: dict[str, str] = {
     "steps_per_generation": "a multiple of gradient_accumulation_steps, and groups stay whole: no shuffle across steps",
     "generation_batch_size": "a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
-    "router_aux_loss_coef": "the mean over micro-batches, as in TRL; those of a token budget are other ones",
+    "router_aux_loss_coef": "of each micro-batch, as there; under accumulation those hold other sequences",
     "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
     "optim": "all but those that step inside the backward pass (LOMO, layer-wise) and schedule-free ones",
     "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
