@@ -241,7 +241,7 @@ class GRPOTrainer:
                 result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
-                self.output.evaluation(self.step, rewards, result.num_prompts)
+                self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             results |= result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         epoch = self.epoch()
         return results if epoch is None else {**results, "epoch": epoch}

@@ -24,7 +24,7 @@ DIFFERENT: dict[str, str] = {
     "optim": '"adamw_torch" and "adamw_torch_fused"; others through GRPOTrainer(optimizers=...)',
     "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
     "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence goes to 0',
-    "vllm_importance_sampling_correction": "no effect on rollouts of transformers; on those of a rollout_func with use_vllm",
+    "vllm_importance_sampling_correction": "of rollouts of vLLM, of a server or of an engine that you pass",
     "use_vllm": "None (default): True if vLLM is installed",
     "vllm_mode": '"server" calls plain vLLM servers (python -m vllm.entrypoints...), one or several',
     "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
