@@ -251,7 +251,7 @@ class GRPOTrainer(WithCheckpoints):
                 result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
-                self.output.evaluation(self.step, rewards, result.num_prompts)
+                self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
             self._log_evaluation(entry, result.num_prompts)
             results |= entry

@@ -58,7 +58,7 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """This rank's sequences of one optimizer step: whole groups, until they are balanced across ranks."""
+    """This rank's sequences of one optimizer step: its groups, or parts of groups, until they are balanced."""
 
     prompt_ids: list[list[int]]  # B
     completion_ids: list[list[int]]  # B

@@ -93,11 +93,11 @@ class Stop(TrainerCallback):
 
 
 def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Differs within groups. Prompts with a 4, and a completion that begins so, cost their group from the second step
-    on."""
-    fours = any(prompt.startswith("4") for prompt in prompts) or any(ids[0] == 4 for ids in completion_ids)
-    if fours and columns["trainer_state"].global_step > 0:
-        raise ValueError("no fours any more")
+    """Differs within groups. From the second step on, prompts with a 4 cost their group, and so does a completion that
+    begins with token 3, whichever process has it."""
+    unwanted = any(prompt.startswith("4") for prompt in prompts) or any(ids[0] == 3 for ids in completion_ids)
+    if unwanted and columns["trainer_state"].global_step > 0:
+        raise ValueError("none of these any more")
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 

@@ -1,6 +1,7 @@
 """A generated batch on its way through the optimizer: which part is next, and what a checkpoint keeps of it.
 
-One generation serves `steps` optimizer steps, each with its share of whole groups, and goes through all of them
+One generation serves `steps` optimizer steps, each with its share of whole groups (of parts of
+groups, where a step has fewer sequences), and goes through all of them
 `iterations` times. Old log-probs are those of the weights at the start of the first iteration. Its first step needs
 none, because its policy has these weights. The steps after it get theirs before the first update, and later iterations
 reuse what the loss returned. So a forward pass is spent on them only where the policy will have moved.
@@ -74,10 +75,10 @@ class RolloutBuffer:
         return cls(batches=[batch_from_tensors(some) for some in by_batch], **fields)
 
 
-def split_groups(batch: EffectiveBatch, steps: int, num_generations: int) -> list[EffectiveBatch]:
-    """`batch` in `steps` parts of whole groups, as equal as they can be."""
-    groups = len(batch.completion_ids) // num_generations
-    cuts = [groups * step // steps * num_generations for step in range(steps + 1)]
+def split_groups(batch: EffectiveBatch, steps: int, together: int) -> list[EffectiveBatch]:
+    """`batch` in `steps` parts, as equal as they can be, with each `together` sequences of a group in one."""
+    groups = len(batch.completion_ids) // together
+    cuts = [groups * step // steps * together for step in range(steps + 1)]
     return [batch.take(range(first, last)) for first, last in pairwise(cuts)]
 
 

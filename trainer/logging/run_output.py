@@ -116,9 +116,9 @@ class RunOutput:
         if step == 1 or step % self.console_steps == 0 or step == self.max_steps:
             self.console.step(step, record, phases.seconds)
 
-    def evaluation(self, step: int, result: dict[str, float], num_prompts: int) -> None:
+    def evaluation(self, step: int, result: dict[str, float], num_prompts: int, *, prefix: str = "eval") -> None:
         """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""
-        self._log({"step": step} | {f"eval/{name}": value for name, value in result.items()})
+        self._log({"step": step} | {f"{prefix}/{name}": value for name, value in result.items()})
         for name in (name for name in result if name.endswith("reward")):
             self.console.note(f"step {step}: held-out {name} {result[name]:.3f} on {num_prompts} prompts")
 

@@ -102,7 +102,8 @@ def test_two_processes_equal_one(alone, shared, name):
         assert one[kind].keys() == two[kind].keys()
         for key, tensor in one[kind].items():
             torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
-    for key in ("loss", "grad_norm", "reward", "entropy", "num_tokens"):
+    rewards = ("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std")
+    for key in ("loss", "grad_norm", "entropy", "num_tokens", "clip_ratio/high_max", *rewards):
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
 
 
