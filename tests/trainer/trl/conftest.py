@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -126,6 +127,8 @@ def trl() -> types.ModuleType:
 @pytest.fixture(params=["fused_grpo.trainer", pytest.param("trl", marks=pytest.mark.full)])
 def library(request, trl: types.ModuleType, monkeypatch) -> types.ModuleType:
     """Where a script imports `GRPOConfig` and `GRPOTrainer` from."""
+    # A process has one state, which TRL's configuration makes anew; ours takes the mixed precision that it finds.
+    AcceleratorState._reset_state()
     if request.param != "trl":
         return fused_grpo_trainer
     # Its bf16 by default is for GPUs; on a CPU it wants `use_cpu`.
