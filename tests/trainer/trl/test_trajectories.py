@@ -26,6 +26,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "sequence-level ratio": SEQUENCE,
     "luspo of the paper": {"importance_sampling_level": "sequence", "loss_type": "luspo"},
     "clipped twice": {"delta": 1.2, "epsilon_high": 0.28, "loss_type": "dr_grpo"},
+    "no clip": {"epsilon": 10.0, "epsilon_high": 10.0, "num_iterations": 2, "loss_type": "grpo"},
     "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "scaled by batch": {"scale_rewards": "batch", "loss_type": "grpo"},
     "not scaled": {"scale_rewards": "none"},
