@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
     "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
     "no top_k": {"top_k": None},
-    "beams": {"generation_kwargs": {"num_beams": 2, "length_penalty": -1.0}},
+    "generation options": {"generation_kwargs": {"min_new_tokens": 3}},
     "scaled by group": {"scale_rewards": "group"},
     "scaled by batch": {"scale_rewards": "batch"},
     "not scaled": {"scale_rewards": "none"},
