@@ -64,6 +64,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def more(*values: Any) -> Any:
+    """A case that `make test-full` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def train(trainer: Any, *, moved: bool = True) -> Any:
     """A run to its end, after which every parameter that requires a gradient is another; or none (`moved`)."""
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -118,7 +123,7 @@ def rows(split: str, *, stream: bool = False) -> Any:
     return load_dataset(PLAIN, split=split, streaming=stream)
 
 
-@pytest.mark.parametrize("kind", ["dict", "DatasetDict", "stream"])
+@pytest.mark.parametrize("kind", ["dict", more("DatasetDict"), "stream"])
 def test_an_eval_set_may_be_several_or_a_stream(make, kind):
     from datasets import DatasetDict
 
@@ -162,7 +167,7 @@ def adapter() -> Any:
 
 @pytest.mark.parametrize(
     ("given", "beta"),
-    [("config", 0.1), ("default config", 0.0), ("model", 0.0), ("model", 0.1), ("instance and config", 0.0)],
+    [("config", 0.1), ("model", 0.1), more("default config", 0.0), more("model", 0.0), more("instance", 0.0)],
 )
 def test_an_adapter_alone_is_trained(make, given, beta):
     from peft import LoraConfig, get_peft_model
@@ -173,7 +178,7 @@ def test_an_adapter_alone_is_trained(make, given, beta):
         model = get_peft_model(model, adapter())
     else:
         arguments["peft_config"] = LoraConfig() if given == "default config" else adapter()
-        model = model if given.startswith("instance") else POLICY
+        model = model if given == "instance" else POLICY
     trainer = train(make(model=model, beta=beta, logging_steps=1, arguments=arguments))
     for name, value in trainer.model.named_parameters():
         original = name.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -182,7 +187,7 @@ def test_an_adapter_alone_is_trained(make, given, beta):
     assert ("kl" in trainer.state.log_history[-2]) == (beta > 0)
 
 
-@pytest.mark.parametrize("coefficient", [None, 0.0, 0.1])
+@pytest.mark.parametrize("coefficient", [None, more(0.0), more(0.1)])
 def test_the_router_of_a_mixture_of_experts_has_its_loss(make, coefficient):
     trainer = train(make(model=MOE, router_aux_loss_coef=coefficient, logging_steps=1, per_device_train_batch_size=6))
     assert ("aux_loss" in trainer.state.log_history[0]) == (coefficient != 0.0)
@@ -225,7 +230,7 @@ def of_column(completion_ids: list[list[int]], solution: list[str], **columns: A
 
 @pytest.mark.parametrize(
     "functions",
-    [[spread], [spread, length], [slow], [slow, spread], [spread, sometimes], [with_state, of_column]],
+    [[slow, spread], [spread, sometimes], *map(more, ([spread], [slow], [spread, length], [with_state, of_column]))],
     ids=lambda functions: " ".join(function.__name__ for function in functions),
 )
 def test_reward_functions_are_logged_by_name(make, functions):
@@ -235,6 +240,7 @@ def test_reward_functions_are_logged_by_name(make, functions):
         assert f"rewards/{function.__name__}/std" in trainer.state.log_history[-2]
 
 
+@pytest.mark.full
 def test_a_reward_model_beside_a_function(make):
     trainer = train(make([REWARD_MODEL, spread], logging_steps=1))
     assert {"rewards/Qwen2-0.5B-Reward/mean", "rewards/spread/mean"} <= trainer.state.log_history[-2].keys()
@@ -247,6 +253,7 @@ def test_weights_of_rewards_weigh(make):
         assert entry["reward"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_rewards_are_normalised_one_by_one(make):
     train(make([spread, length], multi_objective_aggregation="normalize_then_sum"))
 
@@ -265,6 +272,7 @@ def test_a_reward_model_may_have_another_tokenizer(make):
     train(make(model, arguments={"reward_processing_classes": own}))
 
 
+@pytest.mark.full
 def test_processing_classes_come_as_a_list_with_gaps(make):
     from transformers import AutoTokenizer
 
@@ -348,6 +356,7 @@ def test_a_checkpoint_is_resumed_from(make, hub: Path):
     assert trainer.state.global_step == 6
 
 
+@pytest.mark.full
 def test_a_finished_run_is_saved_where_the_script_says(make, hub: Path):
     trainer = train(make())
     trainer.save_model("saved")

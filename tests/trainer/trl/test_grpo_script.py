@@ -68,15 +68,21 @@ CASES = {
     "plain": {},
     "LoRA": LORA,
     "reward model and eval": {"reward_model_name_or_path": "trl-lib/Qwen2-0.5B-Reward", **EVALUATED},
+    "a stream": {"dataset_streaming": True},
+}
+MORE_CASES = {
     "LoRA, a KL term and eval": {**LORA, "beta": 0.04, **EVALUATED},
     "prompts that are text": {"dataset_name": "trl-lib/tldr", "reward_funcs": ["get_soft_overlong_punishment"]},
     "a function by its import path": {"reward_funcs": ["trl.rewards.think_format_reward"]},
-    "a stream": {"dataset_streaming": True},
     "types, attention, logs": {"dtype": "float32", "attn_implementation": "eager", "log_completions": True},
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, id=name) for name, options in CASES.items()]
+    + [pytest.param(options, id=name, marks=pytest.mark.full) for name, options in MORE_CASES.items()],
+)
 def test_the_script_runs_to_its_end(script, hub: Path, capsys, options):
     trainer = script(command_line(**options))
     assert trainer.state.global_step == 2
