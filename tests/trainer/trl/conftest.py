@@ -27,8 +27,6 @@ from transformers import (
 
 from fused_grpo import trainer as fused_grpo_trainer
 
-pytest.importorskip("trl", reason="TRL is not installed")
-
 POLICY, REWARD_MODEL = "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/Qwen2-0.5B-Reward"
 OTHER_REWARD_MODEL, MOE = "trl-lib/Other-Reward", "Qwen/Qwen3-30B-A3B"
 PLAIN, CONVERSATIONS = "trl-lib/tldr", "trl-lib/DeepMath-103K"

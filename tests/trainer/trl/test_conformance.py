@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 
 from fused_grpo.trainer.config import trl_fields
 
+pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, peft's and torch's
 
 REWARD_MODEL, OTHER_REWARD_MODEL = "trl-lib/Qwen2-0.5B-Reward", "trl-lib/Other-Reward"

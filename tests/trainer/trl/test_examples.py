@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, peft's and torch's
 
 EXAMPLES = sorted(Path(__file__).with_name("examples").glob("*.py"))

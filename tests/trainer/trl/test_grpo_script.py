@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from fused_grpo.trainer import GRPOConfig
 
+pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's, about versions and what is experimental
 
 ARGUMENTS = {

@@ -15,6 +15,7 @@ import trl_runs
 from fused_grpo.config import LOSS_TYPES
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
+pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, about what is experimental
 
 PARAMETERS, METRICS = 5e-6, 1e-4
