@@ -29,7 +29,7 @@ from fused_grpo import trainer as fused_grpo_trainer
 
 POLICY, REWARD_MODEL = "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/Qwen2-0.5B-Reward"
 OTHER_REWARD_MODEL, MOE = "trl-lib/Other-Reward", "Qwen/Qwen3-30B-A3B"
-PLAIN, CONVERSATIONS = "trl-lib/tldr", "trl-lib/DeepMath-103K"
+PLAIN, CONVERSATIONS, NO_TEST_SPLIT = "trl-lib/tldr", "trl-lib/DeepMath-103K", "trl-lib/ultrafeedback-prompt"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% if thinking %}<think>{% endif %}{% endif %}"
@@ -87,6 +87,8 @@ def shelf(tmp_path_factory) -> Path:
     write_splits(folder / PLAIN, rows)
     chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     write_splits(folder / CONVERSATIONS, chats)
+    write_splits(folder / NO_TEST_SPLIT, chats)
+    (folder / NO_TEST_SPLIT / "test.jsonl").unlink()
     return folder
 
 

@@ -67,6 +67,7 @@ def command_line(**options: Any) -> list[str]:
 
 CASES = {
     "plain": {},
+    "no test split": {"dataset_name": "trl-lib/ultrafeedback-prompt"},
     "LoRA": LORA,
     "reward model and eval": {"reward_model_name_or_path": "trl-lib/Qwen2-0.5B-Reward", **EVALUATED},
     "a stream": {"dataset_streaming": True},
