@@ -115,7 +115,7 @@ def test_an_eval_set_is_evaluated_when_the_options_say(make, options):
     steps = [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry]
     first = [0] if "eval_on_start" in options else []
     assert steps == ([4] if "eval_delay" in options else [*first, 2, 4])
-    assert {"eval_loss", "eval_runtime", "eval_completions/mean_length"} <= trainer.state.log_history[-2].keys()
+    assert {"eval_runtime", "eval_completions/mean_length"} <= trainer.state.log_history[-2].keys()
 
 
 def rows(split: str, *, stream: bool = False) -> Any:
@@ -150,7 +150,7 @@ def test_a_stream_without_a_number_of_steps_is_refused(make):
 def test_evaluate_after_training_takes_another_set_and_another_prefix(make):
     trainer = make(arguments={"eval_dataset": rows("test")}, max_steps=1, per_device_eval_batch_size=3)
     trainer.train()
-    names = {"loss", "reward", "reward_std", "runtime", "rewards/Qwen2-0.5B-Reward/mean", "completions/mean_length"}
+    names = {"reward", "reward_std", "runtime", "rewards/Qwen2-0.5B-Reward/mean", "completions/mean_length"}
     assert {f"eval_{name}" for name in names} <= trainer.evaluate().keys()
     found = trainer.evaluate(eval_dataset=rows("train").select(range(3)), metric_key_prefix="other")
     assert "other_runtime" in found
