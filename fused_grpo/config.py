@@ -29,7 +29,7 @@ class GRPOLossConfig:
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347) or
     "vespo" (arXiv:2602.10693). The table is in docs/loss.md."""
     epsilon: float = 0.2
-    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. In [0, 1]."""
+    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never."""
     epsilon_high: float | None = None
     """Upper clip: above a ratio of 1 + epsilon_high the loss is constant if the advantage is positive. None: epsilon.
     For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0)."""
@@ -102,11 +102,18 @@ class GRPOLossConfig:
             )
 
     def _check_numbers(self) -> None:
-        if not 0.0 <= self.epsilon <= 1.0:
-            raise InputError(f"got epsilon={self.epsilon}, want 0 <= epsilon <= 1 (the clip starts at 1 - epsilon)")
         if not 0.0 < self.top_entropy_quantile <= 1.0:
             raise InputError(f"got top_entropy_quantile={self.top_entropy_quantile}, want a share in (0, 1]")
-        for name in ("epsilon_high", "beta", "entropy_coef", "sampling_clip_min", "vespo_k_pos", "vespo_k_neg"):
+        not_negative = (
+            "epsilon",
+            "epsilon_high",
+            "beta",
+            "entropy_coef",
+            "sampling_clip_min",
+            "vespo_k_pos",
+            "vespo_k_neg",
+        )
+        for name in not_negative:
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
                 raise InputError(f"got {name}={value}, want a finite value >= 0")

@@ -1,4 +1,4 @@
-"""Runs of TRL's GRPOTrainer on a tiny model, with rollouts that depend on nothing but the prompt and the step.
+"""Runs of a GRPOTrainer, TRL's or ours, on a tiny model, with rollouts that depend on nothing but prompt and step.
 
 By itself it is a process of distributed runs: `trl_runs.py OUTPUT RUNS` writes the parameters and the log of each of
 RUNS, options by name (JSON).
@@ -75,15 +75,21 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 def run(
-    trainer_class: type, *, model: str | None = None, peft_config: Any = None, **options: Any
+    trainer_class: type,
+    *,
+    config_class: type | None = None,
+    model: str | None = None,
+    peft_config: Any = None,
+    rollout_func: Any = completions,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """(parameters, log) after five steps; the rollouts are good for two updates each."""
+    """(parameters, log) after five steps; the rollouts are good for two updates each. None is TRL's `GRPOConfig`."""
     import datasets
     import trl
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = trl.GRPOConfig(
+        args = (config_class or trl.GRPOConfig)(
             output_dir=tempfile.mkdtemp(),
             **{
                 "per_device_train_batch_size": 8,
@@ -108,7 +114,7 @@ def run(
             | options,
         )
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
-        named = {"processing_class": tokenizer(), "rollout_func": completions, "peft_config": peft_config}
+        named = {"processing_class": tokenizer(), "rollout_func": rollout_func, "peft_config": peft_config}
         trainer = trainer_class(model or saved_model(), reward, args, rows, **named)
         trainer.train()
     trained = trainer.accelerator.unwrap_model(trainer.model)

@@ -177,7 +177,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
     options=st.fixed_dictionaries(
         {"max_completion_length": st.just(9), "importance_sampling_level": st.sampled_from(LEVELS)},
         optional={
-            "epsilon": st.floats(0, 0.5),
+            "epsilon": st.floats(0, 1.5),
             "epsilon_high": st.floats(0, 1),
             "beta": st.floats(0, 1),
             "kl_estimator": st.sampled_from(["k1", "k2", "k3"]),

@@ -1,0 +1,107 @@
+"""Ten steps beside TRL's trainer, in fp32, from the same weights and rollouts: the same parameters, and everything that
+TRL logs, under the same name and with the same value. What differs by design is in docs/from-trl.md.
+
+`-rP` shows the largest differences of each case.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import trl_runs
+
+from fused_grpo.config import LOSS_TYPES
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, about what is experimental
+
+PARAMETERS, METRICS = 5e-6, 1e-4
+# Ours are compared by name alone: what the clock says, and an estimate that ours does not make.
+NOT_COMPARED = (*trl_runs.CLOCKED, "total_flos")
+GRID = [(loss_type, beta, updates) for loss_type in LOSS_TYPES for beta in (0.0, 0.04) for updates in (1, 2)]
+SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+OTHERS: dict[str, dict[str, Any]] = {
+    "sequence-level ratio": SEQUENCE,
+    "luspo of the paper": {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+    "clipped twice": {"delta": 1.2, "epsilon_high": 0.28, "loss_type": "dr_grpo"},
+    "no clip": {"epsilon": 10.0, "epsilon_high": 10.0, "num_iterations": 2, "loss_type": "grpo"},
+    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "scaled by batch": {"scale_rewards": "batch", "loss_type": "grpo"},
+    "not scaled": {"scale_rewards": "none"},
+    "truncated masked": {"mask_truncated_completions": True},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01},
+    "top entropy quantile": {"top_entropy_quantile": 0.3},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.7},
+    "KL that is biased": {"beta": 0.04, "use_bias_correction_kl": False},
+    "reference that follows": {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 3},
+    "temperature": {"temperature": 0.7},
+    "weight decay, cosine": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.05},
+    "logged every 3 steps": {"logging_steps": 3, "beta": 0.04},
+}
+
+
+def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same rollouts with log-probs of another sampler: far from the policy's, and not to be corrected for."""
+    found = trl_runs.completions(prompts, trainer)
+    return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
+
+
+def compare(trl: types.ModuleType, **options: Any) -> None:
+    shared = {"max_steps": 10, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    options = {**shared, "use_vllm": False, "model": trl_runs.saved_model(), **options}
+    theirs, their_log = trl_runs.run(trl.GRPOTrainer, **options)
+    mine, my_log = trl_runs.run(GRPOTrainer, config_class=GRPOConfig, **options)
+    far = {name: (mine[name] - value).abs().max().item() for name, value in theirs.items()}
+    print(f"parameters: {max(far.values()):.1e} ({max(far, key=far.get)})")
+    metrics = [entry for entry in my_log if "loss" in entry or "train_loss" in entry]
+    apart: dict[str, float] = {}
+    for given, wanted in zip(metrics, their_log, strict=True):
+        for name in wanted:
+            assert name in given, f"{name} of step {wanted['step']} is not logged; there are {sorted(given)}"
+            if not any(clocked in name for clocked in NOT_COMPARED):
+                apart[name] = max(apart.get(name, 0.0), difference(given[name], wanted[name]))
+    worst = sorted(apart, key=apart.get, reverse=True)[:3]
+    print("metrics:", ", ".join(f"{name} {apart[name]:.1e}" for name in worst))
+    assert {name: value for name, value in far.items() if value > PARAMETERS} == {}
+    assert {name: value for name, value in apart.items() if value > METRICS} == {}
+
+
+def difference(one: float | None, other: float | None) -> float:
+    """Relative, absolute below 1; infinite where only one is a number."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return abs(one - other) / max(1.0, abs(other))
+
+
+@pytest.mark.parametrize(("loss_type", "beta", "updates"), GRID)
+def test_ten_steps_are_those_of_trl(trl, loss_type, beta, updates):
+    high = 5.0 if loss_type == "cispo" else 0.28
+    compare(trl, loss_type=loss_type, beta=beta, num_iterations=updates, epsilon_high=high)
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_other_options_are_those_of_trl(trl, options):
+    compare(trl, **options)
+
+
+def test_log_probs_of_a_rollout_func_change_nothing_without_vllm(trl):
+    compare(trl, rollout_func=with_logprobs, num_iterations=2)
+
+
+def test_an_adapter_is_trained_as_by_trl(trl):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    compare(trl, peft_config=adapter, beta=0.04, num_iterations=2)
+
+
+def test_a_difference_is_seen(trl):
+    """The comparison itself: TRL's trainer with other options than ours."""
+    model = trl_runs.saved_model()
+    one, _ = trl_runs.run(trl.GRPOTrainer, model=model, max_steps=2)
+    other, _ = trl_runs.run(trl.GRPOTrainer, model=model, max_steps=2, learning_rate=1.02e-3)
+    assert max((one[name] - other[name]).abs().max() for name in one) > PARAMETERS
