@@ -322,7 +322,7 @@ class GRPOTrainer(WithCheckpoints):
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
         self.event("on_train_begin")
-        wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_strategy == "ends")
+        wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
             self.eval_before = self.eval_after
 
@@ -407,7 +407,7 @@ class GRPOTrainer(WithCheckpoints):
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         self.last_metrics = metrics
-        self.step_metrics.add(metrics)
+        self.step_metrics.add(metrics, {} if self.buffer is None else self.buffer.metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, phases)
 
@@ -451,7 +451,7 @@ class GRPOTrainer(WithCheckpoints):
 
     def _finish(self) -> TrainResult:
         """Evaluate, save and describe the trained model."""
-        if self.args.eval_strategy == "ends" and self.last_evaluation.get("step") != self.step:
+        if self.args.eval_at_ends and self.last_evaluation.get("step") != self.step:
             self._evaluate()
         closing = self._log_closing()
         if self.last_evaluation.get("step") != self.step:

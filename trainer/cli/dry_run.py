@@ -64,10 +64,11 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
 
 def resolved(options: TrainOptions) -> str:
     """The options that are not at their defaults, as YAML."""
+    default = type(options)()
     values = {
         entry.name: getattr(options, entry.name)
         for entry in dataclasses.fields(options)
-        if entry.name not in (*COMMANDS, "config") and getattr(options, entry.name) != _default(entry)
+        if entry.name not in (*COMMANDS, "config") and getattr(options, entry.name) != getattr(default, entry.name)
     }
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
     return f"# options that are not at their defaults; what --config takes\n{text}"
@@ -147,10 +148,6 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
     below = textwrap.wrap(LEFT_OUT, 100)
     title = "memory of one device, an estimate"
     return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
-
-
-def _default(entry: dataclasses.Field[Any]) -> Any:
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> str:

@@ -49,7 +49,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reward_failure": ("fail", "retry", "drop"),
     "vllm_mode": ("colocate", "server"),
     "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("ends", "no", "steps", "epoch"),
+    "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),
 }
 

@@ -284,9 +284,12 @@ class GRPOConfig(AsTransformers):
 
     shuffle_dataset: bool = True
     """Draw prompts in a random order that the seed decides."""
-    eval_strategy: Literal["ends", "no", "steps", "epoch"] = "ends"
-    """Time of evaluations: before the first and after the last step ("ends", and every `eval_steps` if that is set),
-    every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no")."""
+    eval_strategy: Literal["no", "steps", "epoch"] | None = None
+    """Time of evaluations: every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no").
+    None is "no" with `eval_at_ends`."""
+    eval_at_ends: bool | None = None
+    """Evaluate before the first and after the last step, and every `eval_steps` if that is set. None: yes, if
+    `eval_strategy` is None."""
     eval_steps: float | None = None
     """Number of optimizer steps between two evaluations; below 1, a share of all steps. None with "steps" is
     `logging_steps`."""

@@ -50,6 +50,10 @@ def normalise(args: Any) -> None:
 
 def complete_intervals(args: Any) -> None:
     """Names of strategies as text, whole numbers of steps as int, and the values that None stands for."""
+    # A script for TRL looks for "no" where it sets nothing.
+    if args.eval_at_ends is None:
+        args.eval_at_ends = args.eval_strategy is None
+    args.eval_strategy = args.eval_strategy or "no"
     for name in ("logging_strategy", "eval_strategy", "save_strategy"):
         chosen = getattr(args, name)
         setattr(args, name, str(getattr(chosen, "value", chosen)))  # a member of transformers' IntervalStrategy

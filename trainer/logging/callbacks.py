@@ -1,7 +1,7 @@
 """`WithCallbacks`: the callbacks of a trainer, its state and its log, with the code of transformers where that fits.
 
 The events come in the order of `transformers.Trainer`. `DefaultFlowCallback` of transformers decides when to log, to
-evaluate and to save; our own default `eval_strategy="ends"` is decided by `EvaluateBetweenEnds` and the loop.
+evaluate and to save; our own `eval_at_ends` is decided by `EvaluateBetweenEnds` and the loop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fused_grpo.trainer.logging.run_output import RunOutput
 
 
 class EvaluateBetweenEnds(TrainerCallback):
-    """With `eval_strategy="ends"`: evaluates every `eval_steps`, if that is set, but after the last step."""
+    """With `eval_at_ends`: evaluates every `eval_steps`, if that is set, but after the last step."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         step = state.global_step
-        if args.eval_strategy == "ends" and args.eval_steps and args.eval_delay <= step < state.max_steps:
+        at_ends = args.eval_at_ends and args.eval_strategy == "no"
+        if at_ends and args.eval_steps and args.eval_delay <= step < state.max_steps:
             control.should_evaluate |= step % state.eval_steps == 0
         return control
 

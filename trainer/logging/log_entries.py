@@ -1,7 +1,8 @@
 """Entries of `trainer.state.log_history`, as transformers and TRL make them.
 
 `metrics.jsonl` has a line for every step. The history has an entry for every `logging_steps` steps: the mean of each
-metric over the steps since the last entry. Its last entry, made at the end of `train`, has the time of the run.
+metric over the steps since the last entry, or over the generated batches since then where it describes these. Its last
+entry, made at the end of `train`, has the time of the run.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ class StepMetrics:
     def __init__(self) -> None:
         self.start, self.losses, self.steps = time.time(), list[float](), 0
         self._since: dict[str, list[Any]] = {}
+        self._generation: Mapping[str, Any] = {}
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """One step."""
+    def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+        """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
         self.steps += 1
         if math.isfinite(record["loss"]):
             self.losses.append(record["loss"])
+        counted = generation.keys() if generation is self._generation else ()
+        self._generation = generation
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
-            if name not in ("step", "epoch") and not isinstance(value, str):
+            if name not in ("step", "epoch", *counted) and not isinstance(value, str):
                 self._since.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, Any]:
