@@ -136,6 +136,8 @@ class WithCallbacks:
     pop_callback: Any = Trainer.pop_callback
     remove_callback: Any = Trainer.remove_callback
     log_metrics: Any = Trainer.log_metrics
+    metrics_format: Any = staticmethod(Trainer.metrics_format)
+    get_num_trainable_parameters: Any = Trainer.get_num_trainable_parameters
     save_metrics: Any = Trainer.save_metrics
     save_state: Any = Trainer.save_state
 
