@@ -127,10 +127,8 @@ def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLos
     if config.sampling_correction is None:
         return sums
     if config.sampling_correction.startswith("sequence"):
-        how, bounds = (
-            config.sampling_correction.removeprefix("sequence_"),
-            (config.sampling_clip_min, config.sampling_clip_max),
-        )
+        how = config.sampling_correction.removeprefix("sequence_")
+        bounds = (config.sampling_clip_min, config.sampling_clip_max)
         rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), how, *bounds)
     else:
         rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))

@@ -1,10 +1,10 @@
 """A generated batch on its way through the optimizer: which part is next, and what a checkpoint keeps of it.
 
-One generation serves `steps` optimizer steps, each with its share of whole groups (of parts of
-groups, where a step has fewer sequences), and goes through all of them
-`iterations` times. Old log-probs are those of the weights at the start of the first iteration. Its first step needs
-none, because its policy has these weights. The steps after it get theirs before the first update, and later iterations
-reuse what the loss returned. So a forward pass is spent on them only where the policy will have moved.
+One generation serves `steps` optimizer steps, each with its share of whole groups (of parts of groups, where a step has
+fewer sequences), and goes through all of them `iterations` times. Old log-probs are those of the weights at the start
+of the first iteration. Its first step needs none, because its policy has these weights. The steps after it get theirs
+before the first update, and later iterations reuse what the loss returned. So a forward pass is spent on them only
+where the policy will have moved.
 """
 
 from __future__ import annotations

@@ -98,9 +98,8 @@ class Collector:
         self.with_old_logprobs, self.attention = with_old_logprobs, attention
         self.group_part = args.group_part(accelerator.num_processes)
         self.generate_calls = 0
-        self.num_tokens = (
-            0  # of all prompts and completions so far, over all ranks; a prompt counts with each completion
-        )
+        # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
+        self.num_tokens = 0
         self._sampled_tokens = 0  # of this rank, not yet in `num_tokens`
         self.prefetched: Prefetched | None = None
 
