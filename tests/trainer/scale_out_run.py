@@ -39,7 +39,7 @@ class EngineByPrompt(RolloutEngine):
 
     name, weight_version = "by prompt", 0
 
-    def __init__(self, model: Qwen2ForCausalLM, group: int) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, group: int = 4) -> None:
         self.model, self.group, self.rank = copy.deepcopy(model), group, int(os.environ.get("RANK", "0"))
 
     def generate(self, prompt_ids, sampling) -> Rollouts:

@@ -132,8 +132,8 @@ def test_the_rest_of_an_epoch_is_left_out(make_trainer):
 
 
 def test_early_stopping_ends_the_run_and_the_best_model_is_loaded(make_trainer):
-    def worse_and_worse(completions, trainer_state, **_):
-        return [0.0 if trainer_state else -trainer.step for _ in completions]
+    def worse_and_worse(completions, **_):
+        return [-trainer.step if len(completions) == len(EVAL_ROWS) else 0.0 for _ in completions]
 
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "max_steps": 5}
     best = {"metric_for_best_model": "reward", "load_best_model_at_end": True}
