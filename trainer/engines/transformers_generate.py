@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
@@ -35,7 +36,10 @@ _EXTRAS = frozenset(
         "begin_suppress_tokens",
         "cache_implementation",
         "disable_compile",
+        "early_stopping",
+        "length_penalty",
         "min_new_tokens",
+        "num_beams",
         "sequence_bias",
         "stop_token_ids",
         "suppress_tokens",
@@ -92,7 +96,7 @@ class TransformersEngine(RolloutEngine):
 
         Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs, or beams.
+            UnsupportedError: structured outputs.
         """
         _check_supported(sampling)
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
@@ -133,8 +137,9 @@ class TransformersEngine(RolloutEngine):
         from transformers import GenerationConfig, LogitsProcessorList
 
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
+        beams = sampling.extra.get("num_beams", 1) > 1
         config = GenerationConfig(
-            do_sample=False,
+            do_sample=beams,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
@@ -143,12 +148,15 @@ class TransformersEngine(RolloutEngine):
                 **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
             },
         )
-        with _in_eval_mode(self._model), _without_generation_defaults(self._model):
+        # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
+        processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
+        seeded = _seeded(sampler.seed) if beams else nullcontext()
+        with _in_eval_mode(self._model), _without_generation_defaults(self._model), seeded:
             returned = self._model.generate(
                 input_ids,
                 attention_mask=attention_mask,
                 generation_config=config,
-                logits_processor=LogitsProcessorList([sampler]),
+                logits_processor=processors,
             )
         completions: list[list[int]] = returned[:, input_ids.shape[1] :].tolist()
         return completions
@@ -158,8 +166,7 @@ class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
-        self._sampling = sampling
-        self._seed = seed
+        self._sampling, self.seed = sampling, seed
         self._generator: torch.Generator | None = None
         self._shaping = _shaping(sampling)
         self._tokens: list[Tensor] = []
@@ -186,7 +193,7 @@ class _Sampler:
         if self._sampling.temperature == 0:
             return logprobs.argmax(dim=-1, keepdim=True)
         if self._generator is None:
-            self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
+            self._generator = torch.Generator(logprobs.device).manual_seed(self.seed)
         return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
 
 
@@ -196,10 +203,10 @@ def _check_supported(sampling: SamplingParams) -> None:
             f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
         )
-    if sampling.extra.get("num_beams", 1) != 1:
-        raise UnsupportedError(
-            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy: those of a "
-            "beam search have no log-probs that a ratio could use; fix: leave out num_beams and length_penalty"
+    if sampling.extra.get("num_beams", 1) > 1:
+        warn_once(
+            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs: completions of a beam search are no "
+            "samples of the policy, and the loss takes them for such, as in TRL; fix: leave it out"
         )
     check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
@@ -236,6 +243,14 @@ def _completion_length(tokens: list[int], stop_ids: list[int]) -> int:
 
 def _finish_reason(completion: list[int], stop_ids: list[int]) -> FinishReason:
     return "stop" if completion[-1] in stop_ids else "length"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """PyTorch's global generator with that seed, and as it was afterwards."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager

@@ -20,3 +20,16 @@ def test_a_generate_that_returns_plain_tokens_gives_completions_without_logprobs
     assert rollouts.finish_reasons == ["stop", "length", "stop", "stop"]
     assert rollouts.sampling_logprobs is None
     assert engine.generate([[4]], SamplingParams(n=1, max_tokens=3)).sampling_logprobs is not None
+
+
+def test_beams_follow_the_seed_and_have_no_logprobs(build_model, tokenizer) -> None:
+    engine = TransformersEngine(build_model(), tokenizer)
+    beams = {"num_beams": 2, "length_penalty": -0.1}
+    before = torch.get_rng_state()
+    first, again, other = (
+        engine.generate([[4, 5], [6]], SamplingParams(n=4, max_tokens=6, seed=seed, extra=beams)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert first.sampling_logprobs is None
+    assert {len(ids) <= 6 for ids in first.completion_ids} == {True}
+    assert torch.equal(torch.get_rng_state(), before)
