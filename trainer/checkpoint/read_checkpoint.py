@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from fnmatch import fnmatch
 from functools import reduce
 from pathlib import Path
@@ -21,6 +22,8 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
 from fused_grpo.trainer.checkpoint.manifest import read_manifest, refuse_unusable
 from fused_grpo.trainer.checkpoint.training_state import read_tensors
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights
+
+_log = logging.getLogger(__name__)
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
@@ -69,7 +72,10 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
         saved = json.loads((checkpoint / STATE_FILE).read_bytes())
         state = TrainerState(**{name: value for name, value in saved.items() if name in known})
         state.log_history, state.epoch = list(state.log_history), float(state.epoch or 0.0)
-        return state
+    if state.best_model_checkpoint is not None and not Path(str(state.best_model_checkpoint)).is_dir():
+        _log.warning("the best checkpoint, %s, does not exist any more", state.best_model_checkpoint)
+        state.best_model_checkpoint = None
+    return state
 
 
 def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
