@@ -70,6 +70,18 @@ def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_ano
     assert trainer.train().steps == 1
 
 
+def test_options_of_one_engine_reach_it(build_model, tokenizer, monkeypatch) -> None:
+    given: dict[str, Any] = {}
+    for engine in ("VLLMEngine", "TransformersEngine"):
+        monkeypatch.setattr(engine_choice, engine, lambda *_, **options: given.update(options))
+    monkeypatch.setattr(engine_choice, "check_installed", lambda: None)
+    args = GRPOConfig(vllm_model_impl="transformers", cache_implementation="static", vllm_max_model_length=64)
+    for name in ("vllm", "transformers"):
+        choose_engine(name, args, build_model(), tokenizer, [])
+    assert given["engine_options"] == {"model_impl": "transformers"}
+    assert given["cache_implementation"] == "static"
+
+
 @pytest.mark.usefixtures("without_vllm")
 def test_asking_for_vllm_where_it_is_missing_names_the_command(build_model, tokenizer) -> None:
     with pytest.raises(UnavailableError, match=r"fix: pip install 'fused-grpo\[vllm"):
