@@ -72,8 +72,6 @@ def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> N
     engine = TransformersEngine(model, tokenizer)
     with pytest.raises(UnsupportedError, match=r"structured_outputs_regex='a\+'.*fix: use_vllm=True"):
         engine.generate(prompts, replace(PLAIN, structured_outputs_regex="a+"))
-    with pytest.raises(UnsupportedError, match=r"got num_beams=2.*fix: leave out num_beams"):
-        engine.generate(prompts, replace(PLAIN, extra={"num_beams": 2, "length_penalty": -0.1}))
     with pytest.raises(InputError, match="got generation_kwargs with stop,"):
         engine.generate(prompts, replace(PLAIN, extra={"stop": ["a"]}))
 
