@@ -83,12 +83,13 @@ class Learner:
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
         _prepare_model(model, args)
         self.adapted = is_adapted(model)
+        self.router_coefficient = router_loss_coefficient(base_model(model), args)
         policy = PolicyLoss(
             model,
             self.loss_config,
             temperature=args.temperature,
             chunk_bytes=args.chunk_bytes,
-            router_aux_loss_coef=router_loss_coefficient(base_model(model), args),
+            router_aux_loss_coef=self.router_coefficient,
         )
         # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
         needs_copy = args.beta > 0 and not self.adapted
@@ -142,7 +143,8 @@ class Learner:
         metrics |= self.nonfinite.metrics()
         # The mean entropy of the tokens that the bonus is about.
         entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
-        metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy
+        of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)
+        metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy - of_router
         metrics |= self.entropy.update(entropy if metrics["num_tokens"] and may_update else None)
         self._follow_with_reference()
         if batch.old_logprobs is None:

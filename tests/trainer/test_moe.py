@@ -120,6 +120,7 @@ def compare(theirs: tuple, mine: tuple, tolerance: float) -> None:
     assert len(log) == len(mine[1]) == SHARED["max_steps"]
     for line, entry in zip(mine[1], log, strict=True):
         names = [name for name in ("aux_loss", "loss", "grad_norm") if name in line or name in entry]
+        names += ["policy_loss"] if "policy_loss" in entry else []  # TRL has it with an entropy bonus alone
         assert [line[name] for name in names] == pytest.approx([entry[name] for name in names], rel=1e-4, abs=1e-5)
 
 
@@ -129,11 +130,13 @@ def compare(theirs: tuple, mine: tuple, tolerance: float) -> None:
     + [pytest.param(name, value, marks=pytest.mark.full) for name in ("Mixtral", "GptOss") for value in (None, 0.0)],
 )
 def test_ten_steps_are_trls(saved, of_trl, ours, name, coefficient):
-    theirs = of_trl(saved[name], router_aux_loss_coef=coefficient)
-    trainer, log = ours(saved[name], router_aux_loss_coef=coefficient)
+    options = {"router_aux_loss_coef": coefficient, "entropy_coef": 0.01 if coefficient else 0.0}
+    theirs = of_trl(saved[name], **options)
+    trainer, log = ours(saved[name], **options)
     assert trainer.learner.rows["share_rows"] is MODELS[name][1]
     assert all(("aux_loss" in line) is (coefficient != 0.0) for line in log)
     compare(theirs, (trainer, log), 1e-5)
+    assert any("policy_loss" in entry for entry in theirs[1]) is bool(coefficient)
 
 
 def test_accumulated_recomputed_and_off_policy_it_is_trls_too(saved, of_trl, ours):
