@@ -101,7 +101,7 @@ class Figures:
     def of(self, case: Case) -> dict[str, Measurement]:
         if case.name not in self._found:
             self._found[case.name] = found = self._pool.measure(
-                case.work, case.names, rounds=case.rounds, memory=case.memory
+                case.work, case.names, rounds=case.rounds, slow=case.slow, memory=case.memory
             )
             if self._kept is not None:
                 keep_figures(self._kept, case.name, found)

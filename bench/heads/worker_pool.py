@@ -50,8 +50,13 @@ class WorkerPool:
         self.device, self.patience = device, patience
         self._workers: dict[str, subprocess.Popen[str]] = {}
 
-    def measure(self, work: Work, names: Sequence[str], *, rounds: int, memory: bool = True) -> dict[str, Measurement]:
-        """Seconds of `rounds` interleaved rounds, each of which starts with the next implementation; then bytes."""
+    def measure(
+        self, work: Work, names: Sequence[str], *, rounds: int, slow: Sequence[str] = (), memory: bool = True
+    ) -> dict[str, Measurement]:
+        """Seconds of `rounds` interleaved rounds, each of which starts with the next implementation; then bytes.
+
+        Implementations that are `slow` take part in every third round.
+        """
         found = {name: Measurement() for name in names}
         for name in self._workers.keys() - set(names):
             self._ask(name, do="release")
@@ -62,7 +67,7 @@ class WorkerPool:
         for number in range(rounds):
             for position in range(len(names)):
                 name = names[(number + position) % len(names)]
-                if found[name].absent is None:
+                if found[name].absent is None and (number % 3 == 0 or name not in slow):
                     self._note(found[name], self._ask(name, do="measure"))
         for name in names:
             if memory and found[name].absent is None:

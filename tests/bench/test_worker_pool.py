@@ -77,6 +77,11 @@ def test_rounds_are_interleaved_and_each_starts_with_the_next(pool, measured):
     assert [len(measured[name].seconds) for name in ("products alone", "a", "b")] == [3, 3, 3]
 
 
+def test_slow_ones_take_part_in_every_third_round(pool, measured):
+    again = pool.measure(WORK, ["a", "b"], rounds=4, slow=["b"], memory=False)
+    assert [len(again[name].seconds) for name in ("a", "b")] == [4, 2]
+
+
 def test_what_is_measured_of_a_correct_one(measured):
     assert measured["a"].absent is None
     assert measured["a"].errors["value"] < 2e-5
