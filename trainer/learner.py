@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from fused_grpo.trainer.distributed.sharding import (
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
@@ -175,9 +176,9 @@ class Learner:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
         return model_weights(self.accelerator.get_state_dict(self.policy))
 
-    def served_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights for an engine: full tensors under the names of a checkpoint, with an adapter merged into them."""
-        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model)
+    def served_weights(self, dtype: torch.dtype | None = None) -> WeightStream:
+        """The weights for an engine of that dtype: full tensors under the names of a checkpoint, adapters merged."""
+        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model, dtype)
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:

@@ -7,7 +7,8 @@ A reference is sharded as the policy is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
+from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream, narrowing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,30 +76,29 @@ def is_sharded(weight: Tensor) -> bool:
     return isinstance(weight, DTensor)
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module, its sharded tensors gathered to the CPU one by one. Tied names share a tensor.
+def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
+    """Every weight under the name that `save_pretrained` would give it, made one at a time while it is read.
 
-    A collective where tensors are sharded: every rank has to call it.
-    """
-    gathered: dict[int, Tensor] = {}
-    # The parameters themselves, so that a tied one is recognised.
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
-    for value in state.values():
-        if is_sharded(value) and id(value) not in gathered:
-            gathered[id(value)] = value.detach().full_tensor().cpu()
-    return {name: gathered.get(id(value), value).detach() for name, value in state.items()}
-
-
-def checkpoint_weights(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
-
-    An adapter is merged. Weights that FSDP2 has sharded are gathered in every process: all of them have to call this.
-    Equals, without either,
+    An adapter is merged. Weights that FSDP2 has sharded are gathered on the device: every rank has to read all of them.
+    Equals, but for memory,
         model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
-    """
-    from transformers.core_model_loading import revert_weight_conversion
 
+    Args:
+        model: the causal LM of transformers, or a PeftModel around one.
+        dtype: of the engine that is sent the weights; they are cast to it as by `narrowing`. None: they are not.
+    """
     if is_adapted(model):
-        return merged_weights(model)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, full_state_dict(model))
-    return weights.items()
+        return merged_weights(model, dtype)
+    narrow = narrowing(model, dtype)
+    # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+
+    def whole(name: str) -> dict[str, Tensor]:
+        weight: Any = narrow(name, state[name].detach())
+        return {name: weight.full_tensor() if is_sharded(weight) else weight}
+
+    parts = [
+        Part({name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")}, partial(whole, name))
+        for name, weight in state.items()
+    ]
+    return checkpoint_stream(model, parts, dtype=dtype, is_gathered=any(map(is_sharded, state.values())))

@@ -50,7 +50,7 @@ class FakeServer(ThreadingHTTPServer):
         self.sent = 0  # bytes
         self.max_model_len, self.old = 64, False
         self.calls: list[tuple[str, Any]] = []
-        self.wire: list[tuple[str, Any]] = []  # what was broadcast, where a test replaces NCCL
+        self.wire: Any = None  # what was broadcast of an update, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -127,7 +127,7 @@ class FakeServer(ThreadingHTTPServer):
                 held = ["model.embed_tokens.weight", *([] if self.tied else ["lm_head.weight"])]
                 return {"checksums": {f"dp0:pp0:pcp0:tp{rank}:{name}": "" for rank in (0, 1) for name in held}}
             case "/finish_weight_update":
-                self.weights |= dict(self.wire)
+                self.weights |= self.wire(dict(self.calls)["/update_weights"]["update_info"])
                 return {}
             case "/init_weight_transfer_engine" | "/shutdown_weight_transfer_engine":
                 return {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -73,25 +76,47 @@ class Communicator:
 
     closed = False
 
+    def __init__(self) -> None:
+        self.buckets: list[torch.Tensor] = []
+
+    def broadcast(self, bucket: torch.Tensor, src: int) -> None:
+        assert src == 0
+        self.buckets.append(bucket.clone())
+
     def destroy(self) -> None:
         self.closed = True
 
 
 @pytest.fixture
 def wire(servers, monkeypatch) -> SimpleNamespace:
-    """vLLM's own trainer side over a broadcast that is a list."""
-    from vllm.distributed.weight_transfer import nccl_engine
+    """vLLM's own trainer side over a broadcast that is a list; servers read it as vLLM's workers do."""
+    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
-    wire = SimpleNamespace(communicator=Communicator(), met=[], sent=[])
-
-    def producer(iterator, group, src, post_iter_func, *, buffer_size_bytes, num_buffers) -> None:
-        assert (group, src) == (wire.communicator, 0)
-        wire.sent[:] = [(item[0], post_iter_func(item).clone()) for item in iterator]
-
+    wire = SimpleNamespace(communicator=Communicator(), met=[])
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.met.append(info) or wire.communicator)
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", producer)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [Mock()] * count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def received(update: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What vLLM's workers make of the last broadcasts."""
+        named = zip(*(update[key] for key in ("names", "dtype_names", "shapes")), strict=True)
+        shapes = [(name, (shape, getattr(torch, dtype))) for name, dtype, shape in named]
+        count = len(list(nccl_transfer._buckets(math.prod(shape) * dtype.itemsize for _, (shape, dtype) in shapes)))
+        buckets, found = iter(wire.communicator.buckets[-count:]), {}
+        packed_tensor.packed_nccl_broadcast_consumer(
+            iter(shapes),
+            SimpleNamespace(broadcast=lambda bucket, src: bucket.copy_(next(buckets))),
+            src=0,
+            post_unpack_func=found.update,
+            buffer_size_bytes=wire.met[-1].packed_buffer_size_bytes,
+            device="cpu",
+        )
+        assert next(buckets, None) is None
+        return found
+
     for server in servers:
-        server.wire, server.transfer = wire.sent, "nccl"
+        server.wire, server.transfer = received, "nccl"
     return wire
 
 
