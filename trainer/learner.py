@@ -12,7 +12,6 @@ gradient norm, which decide it, are known to all ranks before the optimizer move
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
@@ -38,6 +37,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
+    frozen_copy,
     is_sharded,
     prepare_sharding,
     reshard,
@@ -92,13 +92,15 @@ class Learner:
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
         )
-        # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
+        # A copy, because the model changes.
         needs_copy = args.beta > 0 and not self.adapted
-        frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
+        frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        self.rows, self.attention = row_layout(model), attention_cost(model)
+        # Rank 0 finds out how rows may be shared: under FSDP2 it may be the only one that has read the weights.
+        rows = [row_layout(model) if accelerator.is_main_process else {}]
+        self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
-        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
+        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
     def learn(

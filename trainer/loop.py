@@ -165,7 +165,7 @@ class GRPOTrainer(WithCheckpoints):
             )
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args)
+            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args, self.accelerator)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(

@@ -2,7 +2,9 @@
 
 Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
 reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
-A reference is sharded as the policy is.
+A reference is sharded as the policy is, and gets its weights from the policy's shards: no rank has a full copy of it.
+With `fsdp_cpu_ram_efficient_loading`, transformers reads a model's files on rank 0 alone, and Accelerate sends each rank
+its shard.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def prepare_sharding(accelerator: Accelerator) -> None:
     """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; without FSDP, do nothing.
 
     Raises:
-        UnsupportedError: DeepSpeed, FSDP 1, or weights that only rank 0 reads.
+        UnsupportedError: DeepSpeed, or FSDP 1.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UnsupportedError(
@@ -43,11 +45,6 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         raise UnsupportedError(
             "got FSDP 1, want FSDP2: the older one hides parameters from the loss; fix: fsdp_version: 2 in fsdp_config"
         )
-    if plugin.cpu_ram_efficient_loading:
-        raise UnsupportedError(
-            "got fsdp_cpu_ram_efficient_loading, want every rank to read the weights: each checks them before they "
-            "are sharded; fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config"
-        )
     if plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -57,11 +54,34 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         )
 
 
-def shard_like_policy(accelerator: Accelerator, module: M) -> M:
-    """A module that is not trained, on this rank's device: sharded under FSDP2."""
+def frozen_copy(accelerator: Accelerator, policy: M) -> M:
+    """A copy of a policy that is not wrapped yet, because wrappers do not copy. It is not trained.
+
+    It is on this rank's device, to which the policy is moved; under FSDP2 it has no weights before `shard_like_policy`.
+    """
+    memo: dict[int, Any] = {}
+    if accelerator.is_fsdp2:
+        # By these a deep copy replaces the policy's own parameters; one that is tied stays tied.
+        memo = {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in policy.parameters()}
+    else:
+        policy.to(accelerator.device)
+    return copy.deepcopy(policy, memo).requires_grad_(False).eval()
+
+
+def shard_like_policy(accelerator: Accelerator, frozen: M, policy: nn.Module) -> M:
+    """`frozen_copy` of the policy, sharded as the policy is by now, with copies of its shards."""
     if not accelerator.is_fsdp2:
-        return module.to(accelerator.device)
-    sharded: M = fsdp2_prepare_model(accelerator, module)
+        return frozen
+    plugin: Any = accelerator.state.fsdp_plugin
+    # Rank 0 has no weights of it that it could send.
+    from_rank_0, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+    try:
+        sharded: M = fsdp2_prepare_model(accelerator, frozen)
+    finally:
+        plugin.cpu_ram_efficient_loading = from_rank_0
+    for mine, theirs in zip(sharded.parameters(), policy.parameters(), strict=True):
+        shard = theirs.detach().to(mine.dtype, copy=True)
+        torch.utils.swap_tensors(mine, nn.Parameter(shard, requires_grad=False))
     return sharded
 
 
