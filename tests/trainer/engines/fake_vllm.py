@@ -46,7 +46,7 @@ class FakeServer(ThreadingHTTPServer):
         self.weights: dict[str, Any] = {}
         self.folder = Path()
         self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
-        self.transfer, self.elsewhere = None, ""
+        self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
         self.max_model_len, self.old = 64, False
         self.calls: list[tuple[str, Any]] = []
@@ -92,7 +92,7 @@ class FakeServer(ThreadingHTTPServer):
 
     def get(self, path: str) -> dict[str, Any] | int:
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode},
+            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": self.dtype},
             "device_config": {"device": "cpu"},
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
