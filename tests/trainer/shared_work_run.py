@@ -2,7 +2,7 @@
 
     python shared_work_run.py <model folder> <out folder>
 
-Every process leaves what it saw in <out>/rank-<rank>.json. With Accelerate's variables for FSDP2, the policy is sharded.
+Every process leaves what it saw in <out>/rank-<rank>.json. With Accelerate's variables for FSDP2 the policy is sharded.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ SETS: dict[str, tuple[Any, int | None]] = {
 }
 
 
+def drawn(seed: int) -> Completion:
+    tokens = torch.randint(2, 14, (1 + seed % 5,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Completion(tokens, [-1.0] * len(tokens), "stop" if len(tokens) < 4 else "length")
+
+
 class Engine(RolloutEngine):
-    """Completions depend on the prompt and on the seed that vLLM would be given for it. Rank 0 alone is sent weights."""
+    """Completions depend on the prompt and on the seed that vLLM would be given for it. Rank 0 alone reads weights."""
 
     name, weight_version, weight_dtype = "counting", 0, torch.bfloat16
     prompts: list[list[int]]
@@ -52,7 +57,9 @@ class Engine(RolloutEngine):
         groups = []
         for ids, option in zip(prompt_ids, options, strict=True):
             seeds = [sum(ids) if sampling.temperature == 0 else option["seed"] + i for i in range(option["n"])]
-            drawn = [torch.randint(2, 14, (1 + seed % 5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            drawn = [
+                torch.randint(2, 14, (1 + seed % 5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds
+            ]
             groups.append([Completion(d.tolist(), [-1.0] * len(d), "stop" if len(d) < 4 else "length") for d in drawn])
         return vllm_rollouts(list(map(list, prompt_ids)), groups, sampling, weight_version=self.weight_version)
 
@@ -79,7 +86,9 @@ class MostBytes:
     def look(self) -> None:
         alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
         plain = [getattr(tensor, "_local_tensor", tensor) for tensor in alive]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.device.type == "cpu"}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.device.type == "cpu"
+        }
         self.bytes = max(self.bytes, sum(storages.values()))
 
     def around(self, owner: Any, name: str) -> None:

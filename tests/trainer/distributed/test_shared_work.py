@@ -1,4 +1,4 @@
-"""Ranks share an evaluation and a weight sync: each row once, the figures of one process, never two models in memory."""
+"""Ranks share evaluations and weight syncs: each row once, the figures of one process, never two models in memory."""
 
 from __future__ import annotations
 
