@@ -108,7 +108,7 @@ def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """The full state dict of a model. A collective; only rank 0 gets it."""
-    state: dict[str, Tensor] = get_model_state_dict(model, options=_OPTIONS)
+    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS)
     return state
 
 

@@ -19,9 +19,7 @@ class RolloutEngine(Protocol):
 
     name: str
     weight_version: int
-    weight_dtype: torch.dtype | None = (
-        None  # matrices are sent in it where it is smaller than theirs; None: as they are
-    )
+    weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`."""

@@ -5,11 +5,12 @@ it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its 
 and `Tie.undo` gives every new embedding to both. The price is one more [V, D] matrix in the engine.
 
 **Files.** Another process reads new weights from a folder of safetensors. In /dev/shm that is a copy from memory to
-memory, without writes to a disk at every step. Beside the folder, one file's weights are in memory. Containers often have 64 MB there; then the folder is in the temporary
-directory. The folder is removed after the sync. A process that was killed leaves its folder behind, so every folder is
-locked (the kernel releases the lock when its process ends). Before its first folder a process removes the unlocked
-folders of the same user. Process ids would not do: containers share memory and number their processes on their
-own. In a directory that the user names nothing is removed: other machines may share it without sharing locks.
+memory, without writes to a disk at every step. Containers often have 64 MB there; then the folder is in the temporary
+directory. Weights are written a file at a time, so that those of one file are in memory beside the folder. The folder
+is removed after the sync. A process that was killed leaves its folder behind, so every folder is locked (the kernel
+releases the lock when its process ends). Before its first folder a process removes the unlocked folders of the same
+user. Process ids would not do: containers share memory and number their processes on their own. In a directory that
+the user names nothing is removed: other machines may share it without sharing locks.
 """
 
 from __future__ import annotations
