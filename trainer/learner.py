@@ -12,17 +12,16 @@ gradient norm, which decide it, are known to all ranks before the optimizer move
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
@@ -38,6 +37,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
+    frozen_copy,
     is_sharded,
     prepare_sharding,
     reshard,
@@ -46,6 +46,7 @@ from fused_grpo.trainer.distributed.sharding import (
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
@@ -91,13 +92,15 @@ class Learner:
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
         )
-        # A copy, because the model changes; made before it is wrapped, because wrappers do not copy.
+        # A copy, because the model changes.
         needs_copy = args.beta > 0 and not self.adapted
-        frozen = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
+        frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        self.rows, self.attention = row_layout(model), attention_cost(model)
+        # Rank 0 finds out how rows may be shared: under FSDP2 it may be the only one that has read the weights.
+        rows = [row_layout(model) if accelerator.is_main_process else {}]
+        self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
-        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen)
+        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
     def learn(
@@ -175,9 +178,9 @@ class Learner:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
         return model_weights(self.accelerator.get_state_dict(self.policy))
 
-    def served_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights for an engine: full tensors under the names of a checkpoint, with an adapter merged into them."""
-        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model)
+    def served_weights(self, dtype: torch.dtype | None = None) -> WeightStream:
+        """The weights for an engine of that dtype: full tensors under the names of a checkpoint, adapters merged."""
+        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model, dtype)
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:

@@ -165,7 +165,7 @@ class GRPOTrainer(WithCheckpoints):
             )
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args)
+            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args, self.accelerator)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(
@@ -247,8 +247,8 @@ class GRPOTrainer(WithCheckpoints):
         for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
-            with all_ranks_succeed(self.accelerator, "evaluating"):
-                result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
+            result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
+            with all_ranks_succeed(self.accelerator, "logging the evaluation"):
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
                 self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
@@ -489,6 +489,6 @@ class GRPOTrainer(WithCheckpoints):
             self.collector.wait_for_prefetched()
             if any_rank(self.accelerator, self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
-                weights = self.learner.served_weights()
+                weights = self.learner.served_weights(getattr(self.engine, "weight_dtype", None))
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
                     checked_load_weights(self.engine, weights, version=self.step)

@@ -60,6 +60,10 @@ class PolicyLoss(nn.Module):
         # Where Accelerate looks for the layers that FSDP is to gather one at a time.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
+    def tie_weights(self) -> None:
+        """Tie again what the model ties, where Accelerate has replaced its parameters."""
+        self.model.tie_weights()
+
     def forward(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"] = "loss", **step: Any) -> Any:
         """The loss of `_loss`, or what the method of that name returns: whatever runs the model comes through here."""
         return getattr(self, f"_{what}")(batch, **step)

@@ -33,6 +33,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     structured_outputs_regex: str | None = None  # completions match this expression; vLLM engines only
     seed: int | None = None  # the same seed, prompts and weights give the same completions
+    first_prompt: int = 0  # the place of a call's first prompt among those that share the seed, where ranks share them
     extra: dict[str, Any] = field(default_factory=dict)  # further options, under the engine's own names
 
     @property

@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import accelerator
-from fused_grpo.trainer.distributed.sharding import full_state_dict
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
@@ -134,7 +134,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))
     result = trainer.train()
-    reference = {} if learner.reference is None else full_state_dict(learner.reference)
+    reference = {} if learner.reference is None else dict(checkpoint_weights(learner.reference.model))
     found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
     groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
     found |= {"seen": seen, "mine": parts, "groups": groups}

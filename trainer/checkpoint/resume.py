@@ -23,7 +23,6 @@ from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
 from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, refuse_unusable, sha256_of
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter, read_weights
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
-from fused_grpo.trainer.distributed.sharding import full_state_dict
 from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, load_adapter
 
 # Options that have to stay as they were for the next step to be what it would have been.
@@ -86,7 +85,7 @@ def training_state(
     ranks = gather_object([{"rank": accelerator.process_index, "tensors": mine, "buffer": numbers}])
     by_file = {files.OPTIMIZER_FILE: tensors}
     if _reference_moves(learner):
-        by_file[files.REFERENCE_FILE] = full_state_dict(learner.reference.model)
+        by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
     by_file |= {files.process_file(rank["rank"]): rank["tensors"] for rank in ranks}
     everything_else = {
         "step": learner.step,

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -103,6 +104,12 @@ def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
     path = directory / name
     with refuse_unusable(directory, name):
         return load_file(path) if path.is_file() else {}
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The full state dict of a model. A collective; only rank 0 gets it."""
+    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS)
+    return state
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

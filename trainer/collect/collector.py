@@ -157,6 +157,9 @@ class Collector:
     ) -> Evaluation:
         """Rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones.
 
+        A collective: each rank completes and scores its part of the rows, and all of them return the figures of all.
+        A rank without rows does not call its engine.
+
         Args:
             name: of the dataset, for errors.
             trainer_state: passed to reward functions that have a parameter of that name.
@@ -164,13 +167,21 @@ class Collector:
         Raises:
             DataError: a row of a stream that cannot be used.
         """
-        started, rows = time.time(), all_rows(dataset, name=name)
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         count, seed = self.args.num_generations_eval, self.args.seed
         greedy = self.sampling(seed=seed, n=1, temperature=0.0)
         sampling = greedy if count is None else self.sampling(seed=seed, n=count)
-        rollouts = self._complete(engine, rows, sampling, range(len(rows)))
-        scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
-        metrics = self._metrics([RolloutFacts.of(scored)], sampling.n) | {"num_tokens": float(self.num_tokens)}
+        with all_ranks_succeed(self.accelerator, "evaluating"):
+            started, rows = time.time(), all_rows(dataset, name=name)
+            # One after the other, so that the ranks' parts are in the order of the dataset.
+            first, end = (len(rows) * part // processes for part in (rank, rank + 1))
+            facts, mine = RolloutFacts.none(len(self.rewards.names)), rows[first:end]
+            if mine:
+                placed = replace(sampling, first_prompt=first)
+                rollouts = self._complete(engine, mine, placed, range(first, end))
+                scored = score_rollouts(rollouts, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                facts = RolloutFacts.of(scored)
+        metrics = self._metrics(gather_object([facts]), sampling.n) | {"num_tokens": float(self.num_tokens)}
         return Evaluation(metrics, len(rows), started)
 
     def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:

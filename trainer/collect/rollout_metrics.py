@@ -31,7 +31,7 @@ class RolloutFacts(NamedTuple):
     per_function: Tensor  # [B, F]
     lengths: Tensor  # [B] tokens
     ended: Tensor  # [B] bool
-    dropped: float  # share of completions that a failed reward function took along
+    dropped: Tensor  # [B] bool, of the groups for which a reward function failed
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
 
@@ -43,10 +43,16 @@ class RolloutFacts(NamedTuple):
             per_function=scored.per_function,
             lengths=torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32),
             ended=torch.tensor([reason == "stop" for reason in rollouts.finish_reasons], dtype=torch.bool),
-            dropped=scored.dropped.float().mean().item() if len(scored.dropped) else 0.0,
+            dropped=scored.dropped,
             seconds=scored.seconds,
             logged=scored.metrics,
         )
+
+    @classmethod
+    def none(cls, functions: int) -> RolloutFacts:
+        """Of a process without completions."""
+        nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, {}, {})
 
 
 def rollout_metrics(
@@ -60,9 +66,9 @@ def rollout_metrics(
         num_generations: completions per group.
         of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
     """
-    rewards, per_function, lengths, ended = (
+    rewards, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
-        for name in ("rewards", "per_function", "lengths", "ended")
+        for name in ("rewards", "per_function", "lengths", "ended", "dropped")
     )
     groups = rewards.view(-1, num_generations)
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
@@ -83,12 +89,15 @@ def rollout_metrics(
         some = some if len(some) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(some, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
-    logged = dict.fromkeys(name for facts in processes for name in facts.logged)
-    dropped = fmean(facts.dropped for facts in processes)
+    # What a function logs is taken for a mean over the completions that it was given.
+    logged: dict[str, list[tuple[float, float]]] = {}
+    for facts in processes:
+        for name, value in facts.logged.items():
+            logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
     return {
         **{name: value.item() for name, value in metrics.items()},
-        **({"rewards/dropped": dropped} if dropped else {}),
-        **{name: fmean(facts.logged[name] for facts in processes if name in facts.logged) for name in logged},
+        **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
+        **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
     }
 
 

@@ -60,7 +60,8 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     """Around what each rank does alone: where it raises on one rank, it raises on all of them.
 
     No collectives inside: a rank that fails before one would come to the exchange at the end while the others wait in
-    it. `VLLMServerEngine.load_weights` has one, which every rank reaches and which reports a failure to all of them.
+    it. `VLLMServerEngine.load_weights` has one, which every rank reaches and which reports a failure to all of them,
+    and a `WeightStream` has gathers, all of which every rank reaches, whatever fails.
 
     Raises:
         PeerError: this rank succeeded and another one failed.

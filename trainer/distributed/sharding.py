@@ -2,12 +2,15 @@
 
 Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
 reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
-A reference is sharded as the policy is.
+A reference is sharded as the policy is, and gets copies of the policy's shards: no rank has all of it. With
+`fsdp_cpu_ram_efficient_loading`, transformers reads a model's files on rank 0 alone, and Accelerate sends each rank its
+shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
+from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream, narrowing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,7 +31,7 @@ def prepare_sharding(accelerator: Accelerator) -> None:
     """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; without FSDP, do nothing.
 
     Raises:
-        UnsupportedError: DeepSpeed, FSDP 1, or weights that only rank 0 reads.
+        UnsupportedError: DeepSpeed, or FSDP 1.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UnsupportedError(
@@ -41,11 +45,6 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         raise UnsupportedError(
             "got FSDP 1, want FSDP2: the older one hides parameters from the loss; fix: fsdp_version: 2 in fsdp_config"
         )
-    if plugin.cpu_ram_efficient_loading:
-        raise UnsupportedError(
-            "got fsdp_cpu_ram_efficient_loading, want every rank to read the weights: each checks them before they "
-            "are sharded; fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config"
-        )
     if plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -55,11 +54,34 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         )
 
 
-def shard_like_policy(accelerator: Accelerator, module: M) -> M:
-    """A module that is not trained, on this rank's device: sharded under FSDP2."""
+def frozen_copy(accelerator: Accelerator, policy: M) -> M:
+    """A copy of a policy that is not wrapped yet, because wrappers do not copy. It is not trained.
+
+    It is on this rank's device, to which the policy is moved; under FSDP2 it has no weights before `shard_like_policy`.
+    """
+    memo: dict[int, Any] = {}
+    if accelerator.is_fsdp2:
+        # By these a deep copy replaces the policy's own parameters; one that is tied stays tied.
+        memo = {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in policy.parameters()}
+    else:
+        policy.to(accelerator.device)
+    return copy.deepcopy(policy, memo).requires_grad_(False).eval()
+
+
+def shard_like_policy(accelerator: Accelerator, frozen: M, policy: nn.Module) -> M:
+    """`frozen_copy` of the policy, sharded as the policy is by now, with copies of its shards."""
     if not accelerator.is_fsdp2:
-        return module.to(accelerator.device)
-    sharded: M = fsdp2_prepare_model(accelerator, module)
+        return frozen
+    plugin: Any = accelerator.state.fsdp_plugin
+    # Rank 0 has no weights of it that it could send.
+    from_rank_0, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+    try:
+        sharded: M = fsdp2_prepare_model(accelerator, frozen)
+    finally:
+        plugin.cpu_ram_efficient_loading = from_rank_0
+    for mine, theirs in zip(sharded.parameters(), policy.parameters(), strict=True):
+        shard = theirs.detach().to(mine.dtype, copy=True)
+        torch.utils.swap_tensors(mine, nn.Parameter(shard, requires_grad=False))
     return sharded
 
 
@@ -74,30 +96,29 @@ def is_sharded(weight: Tensor) -> bool:
     return isinstance(weight, DTensor)
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module, its sharded tensors gathered to the CPU one by one. Tied names share a tensor.
+def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
+    """Every weight under the name that `save_pretrained` would give it, made one at a time while it is read.
 
-    A collective where tensors are sharded: every rank has to call it.
-    """
-    gathered: dict[int, Tensor] = {}
-    # The parameters themselves, so that a tied one is recognised.
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
-    for value in state.values():
-        if is_sharded(value) and id(value) not in gathered:
-            gathered[id(value)] = value.detach().full_tensor().cpu()
-    return {name: gathered.get(id(value), value).detach() for name, value in state.items()}
-
-
-def checkpoint_weights(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Every weight under the name that `save_pretrained` would give it, without a copy where only names change.
-
-    An adapter is merged. Weights that FSDP2 has sharded are gathered in every process: all of them have to call this.
-    Equals, without either,
+    An adapter is merged. Weights that FSDP2 has sharded are gathered on the device: every rank has to read all of them.
+    Equals, but for memory,
         model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
-    """
-    from transformers.core_model_loading import revert_weight_conversion
 
+    Args:
+        model: the causal LM of transformers, or a PeftModel around one.
+        dtype: of the engine that is sent the weights; they are cast to it as by `narrowing`. None: they are not.
+    """
     if is_adapted(model):
-        return merged_weights(model)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, full_state_dict(model))
-    return weights.items()
+        return merged_weights(model, dtype)
+    narrow = narrowing(model, dtype)
+    # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+
+    def whole(name: str) -> dict[str, Tensor]:
+        weight: Any = narrow(name, state[name].detach())
+        return {name: weight.full_tensor() if is_sharded(weight) else weight}
+
+    parts = [
+        Part({name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")}, partial(whole, name))
+        for name, weight in state.items()
+    ]
+    return checkpoint_stream(model, parts, dtype=dtype, is_gathered=any(map(is_sharded, state.values())))

@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
@@ -63,7 +64,10 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
     Raises:
         WeightSyncError: the engine reports another version; or what the engine itself raises.
     """
-    engine.load_weights(named_weights, version=version)
+    try:
+        engine.load_weights(named_weights, version=version)
+    finally:
+        finish(named_weights)
     if engine.weight_version != version:
         raise WeightSyncError(
             f"got weight version {engine.weight_version} from the {engine.name} engine after a sync, want {version}; "

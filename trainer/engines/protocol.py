@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -18,13 +19,18 @@ class RolloutEngine(Protocol):
 
     name: str
     weight_version: int
+    weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`."""
         ...
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Use these weights (Hugging Face names, full tensors) from the next `generate` on, as `version`."""
+        """Use these weights (Hugging Face names, full tensors) from the next `generate` on, as `version`.
+
+        They can be read once. Each may be made when it is read: an engine that keeps one before it reads the next needs
+        memory for both.
+        """
         ...
 
     def sleep(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_grpo.errors import DataError, UnsupportedError
@@ -52,6 +53,11 @@ class FunctionEngine(RolloutEngine):
     def weight_version(self) -> int:  # type: ignore[override]
         """The inner engine's version; without one, that of the last `load_weights`."""
         return self._version if self.inner is None else self.inner.weight_version
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """The inner engine's."""
+        return None if self.inner is None else self.inner.weight_dtype
 
     def generate(
         self,

@@ -78,14 +78,16 @@ def vllm_options(sampling: SamplingParams, *, seed: int, count: int) -> list[dic
 
     vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
     neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
+    A prompt's seed depends on its place among the prompts of all ranks, and not on how many of them this rank has.
     """
     source = random.Random(seed)
+    seeds = [source.getrandbits(SEED_BITS) for _ in range(sampling.first_prompt + count)][sampling.first_prompt :]
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {name: getattr(sampling, name) for name in names} | {"logprobs": 0} | sampling.extra
     # Greedy completions of one prompt are equal, so one is sampled; `vllm_rollouts` repeats it.
     same["n"] = sampling.n if sampling.temperature > 0 else 1
-    return [{**same, "seed": source.getrandbits(SEED_BITS)} for _ in range(count)]
+    return [{**same, "seed": seed} for seed in seeds]
 
 
 class Completion(NamedTuple):

@@ -103,7 +103,8 @@ class TransformersEngine(RolloutEngine):
         prompts = [list(prompt) for prompt in prompt_ids]
         rows = [prompt for prompt in prompts for _ in range(sampling.n)]
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        sampler = _Sampler(sampling, seed=seed)
+        # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
+        sampler = _Sampler(sampling, seed=seed + sampling.first_prompt)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
         sampled: list[tuple[list[int], list[float] | None]] = []

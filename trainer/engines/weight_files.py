@@ -6,10 +6,11 @@ and `Tie.undo` gives every new embedding to both. The price is one more [V, D] m
 
 **Files.** Another process reads new weights from a folder of safetensors. In /dev/shm that is a copy from memory to
 memory, without writes to a disk at every step. Containers often have 64 MB there; then the folder is in the temporary
-directory. The folder is removed after the sync. A process that was killed leaves its folder behind, so every folder is
-locked (the kernel releases the lock when its process ends). Before its first folder a process removes the unlocked
-folders of the same user. Process ids would not do: containers share memory and number their processes on their
-own. In a directory that the user names nothing is removed: other machines may share it without sharing locks.
+directory. Weights are written a file at a time, so that those of one file are in memory beside the folder. The folder
+is removed after the sync. A process that was killed leaves its folder behind, so every folder is locked (the kernel
+releases the lock when its process ends). Before its first folder a process removes the unlocked folders of the same
+user. Process ids would not do: containers share memory and number their processes on their own. In a directory that
+the user names nothing is removed: other machines may share it without sharing locks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, Named, WeightStream
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARED_MEMORY = "/dev/shm"
-_SHARD_BYTES = 2 << 30
+_SHARD_BYTES = BUCKET_BYTES
 _PREFIX = "fused-grpo-weights-"
 
 
@@ -52,31 +55,41 @@ class Tie:
             return None
         return cls(f"{_name_of(embedding, model)}.weight", f"{_name_of(head, model)}.weight")
 
-    def undo(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def undo(self, weights: Named) -> Named:
         """`weights` with the embedding under both names, whether or not it came under both."""
+        return weights.through(self._undone) if isinstance(weights, WeightStream) else self._undone(weights)
+
+    def _undone(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
             if name != self.head:
                 yield name, weight
             if name == self.embedding:
                 yield self.head, weight
+            del weight  # before the next is made
 
 
 @contextmanager
-def temporary_weight_files(weights: Iterable[tuple[str, Tensor]], *, directory: str | None = None) -> Iterator[Path]:
+def temporary_weight_files(weights: Named, *, directory: str | None = None) -> Iterator[Path]:
     """`weights` as safetensors in a new folder, which is removed afterwards.
 
     Args:
         weights: names and full tensors, on any device.
         directory: the parent of the folder. None: shared memory, or the temporary directory where they do not fit.
     """
-    named = [(name, weight.detach()) for name, weight in weights]
+    stream = WeightStream.of(weights)
+    with temporary_folder(stream.nbytes, directory=directory) as folder:
+        write_weights(stream, folder)
+        yield folder
+
+
+@contextmanager
+def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Path]:
+    """A new folder for `size` bytes, which is removed afterwards; `directory` as in `temporary_weight_files`."""
     if directory is None:
-        fits = _fits_in_shared_memory(sum(weight.nbytes for _, weight in named))
-        directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
+        directory = _SHARED_MEMORY if _fits_in_shared_memory(size) else tempfile.gettempdir()
         remove_abandoned(directory)
     folder, lock = _locked_folder(directory)
     try:
-        write_weights(named, folder)
         yield folder
     finally:
         shutil.rmtree(folder)
@@ -97,16 +110,19 @@ def remove_abandoned(directory: str) -> None:
                 os.close(lock)
 
 
-def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write safetensors files of about 2 GiB, so that one of them at a time is on the CPU besides the model."""
+def write_weights(weights: Named, folder: Path) -> None:
+    """Write safetensors files of at most 128 MiB, or one larger weight: what is on the CPU besides the model."""
+    stream = WeightStream.of(weights)
     shard: dict[str, Tensor] = {}
     written = pending = 0
-    for name, weight in weights:
-        if pending + weight.nbytes > _SHARD_BYTES and shard:
+    for size in [weight.nbytes for weight in stream.shapes.values()]:
+        if pending + size > _SHARD_BYTES and shard:  # before the next weight is made
             save_file(shard, folder / f"model-{written:05}.safetensors")
             shard, written, pending = {}, written + 1, 0
+        name, weight = next(stream)
         shard[name] = _unshared(weight, shard.values())
-        pending += weight.nbytes
+        pending += size
+        del weight
     save_file(shard, folder / f"model-{written:05}.safetensors")
 
 
@@ -128,11 +144,15 @@ def _locked_folder(directory: str) -> tuple[Path, int]:
 
 
 def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """On the CPU, contiguous, in memory that none of `others` uses: what safetensors can write."""
+    """On the CPU, contiguous, in memory that nothing else uses: what safetensors can write.
+
+    A part of a larger tensor would keep all of it.
+    """
     weight = weight.detach().cpu().contiguous()
-    storage = weight.untyped_storage().data_ptr()
-    shared = any(storage == other.untyped_storage().data_ptr() for other in others)
-    return weight.clone(memory_format=torch.contiguous_format) if shared else weight
+    storage = weight.untyped_storage()
+    shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
+    is_part = weight.nbytes < storage.nbytes()
+    return weight.clone(memory_format=torch.contiguous_format) if shared or is_part else weight
 
 
 def _fits_in_shared_memory(size: int) -> bool:

@@ -5,8 +5,7 @@ PEFT puts the adapter into the layers of the base model, so backbone and loss ru
 - head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. Each layer is merged on a copy, so W
-  itself never changes by rounding. Merged layers are made one at a time, while the engine reads them; for a server, by
-  files or by NCCL, all of them are in memory at once.
+  itself never changes by rounding. Merged layers are made one at a time, while the engine reads them.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that the user
   passes.
 
@@ -28,6 +27,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -161,25 +161,24 @@ def as_reference(model: Any) -> Iterator[None]:
         model.set_adapter(trained)
 
 
-@torch.no_grad()
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
     """The weights with the adapter merged, under the names of the base model's checkpoint.
 
     Equals
         copy.deepcopy(model).merge_and_unload().state_dict().items(), in another order
 
-    Weights without an adapter are the model's own tensors. The others are merged one layer at a time during iteration.
+    Weights without an adapter are the model's own tensors. The others are merged one layer at a time while they are
+    read, which takes three matrices of that layer's size. `dtype` is that of `checkpoint_weights`.
 
     Raises:
-        UnsupportedError: a quantized layer with an adapter.
+        UnsupportedError: a quantized layer with an adapter, when it is read.
     """
-    yield from _named_weights(model, _merged)
+    return _named_weights(model, _merged, dtype)
 
 
-@torch.no_grad()
-def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
     """The weights of the frozen base, under the names of `merged_weights`."""
-    yield from _named_weights(model, lambda layer: layer.get_base_layer())
+    return _named_weights(model, _unadapted, dtype)
 
 
 def saver_of(model: Any) -> Any:
@@ -293,10 +292,8 @@ def _keep_reference(model: Any) -> None:
     model.set_adapter(trained)
 
 
-def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module], dtype: torch.dtype | None) -> WeightStream:
     """Weights by checkpoint name; `unwrapped` maps a layer that PEFT wrapped to a plain layer."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     base = base_model(model)
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
@@ -305,10 +302,23 @@ def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module]) -> Iterato
             layers[name] = layer
     inside = tuple(f"{name}." for name in layers)
     outside = {name: weight for name, weight in base.state_dict().items() if not name.startswith(inside)}
-    yield from revert_weight_conversion(base, outside).items()
+
+    @torch.no_grad()
+    def plain(prefix: str, layer: Any) -> dict[str, Tensor]:
+        return {f"{prefix}.{name}": weight for name, weight in unwrapped(layer).state_dict().items()}
+
+    parts = [Part({name: weight.to("meta")}, partial(dict, {name: weight})) for name, weight in outside.items()]
     for prefix, layer in layers.items():
-        weights = {f"{prefix}.{name}": weight for name, weight in unwrapped(layer).state_dict().items()}
-        yield from revert_weight_conversion(base, weights).items()
+        of_base = _unadapted(layer).state_dict()
+        shapes = {f"{prefix}.{name}": weight.to("meta") for name, weight in of_base.items()}
+        parts.append(Part(shapes, partial(plain, prefix, layer)))
+    return checkpoint_stream(base, parts, dtype=dtype)
+
+
+def _unadapted(layer: Any) -> nn.Module:
+    """The base model's own layer."""
+    plain: nn.Module = layer.original_module if hasattr(layer, "modules_to_save") else layer.get_base_layer()
+    return plain
 
 
 def _merged(layer: Any) -> nn.Module:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +86,12 @@ def packs_exactly(model: PreTrainedModel) -> bool:
 
 
 def load_with_tokenizer(
-    model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig
+    model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig, accelerator: Accelerator
 ) -> tuple[Any, Any]:
     """The tokenizer and the model, each the given one or loaded from a path or hub id.
+
+    A model is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
+    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
 
     Raises:
         InputError: as `load_tokenizer`.
@@ -92,6 +99,9 @@ def load_with_tokenizer(
     model = str(model) if isinstance(model, Path) else model
     options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
     of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
+    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
+    if isinstance(model, str) and not in_memory_first:
+        options = {"device_map": {"": accelerator.device}, **options}
     return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
 
 

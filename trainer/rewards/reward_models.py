@@ -6,7 +6,9 @@ special tokens. The model takes the score at the last token that is not padding,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from fused_grpo.errors import InputError
 
 BATCH_SIZE = 16  # sequences in one forward pass
+_ONLY_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which Accelerate sets, for transformers
 
 
 class RewardModel:
@@ -86,6 +89,20 @@ class RewardModel:
         return scores
 
 
+@contextmanager
+def _on_every_rank() -> Iterator[None]:
+    """Let transformers load weights as without FSDP, where rank 0 may be the only one to read those of the policy.
+
+    The others would get zeros, and nothing shards a reward model.
+    """
+    before = os.environ.pop(_ONLY_RANK_0, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_ONLY_RANK_0] = before
+
+
 def load_reward_model(
     name: str, processing_class: Any = None, *, trust_remote_code: bool = False, **options: Any
 ) -> RewardModel:
@@ -97,9 +114,10 @@ def load_reward_model(
     from transformers import AutoModelForSequenceClassification
 
     try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        with _on_every_rank():
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=1, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"got reward {name!r}, which names no function (module:name, module.name or path.py:name) "

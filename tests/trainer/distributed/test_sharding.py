@@ -14,15 +14,11 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 
 @pytest.mark.parametrize(
-    ("kind", "version", "one_reads", "fix"),
-    [
-        ("FSDP", 1, False, "fsdp_version: 2"),
-        ("FSDP", 2, True, "efficient_loading: false"),
-        ("DEEPSPEED", 2, False, "--config_file fsdp2.yaml"),
-    ],
+    ("kind", "version", "fix"),
+    [("FSDP", 1, "fsdp_version: 2"), ("DEEPSPEED", 2, "--config_file fsdp2.yaml")],
 )
-def test_kinds_of_sharding_that_do_not_work_here_are_refused(kind, version, one_reads, fix):
-    plugin = SimpleNamespace(cpu_ram_efficient_loading=one_reads, mixed_precision_policy=None)
+def test_kinds_of_sharding_that_do_not_work_here_are_refused(kind, version, fix):
+    plugin = SimpleNamespace(mixed_precision_policy=None)
     accelerator = SimpleNamespace(
         distributed_type=DistributedType[kind], is_fsdp2=version == 2, state=SimpleNamespace(fsdp_plugin=plugin)
     )

@@ -46,11 +46,11 @@ class FakeServer(ThreadingHTTPServer):
         self.weights: dict[str, Any] = {}
         self.folder = Path()
         self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
-        self.transfer, self.elsewhere = None, ""
+        self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
         self.max_model_len, self.old = 64, False
         self.calls: list[tuple[str, Any]] = []
-        self.wire: list[tuple[str, Any]] = []  # what was broadcast, where a test replaces NCCL
+        self.wire: Any = None  # what was broadcast of an update, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -92,7 +92,7 @@ class FakeServer(ThreadingHTTPServer):
 
     def get(self, path: str) -> dict[str, Any] | int:
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode},
+            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": self.dtype},
             "device_config": {"device": "cpu"},
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
@@ -127,7 +127,7 @@ class FakeServer(ThreadingHTTPServer):
                 held = ["model.embed_tokens.weight", *([] if self.tied else ["lm_head.weight"])]
                 return {"checksums": {f"dp0:pp0:pcp0:tp{rank}:{name}": "" for rank in (0, 1) for name in held}}
             case "/finish_weight_update":
-                self.weights |= dict(self.wire)
+                self.weights |= self.wire(dict(self.calls)["/update_weights"]["update_info"])
                 return {}
             case "/init_weight_transfer_engine" | "/shutdown_weight_transfer_engine":
                 return {}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from live_bytes import LiveBytes
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server import nccl_transfer, weight_transfer
 from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
@@ -73,25 +79,47 @@ class Communicator:
 
     closed = False
 
+    def __init__(self) -> None:
+        self.buckets: list[Any] = []  # by numpy, which LiveBytes does not see
+
+    def broadcast(self, bucket: torch.Tensor, src: int) -> None:
+        assert src == 0
+        self.buckets.append(bucket.numpy().copy())
+
     def destroy(self) -> None:
         self.closed = True
 
 
 @pytest.fixture
 def wire(servers, monkeypatch) -> SimpleNamespace:
-    """vLLM's own trainer side over a broadcast that is a list."""
-    from vllm.distributed.weight_transfer import nccl_engine
+    """vLLM's own trainer side over a broadcast that is a list; servers read it as vLLM's workers do."""
+    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
-    wire = SimpleNamespace(communicator=Communicator(), met=[], sent=[])
-
-    def producer(iterator, group, src, post_iter_func, *, buffer_size_bytes, num_buffers) -> None:
-        assert (group, src) == (wire.communicator, 0)
-        wire.sent[:] = [(item[0], post_iter_func(item).clone()) for item in iterator]
-
+    wire = SimpleNamespace(communicator=Communicator(), met=[])
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.met.append(info) or wire.communicator)
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", producer)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [Mock()] * count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def received(update: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What vLLM's workers make of the last broadcasts."""
+        named = zip(*(update[key] for key in ("names", "dtype_names", "shapes")), strict=True)
+        shapes = [(name, (shape, getattr(torch, dtype))) for name, dtype, shape in named]
+        count = len(list(nccl_transfer._buckets(math.prod(shape) * dtype.itemsize for _, (shape, dtype) in shapes)))
+        buckets, found = iter(wire.communicator.buckets[-count:]), {}
+        packed_tensor.packed_nccl_broadcast_consumer(
+            iter(shapes),
+            SimpleNamespace(broadcast=lambda bucket, src: bucket.copy_(torch.from_numpy(next(buckets)))),
+            src=0,
+            post_unpack_func=found.update,
+            buffer_size_bytes=wire.met[-1].packed_buffer_size_bytes,
+            device="cpu",
+        )
+        assert next(buckets, None) is None
+        return found
+
     for server in servers:
-        server.wire, server.transfer = wire.sent, "nccl"
+        server.wire, server.transfer = received, "nccl"
     return wire
 
 
@@ -186,3 +214,56 @@ def test_vllm_has_the_routes_that_a_sync_calls() -> None:
     assert weights == {name for name in vars(VLLMWeightSyncClient) if not name.startswith("_")}
     assert WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
     assert all(hasattr(nccl_transfer.SyncClient, name) for name in weights)
+
+
+def adapted(model) -> Any:
+    """LoRA on all layers; the embedding and the head are the largest weights, as in published models."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+@pytest.fixture
+def wide() -> LlamaForCausalLM:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+@pytest.fixture(params=["files", pytest.param("nccl", marks=pytest.mark.engine)])
+def connected(request, connect, servers, monkeypatch) -> VLLMServerEngine:
+    """An engine that sends 16 KiB at a time, from the test's own thread; its servers compute in bf16."""
+    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 16 << 10)
+    monkeypatch.setattr(nccl_transfer, "BUCKET_BYTES", 16 << 10)
+    monkeypatch.setattr(nccl_transfer, "in_thread", lambda work, name: SimpleNamespace(result=lambda _: work()))
+    for server in servers:
+        server.dtype = "torch.bfloat16"
+    return connect() if request.param == "files" else request.getfixturevalue("by_nccl")
+
+
+@pytest.mark.parametrize("kind", ["whole", "merged"])
+@pytest.mark.parametrize("sent_as", [torch.bfloat16, None])
+def test_a_sync_holds_one_weight_and_one_bucket_besides_the_model(connected, servers, wide, kind, sent_as) -> None:
+    model = wide if kind == "whole" else adapted(wide)
+    expected = dict(checkpoint_weights(model))
+    largest = max(weight.nbytes for weight in model.parameters())
+    with LiveBytes(model.parameters()) as live:
+        connected.load_weights(checkpoint_weights(model, sent_as), version=0)
+    assert live.most <= largest + (16 << 10)
+    assert live.most > 0 or (connected._transfer.name, kind, sent_as) == ("files", "whole", None)
+    assert live.now < 1 << 10
+    for server in servers:
+        assert server.weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            dtype = sent_as if sent_as and weight.ndim > 1 else torch.float32
+            assert server.weights[name].dtype == dtype
+            assert torch.equal(server.weights[name], weight.to(dtype)), name
+
+
+def test_servers_are_asked_for_their_dtype(connect, servers) -> None:
+    assert connect().weight_dtype is None
+    servers[0].dtype = servers[1].dtype = "torch.bfloat16"
+    assert connect().weight_dtype == torch.bfloat16
+    servers[1].dtype = "torch.float32"
+    assert connect().weight_dtype is None

@@ -5,6 +5,10 @@ every worker of every server, and broadcasts. It needs an address to meet at, a 
 announces each update to the servers. vLLM's own HTTP client is not used for the last: it supports one server, no API
 key, and it would use the proxies of the environment.
 
+Weights are packed into buckets, one broadcast each. vLLM's trainer side keeps all weights of a bucket until they are
+joined, and has two buckets of 1 GiB in flight; `_sender_class` copies each weight into its bucket as soon as it is
+made. So one weight and one bucket are on the GPU besides the model.
+
 A broadcast cannot be interrupted when the other side is gone, so each runs in a thread. After the timeout the sync has
 failed and the thread is abandoned; the servers then hang in their broadcast, and have to be restarted.
 
@@ -17,6 +21,7 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
+import math
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -29,6 +34,7 @@ from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, parsing
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
+from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
 _CLOSE_SECONDS = 10.0
 
@@ -71,7 +77,7 @@ class NCCLTransfer:
         """
         # A group whose broadcast did not finish cannot be used again.
         (source, sender), self._group = self._group or (Source(self._device), None), None
-        source.weights = [(name, weight.detach()) for name, weight in weights]
+        source.weights = WeightStream.of(weights)
         try:
             sent = in_thread(lambda: self._send(source, sender), name="weight-transfer")
             self._group = source, sent.result(self._servers.timeout)
@@ -82,7 +88,7 @@ class NCCLTransfer:
                 "again, and raise vllm_server_timeout where it only needs longer"
             ) from error
         finally:
-            source.weights = []
+            source.weights = None
 
     def close(self) -> None:
         """Leave the group, on both sides. The servers keep running."""
@@ -110,37 +116,41 @@ class NCCLTransfer:
         if sender is None:
             sender = self._meet(source)
         # Meeting may take longer than the timeout. Then the sync has failed, and the source is empty.
-        if source.weights:
+        if source.weights is not None:
             sender.send_weights()
         return sender
 
     def _meet(self, source: Source) -> Any:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         client = SyncClient(self._servers)
         address, port = _meeting_point(self._servers.all[0].url)
         world_size = 1 + sum(client.workers)
-        info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
-        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        place: dict[str, Any] = {"master_address": address, "master_port": port}
+        info = NCCLTrainerInitInfo(**place, world_size=world_size, rank=0, packed_buffer_size_bytes=BUCKET_BYTES)
+        return _sender_class().trainer_init(info, client=client, source=source)
 
 
 class Source:
     """The weights of one sync, as vLLM's WeightSource: their metadata, then the tensors on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.weights: list[tuple[str, Tensor]] = []
+        self.device = device
+        self.weights: WeightStream | None = None
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of each."""
         from vllm.distributed.weight_transfer import ParamMeta
 
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights]
+        assert self.weights is not None
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.shapes.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights:
-            yield name, weight.to(self._device)
+        assert self.weights is not None
+        return map(self._on_device, self.weights)
+
+    def _on_device(self, named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        return named[0], named[1].to(self.device)
 
 
 class SyncClient:
@@ -184,6 +194,35 @@ class SyncClient:
                 return int(answer["world_size"])
 
         return await self._servers.on_each(world_size)
+
+
+def _sender_class() -> Any:
+    """vLLM's trainer side, with its own order and cut of buckets and less memory."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    class Sender(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
+        def _broadcast(self, source: Source, meta: Sequence[Any]) -> None:
+            weights = iter(source)
+            for sizes in _buckets([math.prod(each.shape) * each.dtype.itemsize for each in meta]):
+                bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=source.device)
+                for place in bucket.split(sizes):
+                    place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
+                self.model_update_group.broadcast(bucket, src=0)
+                del bucket, place  # to be written over, in the order of the stream, by the next
+
+    return Sender
+
+
+def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
+    """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the weight that overfills it."""
+    bucket: list[int] = []
+    for size in sizes:
+        bucket.append(size)
+        if sum(bucket) > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def _has_trainer_side() -> bool:

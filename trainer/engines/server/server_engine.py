@@ -36,6 +36,7 @@ from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, 
 from fused_grpo.trainer.engines.server.server_info import ServerInfo, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class VLLMServerEngine(RolloutEngine):
         infos = self._replicas.run(lambda client: self._server_infos(client, max_model_len), doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
+        self.weight_dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else None
         self._transfer = choose_transfer(weight_transfer, self._replicas, infos, directory=weights_directory)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
@@ -137,7 +139,7 @@ class VLLMServerEngine(RolloutEngine):
         """
         self.weight_version = -1
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        self._server_version = _on_first_rank(lambda: self._send(weights, version), version=version)
+        self._server_version = _on_first_rank(lambda: self._send(weights, version), named_weights, version=version)
         self.weight_version = version
 
     def close(self) -> None:
@@ -217,8 +219,8 @@ def _completion(choice: Json) -> Completion:
     return Completion(token_ids, logprobs, choice["finish_reason"])
 
 
-def _on_first_rank(action: Callable[[], str], *, version: int) -> str:
-    """Run `action` on the first rank. All ranks return its result, or all raise its error."""
+def _on_first_rank(action: Callable[[], str], weights: Iterable[tuple[str, Tensor]], *, version: int) -> str:
+    """Run `action`, which sends `weights`, on the first rank. All ranks return its result, or all raise its error."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     outcome: list[str | None] = [None, None]
     cause: Exception | None = None
@@ -227,6 +229,7 @@ def _on_first_rank(action: Callable[[], str], *, version: int) -> str:
             outcome = [action(), None]
         except Exception as error:  # of any type: the other ranks wait for the outcome
             outcome, cause = [None, f"{error}"], error
+    finish(weights)  # on the other ranks, which send nothing, all of them
     if distributed:
         torch.distributed.broadcast_object_list(outcome, src=0)
     result, failure = outcome

@@ -6,10 +6,13 @@ import logging
 from typing import NamedTuple
 
 import httpx
+import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, RequestError, parsing
 from fused_grpo.trainer.engines.weight_files import Tie
+
+_DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +23,7 @@ class ServerInfo(NamedTuple):
     model_name: str
     max_model_len: int
     weight_transfer: str | None  # the backend of --weight-transfer-config
+    dtype: torch.dtype | None  # what it computes in; None: one that a trainer does not cast to
 
 
 async def server_info(
@@ -45,6 +49,7 @@ async def server_info(
         name, limit, mode = str(model["id"]), int(model["max_model_len"]), config["model_config"]["logprobs_mode"]
         mode = replica.redacted(str(mode))[:100]
         transfer = (config.get("weight_transfer_config") or {}).get("backend")
+        dtype = _DTYPES.get(str(config["model_config"].get("dtype")))
         on_cpu = config["device_config"]["device"] == "cpu"
         _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(str(version["version"]))[:100], limit)
     if mode != "processed_logprobs":
@@ -59,7 +64,7 @@ async def server_info(
         )
     if tie is not None and on_cpu:
         await _check_untied(client, replica, tie)
-    return ServerInfo(name, limit, transfer)
+    return ServerInfo(name, limit, transfer, dtype)
 
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> Json:

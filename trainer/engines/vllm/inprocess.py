@@ -107,6 +107,7 @@ class VLLMEngine(RolloutEngine):
             **_checked(engine_options or {}),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
+        self.weight_dtype = getattr(torch, options["dtype"], None)
         self._max_model_len = max_model_len
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self._seeds = random.Random(seed)
@@ -119,7 +120,7 @@ class VLLMEngine(RolloutEngine):
                 resources.enter_context(errors_only(name))
             self._close = weakref.finalize(self, resources.pop_all().close)
         VLLMEngine._running = weakref.ref(self)
-        self.load_weights(checkpoint_weights(model), version=0)
+        self.load_weights(checkpoint_weights(model, self.weight_dtype), version=0)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
@@ -152,7 +153,7 @@ class VLLMEngine(RolloutEngine):
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
         weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        detached = ((name, weight.detach()) for name, weight in weights)
+        detached = map(_detached, weights)  # a loop would keep a weight until the next is made
         llm = self._engine()
         try:
             with preserved_state():
@@ -253,6 +254,10 @@ def _checked(engine_options: dict[str, Any]) -> dict[str, Any]:
             "from one device; fix: leave it out, and let every rank have its own engine"
         )
     return engine_options
+
+
+def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return named[0], named[1].detach()
 
 
 def _completion(output: Any) -> Completion:

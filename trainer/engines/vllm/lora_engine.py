@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.engines.vllm.preserved_state import preserved_state
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
-from fused_grpo.trainer.engines.weight_files import temporary_weight_files
+from fused_grpo.trainer.engines.weight_files import temporary_folder
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 
 # Warns that an adapter's own tokenizer is ignored: this one has none.
@@ -60,7 +61,7 @@ class VLLMAdapterEngine(VLLMEngine):
             UnavailableError: the engine is closed.
         """
         if self.weight_version < 0:
-            super().load_weights(base_weights(self._adapted), version)
+            super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
         self.weight_version = -1
         engine = self._engine()
         try:
@@ -76,9 +77,10 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = version
 
     def _load_adapter(self, engine: Any) -> None:
-        with temporary_weight_files(adapter_weights(self._adapted).items()) as folder, preserved_state():
-            # A single file: adapters are smaller than the 2 GiB at which files are split.
-            (folder / "model-00000.safetensors").rename(folder / ADAPTER_FILE)
+        weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(self._adapted).items()}
+        size = sum(weight.nbytes for weight in weights.values())
+        with temporary_folder(size) as folder, preserved_state():
+            save_file(weights, folder / ADAPTER_FILE)
             self._config.save_pretrained(str(folder))
             engine.llm_engine.add_lora(self._request(folder, load_inplace=True))
         self._lora_request = self._request(folder)

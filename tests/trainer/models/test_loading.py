@@ -1,0 +1,52 @@
+"""Where a model is loaded to."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.utils import DistributedType
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.models import loading
+from fused_grpo.trainer.rewards.reward_models import load_reward_model
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "given", "expected"),
+    [
+        ("cuda:1", "MULTI_GPU", {}, {"": torch.device("cuda:1")}),
+        ("cuda:1", "FSDP", {}, None),  # its shards go there
+        ("cpu", "NO", {}, None),
+        ("cuda:0", "NO", {"device_map": "auto"}, "auto"),
+    ],
+)
+def test_a_model_is_loaded_straight_to_its_device(monkeypatch, tokenizer, device, kind, given, expected):
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda name, **options: asked.update(options))
+    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType[kind])
+    args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, **given})
+    loading.load_with_tokenizer("somewhere", tokenizer, args, accelerator)
+    assert asked.get("device_map") == expected
+    assert asked["dtype"] == torch.bfloat16
+
+
+def test_every_rank_reads_a_reward_model(monkeypatch):
+    """Under FSDP2 the launcher asks that rank 0 alone reads; of a reward model the others would have zeros."""
+    seen: list[str | None] = []
+
+    def from_pretrained(name: str, **options: Any) -> Any:
+        seen.append(os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+        raise OSError("no such model")
+
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", from_pretrained)
+    with pytest.raises(InputError, match="no such model"):
+        load_reward_model("somewhere")
+    assert seen == [None]
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"

@@ -1,0 +1,48 @@
+"""Weights on their way to an engine: the layout of a checkpoint, their dtype, and no more of them than one layer."""
+
+from __future__ import annotations
+
+import torch
+from live_bytes import LiveBytes
+from transformers.core_model_loading import Chunk, WeightConverter, revert_weight_conversion
+
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+
+
+def test_what_a_checkpoint_has_in_one_is_joined_a_layer_at_a_time(make_model):
+    """A checkpoint with a fused gate_up_proj, which transformers cuts in two when it loads it."""
+    model = make_model(hidden_size=64, num_hidden_layers=6)
+    halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model._weight_conversions = [WeightConverter("mlp.gate_up_proj.weight", halves, [Chunk(dim=0)])]
+    expected = revert_weight_conversion(model, model.state_dict())
+    fused = expected["model.layers.5.mlp.gate_up_proj.weight"]
+    with LiveBytes(model.parameters()) as live:
+        stream = checkpoint_weights(model)
+        assert {name: meta.shape for name, meta in stream.shapes.items()} == {n: w.shape for n, w in expected.items()}
+        for name in list(stream.shapes):
+            assert torch.equal(next(stream)[1], expected.pop(name)), name
+    assert not expected
+    assert fused.nbytes <= live.most < 2 * fused.nbytes
+
+
+def test_matrices_are_cast_where_it_makes_them_smaller_and_what_the_model_keeps_in_fp32_is_not(make_model):
+    model = make_model()
+    model._keep_in_fp32_modules_strict = {"gate_proj"}
+    stream = checkpoint_weights(model, torch.bfloat16)
+    declared = {name: meta.dtype for name, meta in stream.shapes.items()}
+    found = {name: weight.dtype for name, weight in stream}
+    assert found == declared
+    stays = {name for name, dtype in found.items() if dtype == torch.float32}
+    assert stays == {name for name, weight in model.state_dict().items() if weight.ndim == 1 or "gate_proj" in name}
+    assert {weight.dtype for _, weight in checkpoint_weights(model.bfloat16(), torch.float32)} == {torch.bfloat16}
+
+
+def test_what_an_engine_leaves_is_read_where_others_gather_too():
+    weights = [(str(number), torch.zeros(1)) for number in range(3)]
+    for gathered, left in ((True, 0), (False, 2)):
+        stream = WeightStream(dict(weights), weights, is_gathered=gathered)
+        changed = stream.through(lambda named: named)
+        next(changed)
+        finish(changed)
+        assert len(list(stream)) == left

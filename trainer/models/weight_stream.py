@@ -1,0 +1,163 @@
+"""The weights of a model on their way to an engine: one at a time, under the names of a checkpoint.
+
+A weight may have to be made first: gathered from shards, merged with an adapter, cast, cut into experts. It is made on
+the model's device when it is its turn, and nothing here keeps it. What a reader needs beforehand (names, shapes and
+dtypes, and so the number of bytes) is known without making any.
+
+**Gathers.** A weight that is sharded across ranks is gathered by all of them, whether or not they send it. So every
+rank has to read its whole stream, at the same time as the others: `finish` reads what an engine has left, because it
+failed, or needs no weights on this rank.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Named = Iterable[tuple[str, Tensor]]
+
+# How many bytes are sent at a time: of a file, or of an NCCL broadcast. A larger weight is sent alone.
+BUCKET_BYTES = 128 << 20
+
+
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """Names and full tensors. Each is made when it is read, and the stream can be read once, by any thread.
+
+    Args:
+        shapes: each weight by its name on the meta device, in the order of the stream.
+        weights: the stream itself.
+        is_gathered: whether all ranks have to read it to its end.
+    """
+
+    def __init__(self, shapes: Mapping[str, Tensor], weights: Named, *, is_gathered: bool = False) -> None:
+        self.shapes, self.is_gathered = dict(shapes), is_gathered
+        self._weights, self._lock = iter(weights), threading.Lock()
+
+    @classmethod
+    def of(cls, weights: Named) -> WeightStream:
+        """`weights`; those of another kind have to be in memory, because their shapes are not known beforehand."""
+        if isinstance(weights, WeightStream):
+            return weights
+        named = [(name, weight.detach()) for name, weight in weights]
+        return cls({name: weight.to("meta") for name, weight in named}, named)
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._lock:
+            return next(self._weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights together."""
+        return sum(weight.nbytes for weight in self.shapes.values())
+
+    def through(self, change: Callable[[Named], Named]) -> WeightStream:
+        """What `change` makes of the stream; it may not keep a weight while it asks for the next."""
+        return WeightStream(dict(change(self.shapes.items())), change(self), is_gathered=self.is_gathered)
+
+
+def finish(weights: Named) -> None:
+    """Take part in the gathers that this rank has not come to, which the others wait in."""
+    if isinstance(weights, WeightStream) and weights.is_gathered:
+        deque(weights, maxlen=0)  # it drops each before it asks for the next
+
+
+class Part(NamedTuple):
+    """Weights that are made together, under the names that the model itself has for them."""
+
+    shapes: dict[str, Tensor]  # on the meta device
+    make: Callable[[], dict[str, Tensor]]
+
+
+def checkpoint_stream(
+    model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None = None, is_gathered: bool = False
+) -> WeightStream:
+    """`parts` in the layout of a checkpoint: experts, for example, lie one by one there.
+
+    Args:
+        model: the causal LM of transformers, which knows that layout.
+        parts: all of its weights.
+        dtype: weights are cast to it as by `narrowing`.
+        is_gathered: as in WeightStream.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    narrow = narrowing(model, dtype)
+    raw = _shapes(parts)
+    # It returns its argument where there is nothing to do, and takes half a millisecond for each call to find out.
+    is_as_saved = revert_weight_conversion(model, raw) is raw
+
+    def converted(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        cast = {name: narrow(name, weights.pop(name)) for name in list(weights)}
+        return cast if is_as_saved else revert_weight_conversion(model, cast)
+
+    if not is_as_saved:
+        parts = _joined(parts, converted)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for part in parts:
+            made = converted(part.make())
+            for name in list(made):
+                yield name, made.pop(name).detach()
+
+    shapes = {name: weight for part in parts for name, weight in converted(dict(part.shapes)).items()}
+    return WeightStream(shapes, weights(), is_gathered=is_gathered)
+
+
+def narrowing(model: Any, dtype: torch.dtype | None) -> Callable[[str, Tensor], Tensor]:
+    """A function of a name and a weight that casts the weight for an engine of that dtype.
+
+    Matrices are cast if that makes them smaller. Vectors (norms, biases) and what the model keeps in fp32 stay as they
+    are: engines compute some of them in fp32, and they are few.
+    """
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def narrow(name: str, weight: Tensor) -> Tensor:
+        is_smaller = dtype is not None and weight.is_floating_point() and dtype.itemsize < weight.itemsize
+        stays = not is_smaller or weight.ndim < 2 or any(module in name for module in kept)
+        return weight if stays else weight.to(dtype)
+
+    return narrow
+
+
+def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> list[Part]:
+    """`parts`; joined by layer, or all of them, where a checkpoint has several of them in one weight."""
+
+    def described(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+
+    whole = described(converted(_shapes(parts)))
+    for place in (id, _layer):
+        groups: dict[Hashable, list[Part]] = {}
+        for part in parts:
+            groups.setdefault(place(part), []).append(part)
+        joined = list(map(_union, groups.values()))
+        with suppress(Exception):  # of many types, where a conversion misses its other half
+            found = [described(converted(dict(part.shapes))) for part in joined]
+            if {name: value for some in found for name, value in some.items()} == whole:
+                return joined
+    return [_union(parts)]
+
+
+def _layer(part: Part) -> str:
+    """The name of a part's first weight up to its first number: "model.layers.3"."""
+    name = next(iter(part.shapes))
+    found = re.match(r".*?\.\d+", name)
+    return found[0] if found else name
+
+
+def _union(parts: Sequence[Part]) -> Part:
+    def make() -> dict[str, Tensor]:
+        return {name: weight for part in parts for name, weight in part.make().items()}
+
+    return parts[0] if len(parts) == 1 else Part(_shapes(parts), make)
+
+
+def _shapes(parts: Sequence[Part]) -> dict[str, Tensor]:
+    return {name: weight for part in parts for name, weight in part.shapes.items()}
