@@ -124,6 +124,8 @@ class Learner:
                 if outputs:
                     event("on_substep_end")
                 outputs.append(self._backward(part, options, last=part is packed[-1]))
+            for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
+                event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = self._metrics(batch, packed, outputs)
             metrics["grad_norm"] = self._clip()

@@ -1,7 +1,7 @@
 """The training phase where half of the groups have equal rewards: their completions are not in the forward pass.
 
-Every completion is there twice, and the second half has no advantage, so that half of the tokens are left out. The three
-batches go through one learner in interleaved rounds, after a check that the gradients with and without them are equal.
+Every completion is there twice, and the second half has no advantage, so that half of the tokens are left out. The
+three batches go through one learner in interleaved rounds, after a check that the gradients with and without are equal.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def gradients_of(trainer: GRPOTrainer, step: Callable[[], object]) -> list[torch
 
 
 @pytest.mark.parametrize("groups", [NONE, HALF, KEPT])
-def test_equal_rewards(benchmark: Any, replay: Any, seconds: dict[str, list[float]], problem: Problem, groups: str) -> None:
+def test_equal_rewards(
+    benchmark: Any, replay: Any, seconds: dict[str, list[float]], problem: Problem, groups: str
+) -> None:
     benchmark.group = GROUP
     replay.into(benchmark, seconds[groups])
     tokens = 2 * sum(map(len, problem.batch().completion_ids))

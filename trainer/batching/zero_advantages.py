@@ -9,8 +9,9 @@ completion has no gradient, unless something else gives it one or lets other tok
     top_entropy_quantile < 1      every token decides which entropies are high
     a router loss                 every token has its share in the load of the experts
 
-Whatever else the loss does (clipping, the ratio and the weight of a sequence, sampling correction, off-policy mask) stays
-within a sequence. Normalisers count what is left out, so loss and gradients are the same but for the order of sums.
+Whatever else the loss does (clipping, the ratio and the weight of a sequence, sampling correction, off-policy mask)
+stays within a sequence. Normalisers count what is left out, so loss and gradients are the same but for the order of
+sums.
 
 In a step without any advantage, each rank keeps one completion: its log-probs show whether the engine has the trainer's
 weights. An engine without them may well be the reason that all rewards are equal.
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from accelerate import Accelerator
 
 from fused_grpo.config import GRPOLossConfig

@@ -1,4 +1,4 @@
-"""Completions with advantage 0 stay out of the forward pass: the same update without them, wherever they have no gradient."""
+"""Completions with advantage 0 stay out of the forward pass: the same update, wherever they have no gradient."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fused_grpo.trainer.batching.zero_advantages import can_skip, skip_zero_adva
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.types import EffectiveBatch
 
-# Another value for each option of the loss; those of the first line give a token without an advantage a gradient, or let
-# others depend on it.
+# Another value for each option of the loss; those of the first line give a token without an advantage a gradient, or
+# let others depend on it.
 OF_EVERY_TOKEN = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
 OF_SEQUENCES = {
     "loss_type": "sapo",
@@ -66,7 +66,9 @@ def batch_of(advantages: list[float], **fields: Any) -> EffectiveBatch:
 HALF = batch_of([1.0, -1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 2.0, -1.0, -0.7, -0.3, 0.0, 0.0, 0.0, 0.0])
 
 
-def updates(make_trainer: Any, batch: EffectiveBatch, *, share_rows: bool = True, one_row: bool = False, **options: Any):
+def updates(
+    make_trainer: Any, batch: EffectiveBatch, *, share_rows: bool = True, one_row: bool = False, **options: Any
+):
     """Two iterations on a batch: the gradients and the metrics of both, and the places that went through the model.
 
     Between them the policy moves by noise and not by its gradient, so that both times it is the same one.
@@ -133,7 +135,9 @@ def test_tokens_of_completions_without_an_advantage_do_not_go_through_the_model(
         trainer = make_trainer(per_device_train_batch_size=16)
         with_old = trainer.learner.with_old_logprobs(batch).old_logprobs
         empty = batch.skipped is not None
-        expected = [0 if empty and not a else len(ids) for ids, a in zip(batch.completion_ids, batch.advantages, strict=True)]
+        expected = [
+            0 if empty and not a else len(ids) for ids, a in zip(batch.completion_ids, batch.advantages, strict=True)
+        ]
         assert [len(values) for values in with_old] == expected
 
 
@@ -144,7 +148,9 @@ def test_every_option_of_the_loss_is_known_to_leave_other_tokens_alone_or_not(na
     loss_type = "vespo" if name.startswith("vespo") else "sapo" if name.startswith("sapo") else "grpo"
     config = GRPOLossConfig(**{"loss_type": loss_type, name: value})
     generator = torch.Generator().manual_seed(1)
-    numbers = {key: -torch.rand(8, generator=generator) for key in ("old_logprobs", "ref_logprobs", "sampling_logprobs")}
+    numbers = {
+        key: -torch.rand(8, generator=generator) for key in ("old_logprobs", "ref_logprobs", "sampling_logprobs")
+    }
     logprobs, entropy = (torch.rand(8, generator=generator).neg().requires_grad_() for _ in range(2))
 
     def gradients(count: int, advantages: list[float]) -> torch.Tensor:
@@ -160,7 +166,9 @@ def test_every_option_of_the_loss_is_known_to_leave_other_tokens_alone_or_not(na
         assert torch.equal(both, alone) is (name in OF_SEQUENCES), (both, alone)
 
 
-@pytest.mark.parametrize("options", [*({name: value} for name, value in OF_EVERY_TOKEN.items()), {"use_adaptive_entropy": True}])
+@pytest.mark.parametrize(
+    "options", [*({name: value} for name, value in OF_EVERY_TOKEN.items()), {"use_adaptive_entropy": True}]
+)
 def test_nothing_is_left_out_where_every_token_counts(make_trainer, options):
     assert not can_skip(GRPOConfig(**options), router_coefficient=0.0)
     assert not make_trainer(**options).collector.can_skip
@@ -178,7 +186,12 @@ def equal_from_the_second_step(completions: list[str], **columns: Any) -> list[f
 
 
 def test_a_step_without_any_advantage_moves_the_optimizer_as_before(make_trainer):
-    options = {"weight_decay": 0.1, "lr_scheduler_type": "linear", "num_generations": 6, "per_device_train_batch_size": 6}
+    options = {
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "linear",
+        "num_generations": 6,
+        "per_device_train_batch_size": 6,
+    }
     found = []
     for skips in (True, False):
         trainer = make_trainer(equal_from_the_second_step, skip_zero_advantages=skips, learning_rate=1e-2, **options)
