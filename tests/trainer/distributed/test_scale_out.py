@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "scale_out_run.py"
 RECIPES = Path(__file__).parents[3] / "trainer/recipes/accelerate"
 TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
-HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True}
+HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int]]] = {
@@ -27,9 +27,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
-    "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (2, 8)),
+    "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (1, 16)),
     "three groups over both": ({}, {"num_iterations": 2, "scale_rewards": "group"}, (12, 1), (3, 2)),
-    "half of the groups equal": ({}, HALF, (16, 1), (2, 4)),
+    "half of the groups equal": ({}, HALF, (16, 1), (1, 8)),
     "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
