@@ -20,7 +20,7 @@ from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
 from fused_grpo.trainer.types import EffectiveBatch
 
-FULL = Problem(vocab=8000, hidden=256, layers=4, completions=16, longest=96)
+FULL = Problem(vocab=8000, hidden=256, layers=4, completions=8, longest=96)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
 ROUNDS, MOST = 5, 0.6
 GROUP = "training phase, half of the groups with equal rewards"

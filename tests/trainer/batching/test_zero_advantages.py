@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -66,6 +67,12 @@ def batch_of(advantages: list[float], **fields: Any) -> EffectiveBatch:
 HALF = batch_of([1.0, -1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 2.0, -1.0, -0.7, -0.3, 0.0, 0.0, 0.0, 0.0])
 
 
+def watch(model: Any, places: list[int]) -> None:
+    """Add the places of each forward pass of the backbone to `places`."""
+    hook = model.model.register_forward_pre_hook
+    hook(lambda *args: places.append(args[2]["input_ids"].numel()), with_kwargs=True)
+
+
 def updates(
     make_trainer: Any, batch: EffectiveBatch, *, share_rows: bool = True, one_row: bool = False, **options: Any
 ):
@@ -77,7 +84,7 @@ def updates(
     trainer = make_trainer(**options)
     learner, model, gradients, metrics, places = trainer.learner, trainer.model, [], [], []
     learner.rows = {"one_row": one_row, "share_rows": share_rows}
-    model.model.register_forward_pre_hook(lambda *args: places.append(args[2]["input_ids"].numel()), with_kwargs=True)
+    watch(model, places)
 
     def keep(name: str) -> None:
         if name == "on_pre_optimizer_step":
@@ -139,6 +146,24 @@ def test_tokens_of_completions_without_an_advantage_do_not_go_through_the_model(
             0 if empty and not a else len(ids) for ids, a in zip(batch.completion_ids, batch.advantages, strict=True)
         ]
         assert [len(values) for values in with_old] == expected
+
+
+def equal_for_small_numbers(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text) if prompt[0] in "23" else 1) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def test_a_run_computes_what_is_left_once_and_old_log_probs_of_later_steps(make_trainer, served_engine):
+    options = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 2}
+    trainer, places = make_trainer(equal_for_small_numbers, engine=served_engine, **options), []
+    trainer.learner.rows = {"one_row": True, "share_rows": True}
+    watch(trainer.model, places)
+    trainer.train()
+    lines = map(json.loads, (trainer.output_dir / "rollouts.jsonl").read_text().splitlines())
+    # One token for each character, and the end of the completion.
+    tokens = [(len(line["prompt"] + line["completion"]) + 1) * bool(line["advantage"]) for line in lines]
+    first, second = sum(tokens[:8]), sum(tokens[8:])
+    assert 0 in tokens
+    assert places == [second, first, second]
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOLossConfig)])

@@ -123,6 +123,8 @@ def test_two_processes_leave_completions_without_an_advantage_out_and_make_the_s
     seen = [[part["tokens"] for part in rank["seen"]] for rank in ranks]
     assert sum(map(sum, seen)) < 0.8 * sum(part["tokens"] for part in kept["seen"])
     assert any(min(pair) == 0 < max(pair) for pair in zip(*seen, strict=True)), seen
+    # Micro-batches of one sequence: 3 are left, twice, and then 2. Each process has half of them, rounded up.
+    assert [len(counts) for counts in seen] == [2 + 2 + 1] * 2
     assert ranks[0]["metrics"]["completion_tokens"] == kept["metrics"]["completion_tokens"]
 
 
