@@ -33,6 +33,7 @@ from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
 from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
+from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
@@ -85,6 +86,7 @@ class Learner:
         _prepare_model(model, args)
         self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
+        self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         policy = PolicyLoss(
             model,
             self.loss_config,
@@ -117,7 +119,7 @@ class Learner:
         """
         batch, packed = self._with_reference(batch, self._pack(batch))
         options, of_uncertain = self._entropy_options(packed)
-        options |= self._counts(packed, len(batch.completion_ids))
+        options |= self._counts(packed, batch)
         self.policy.train()
         try:
             outputs: list[GRPOLossOutput] = []
@@ -125,8 +127,10 @@ class Learner:
                 if outputs:
                     event("on_substep_end")
                 outputs.append(self._backward(part, options, last=part is packed[-1]))
+            for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
+                event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
-            metrics = self._metrics(packed, outputs)
+            metrics = self._metrics(batch, packed, outputs)
             metrics["grad_norm"] = self._clip()
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
@@ -220,21 +224,25 @@ class Learner:
             policy.train(was_training)
             reshard(policy)
 
-    def _counts(self, packed: Sequence[MicroBatch], sequences: int) -> dict[str, Any]:
-        """The normalisers of the whole step, over all micro-batches and ranks."""
+    def _counts(self, packed: Sequence[MicroBatch], batch: EffectiveBatch) -> dict[str, Any]:
+        """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
         filled = sum(len(part.sequence_index) > 0 for part in packed)
-        mine = [sum(len(part.targets) for part in packed), sequences, filled]
+        tokens = sum(len(part.targets) for part in packed) + sum(skipped_lengths(batch))
+        mine = [tokens, len(batch.completion_ids), filled]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
-    def _metrics(self, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, float]:
+    def _metrics(
+        self, batch: EffectiveBatch, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
+    ) -> dict[str, float]:
         """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
         pairs = zip(packed, outputs, strict=True)
         of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])
-        losses, ratios = zip(*gather_object([(of_loss, of_ratios)]), strict=True)
+        parts = [(of_loss, of_ratios), skipped_metrics(batch, self.loss_config)]
+        losses, ratios = zip(*gather_object(parts), strict=True)
         return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type)
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:

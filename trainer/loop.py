@@ -284,6 +284,7 @@ class GRPOTrainer(WithCheckpoints):
             vocab_size=self.model.config.get_text_config().vocab_size,
             with_old_logprobs=self.learner.with_old_logprobs,
             attention=self.learner.attention,
+            can_skip=self.learner.can_skip,
         )
 
     def _choose_engine(self, rollout_func: Any, given: RolloutEngine | None) -> RolloutEngine:

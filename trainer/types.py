@@ -67,8 +67,15 @@ class EffectiveBatch:
     advantages: Tensor  # [B] fp32
     rewards: Tensor | None = None  # [B] fp32, NaN: not scored; to look at, nothing is computed from them
     in_loss: Tensor | None = None  # [B] bool, False: the sequence counts in normalisers only; None: all True
+    skipped: Tensor | None = None  # [B] bool, True: in the loss, but without a gradient, so not in the forward pass
     old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
     ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
+
+    @property
+    def in_forward(self) -> Tensor:
+        """[B] bool, the sequences that go through the model."""
+        in_loss = torch.ones(len(self.completion_ids), dtype=torch.bool) if self.in_loss is None else self.in_loss
+        return in_loss if self.skipped is None else in_loss & ~self.skipped
 
     def take(self, indices: Sequence[int]) -> EffectiveBatch:
         """These sequences, in this order."""
@@ -83,6 +90,7 @@ class EffectiveBatch:
             advantages=self.advantages[list(indices)],
             rewards=None if self.rewards is None else self.rewards[list(indices)],
             in_loss=None if self.in_loss is None else self.in_loss[list(indices)],
+            skipped=None if self.skipped is None else self.skipped[list(indices)],
             old_logprobs=some(self.old_logprobs),
             ref_logprobs=some(self.ref_logprobs),
         )
@@ -102,7 +110,7 @@ class EffectiveBatch:
         names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")
         return cls(
             **{name: lists(name) for name in names},
-            **{name: tensors(name) for name in ("advantages", "rewards", "in_loss")},
+            **{name: tensors(name) for name in ("advantages", "rewards", "in_loss", "skipped")},
         )
 
 

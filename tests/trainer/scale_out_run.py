@@ -101,6 +101,12 @@ def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) 
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def half_equal(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Differs within the groups of every other prompt."""
+    pairs = zip(prompts, completion_ids, strict=True)
+    return [float(sum(ids) % 7 if int(prompt[0]) % 2 else 2) for prompt, ids in pairs]
+
+
 def watch(policy: PolicyLoss) -> list[dict[str, Any]]:
     """What reaches the loss in each micro-batch from here on."""
     seen: list[dict[str, Any]] = []
@@ -124,12 +130,13 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
     model = Qwen2ForCausalLM(Qwen2Config(**config))
     callbacks = [Stop] if options.pop("rank_that_stops", None) == int(os.environ.get("RANK", "0")) else []
+    rewards = half_equal if options.pop("half_equal", False) else reward
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     engine = EngineByPrompt(model, group=defaults["num_generations"])
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
-    trainer = GRPOTrainer(model, reward, args, rows, **more)
+    trainer = GRPOTrainer(model, rewards, args, rows, **more)
     learner = trainer.learner
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))

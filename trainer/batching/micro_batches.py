@@ -40,7 +40,7 @@ def micro_batches(
     attention: float = 0.0,
     agree: Callable[[int], int] = int,
 ) -> list[MicroBatch]:
-    """Every sequence of the loss once, in as many micro-batches as all ranks agree on, at least one.
+    """Every sequence of the forward pass once, in as many micro-batches as all ranks agree on, at least one.
 
     Args:
         sequences: how many a micro-batch holds, in order, where there is no `max_tokens`.
@@ -50,9 +50,7 @@ def micro_batches(
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
         agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
-    chosen: Sequence[int] = range(len(batch.completion_ids))
-    if batch.in_loss is not None:
-        chosen = batch.in_loss.nonzero()[:, 0].tolist()
+    chosen: list[int] = batch.in_forward.nonzero()[:, 0].tolist()
     lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in chosen]
     if max_tokens is None:
         cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]

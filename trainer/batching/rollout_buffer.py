@@ -84,7 +84,7 @@ def split_groups(batch: EffectiveBatch, steps: int, together: int) -> list[Effec
 
 def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
     """A batch as tensors, for `batch_from_tensors`."""
-    per_sequence = {"advantages": batch.advantages, "rewards": batch.rewards, "in_loss": batch.in_loss}
+    per_sequence = {name: getattr(batch, name) for name in ("advantages", "rewards", "in_loss", "skipped")}
     return {name: values for name, values in per_sequence.items() if values is not None} | rows_as_tensors(batch)
 
 
@@ -94,5 +94,6 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> EffectiveBatch:
         advantages=tensors["advantages"],
         rewards=tensors.get("rewards"),
         in_loss=tensors.get("in_loss"),
+        skipped=tensors.get("skipped"),
         **rows_from_tensors(tensors),
     )

@@ -44,20 +44,34 @@ def multi_objective_advantages(
         return group_advantages(total_rewards(per_function, weights), num_generations, scale=scale)
     columns = per_function.T
     groups = columns.reshape(-1, num_generations)
-    normalised = (groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups) + EPSILON)
+    normalised = _centred(groups) / (nanstd(groups) + EPSILON)
     total = total_rewards(normalised.view(columns.shape).T, weights)[None]
-    return ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+    advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+    # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
+    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(num_generations)
+    return advantages.masked_fill(equal, 0.0)
 
 
 def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]) -> Tensor:
     """Advantages [B] from rewards [B], prompt-major groups of `num_generations`. NaN rewards give 0."""
     groups = rewards.view(-1, num_generations)
-    centred = groups - groups.nanmean(1, keepdim=True)
+    centred = _centred(groups)
     if scale == "group":
         centred = centred / (nanstd(groups) + EPSILON)
     elif scale == "batch":
         centred = centred / (nanstd(rewards[None]) + EPSILON)
     return centred.nan_to_num(0.0).flatten()
+
+
+def _centred(groups: Tensor) -> Tensor:
+    """[P, G] without the mean of each row, exactly 0 where a row is equal: its mean is rounded, and divided by 1e-4."""
+    return (groups - groups.nanmean(1, keepdim=True)).masked_fill(_are_equal(groups) & ~groups.isnan(), 0.0)
+
+
+def _are_equal(groups: Tensor) -> Tensor:
+    """Whether the values of each row of [P, G] that are not NaN are all the same, [P, 1] bool."""
+    lowest, highest = (groups.masked_fill(groups.isnan(), fill) for fill in (torch.inf, -torch.inf))
+    return lowest.amin(1, keepdim=True) >= highest.amax(1, keepdim=True)
 
 
 def nanstd(values: Tensor) -> Tensor:

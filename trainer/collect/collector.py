@@ -32,6 +32,7 @@ from torch import Tensor
 from fused_grpo.errors import RewardError
 from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
+from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
 from fused_grpo.trainer.collect.evaluation import Evaluation
 from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
@@ -79,6 +80,7 @@ class Collector:
         vocab_size: token ids of completions must be below it.
         with_old_logprobs: adds the log-probs of the current policy to a batch.
         attention: the cost of attending to one token, by which sequences are balanced across ranks.
+        can_skip: completions with advantage 0 have no gradient, and are left out of the forward pass.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class Collector:
         vocab_size: int,
         with_old_logprobs: OldLogprobs,
         attention: float,
+        can_skip: bool,
     ) -> None:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
-        self.with_old_logprobs, self.attention = with_old_logprobs, attention
+        self.with_old_logprobs, self.attention, self.can_skip = with_old_logprobs, attention, can_skip
         self.group_part = args.group_part(accelerator.num_processes)
         self.generate_calls = 0
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
@@ -142,6 +145,8 @@ class Collector:
         together = math.gcd(share, self.args.num_generations)
         batches = split_groups(self._effective_batch(scored, advantages), steps, together)
         with phases("train"):
+            if self.can_skip:
+                batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
             batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.with_old_logprobs(batch) for batch in batches[1:]]

@@ -89,6 +89,9 @@ class GRPOConfig(AsTransformers):
     dynamic_sampling: int = 0
     """Number of further generations for groups whose rewards are all equal (DAPO). 0 keeps such groups."""
 
+    skip_zero_advantages: bool = True
+    """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no entropy term).
+    Loss and gradients stay the same; metrics such as `entropy` are of the other completions. False keeps all."""
     generate_ahead: bool = False
     """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
 

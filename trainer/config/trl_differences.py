@@ -62,6 +62,11 @@ BEHAVIOURS = [
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),
     Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),
     Behaviour(
+        "`entropy` and the metrics of the sampler are of all completions",
+        "without those of advantage 0 where these have no gradient, unless `skip_zero_advantages=False`",
+        "metrics only",
+    ),
+    Behaviour(
         '`vllm_mode="server"` needs `trl vllm-serve`',
         "it needs a plain vLLM server with `VLLM_SERVER_DEV_MODE=1` ([scaling out](scaling-out.md))",
         "none",

@@ -13,12 +13,13 @@ from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_f
 from fused_grpo.trainer.types import EffectiveBatch
 
 
-@given(st.lists(st.integers(1, 10_000), max_size=40), st.integers(1, 8))
+@given(st.lists(st.integers(1, 10_000) | st.just(0), max_size=40), st.integers(1, 8))
 def test_every_sequence_goes_to_one_rank_and_all_get_equally_many(costs, ranks):
     assigned = assignments([float(cost) for cost in costs], ranks)
     assert sorted(index for indices in assigned for index in indices) == list(range(len(costs)))
     assert len(assigned) == ranks
-    assert max(map(len, assigned)) <= -(-len(costs) // ranks)
+    for chosen in (range(len(costs)), [index for index, cost in enumerate(costs) if cost]):
+        assert max(len(set(indices) & set(chosen)) for indices in assigned) <= -(-len(chosen) // ranks)
 
 
 def test_work_is_nearly_equal_where_lengths_are_far_apart():

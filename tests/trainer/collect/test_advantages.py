@@ -96,6 +96,14 @@ def test_advantages_are_those_of_the_group():
     torch.testing.assert_close(group_advantages(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
 
 
+@pytest.mark.parametrize("aggregation", ORDERS)
+def test_equal_rewards_give_no_advantage_whatever_the_rounding_of_their_mean(aggregation):
+    rewards = torch.tensor([[0.1, 0.7]] * 6 + [[0.1 * index, 0.3] for index in range(6)])
+    given = multi_objective_advantages(rewards, torch.tensor([1.0, 0.3]), 6, scale="group", aggregation=aggregation)
+    assert given[:6].tolist() == [0.0] * 6
+    assert given[6:].abs().min() > 0.1
+
+
 def test_unscored_completions_take_no_part_in_their_group():
     advantages = group_advantages(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
     torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 1.0, 0.0, 0.0, 0.0]))

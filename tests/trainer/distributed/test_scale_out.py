@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "scale_out_run.py"
 RECIPES = Path(__file__).parents[3] / "trainer/recipes/accelerate"
 TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
+HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int]]] = {
@@ -26,8 +27,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
-    "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (2, 8)),
+    "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (1, 16)),
     "three groups over both": ({}, {"num_iterations": 2, "scale_rewards": "group"}, (12, 1), (3, 2)),
+    "half of the groups equal": ({}, HALF, (16, 1), (1, 8)),
     "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
@@ -78,8 +80,9 @@ def entries(processes: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 def alone(launch):
     """Each run in one process; once, where runs differ in nothing but how their steps are cut."""
     names = {json.dumps(rest): (name, *rest) for name, *rest in entries(1)}
-    found = launch(names.values(), env=None)
-    return {name: found[names[json.dumps(rest)][0]][0] for name, *rest in entries(1)}
+    kept = ("kept", {}, {**HALF, "per_device_train_batch_size": 16, "skip_zero_advantages": False})
+    found = launch([*names.values(), kept], env=None)
+    return {name: found[names[json.dumps(rest)][0]][0] for name, *rest in entries(1)} | {"kept": found["kept"][0]}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,18 @@ def test_a_process_without_work_meets_the_other(shared):
     first, second = shared[1]["one process without work"]
     pairs = [(a["tokens"], b["tokens"]) for a, b in zip(first["seen"], second["seen"], strict=True)]
     assert any(min(pair) == 0 < max(pair) for pair in pairs), pairs
+
+
+def test_two_processes_leave_completions_without_an_advantage_out_and_make_the_same_update(alone, shared):
+    kept, ranks = alone["kept"], shared[1]["half of the groups equal"]
+    for key, tensor in kept["parameters"].items():
+        torch.testing.assert_close(ranks[0]["parameters"][key], tensor, rtol=0, atol=1e-6)
+    seen = [[part["tokens"] for part in rank["seen"]] for rank in ranks]
+    assert sum(map(sum, seen)) < 0.8 * sum(part["tokens"] for part in kept["seen"])
+    assert any(min(pair) == 0 < max(pair) for pair in zip(*seen, strict=True)), seen
+    # Micro-batches of one sequence: 3 are left, twice, and then 2. Each process has half of them, rounded up.
+    assert [len(counts) for counts in seen] == [2 + 2 + 1] * 2
+    assert ranks[0]["metrics"]["completion_tokens"] == kept["metrics"]["completion_tokens"]
 
 
 def test_two_processes_resume_where_they_stopped(launch, wrapper, shared):

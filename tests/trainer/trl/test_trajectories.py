@@ -7,6 +7,8 @@ TRL logs, under the same name and with the same value. What differs by design is
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -50,11 +52,16 @@ def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
 
 
-def compare(trl: types.ModuleType, **options: Any) -> None:
+def compare(
+    trl: types.ModuleType, changes: Mapping[str, Any] = MappingProxyType({}), but: Sequence[str] = (), **options: Any
+) -> None:
+    """Compare everything, with `changes` of our options alone, `but` some metrics."""
     shared = {"max_steps": 10, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 2}
     options = {**shared, "use_vllm": False, "model": trl_runs.saved_model(), **options}
     theirs, their_log = trl_runs.run(trl.GRPOTrainer, **options)
-    mine, my_log = trl_runs.run(GRPOTrainer, config_class=GRPOConfig, **options)
+    mine, my_log = trl_runs.run(
+        GRPOTrainer, config_class=GRPOConfig, **{"skip_zero_advantages": False, **options, **changes}
+    )
     far = {name: (mine[name] - value).abs().max().item() for name, value in theirs.items()}
     print(f"parameters: {max(far.values()):.1e} ({max(far, key=far.get)})")
     metrics = [entry for entry in my_log if "loss" in entry or "train_loss" in entry]
@@ -62,7 +69,7 @@ def compare(trl: types.ModuleType, **options: Any) -> None:
     for given, wanted in zip(metrics, their_log, strict=True):
         for name in wanted:
             assert name in given, f"{name} of step {wanted['step']} is not logged; there are {sorted(given)}"
-            if not any(clocked in name for clocked in NOT_COMPARED):
+            if not any(left in name for left in (*NOT_COMPARED, *but)):
                 apart[name] = max(apart.get(name, 0.0), difference(given[name], wanted[name]))
     worst = sorted(apart, key=apart.get, reverse=True)[:3]
     print("metrics:", ", ".join(f"{name} {apart[name]:.1e}" for name in worst))
@@ -86,6 +93,11 @@ def test_ten_steps_are_those_of_trl(trl, loss_type, beta, updates):
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_other_options_are_those_of_trl(trl, options):
     compare(trl, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"epsilon": 1e-3, "num_iterations": 2, **SEQUENCE}])
+def test_completions_without_an_advantage_are_left_out_and_nothing_but_the_entropy_differs(trl, options):
+    compare(trl, changes={"skip_zero_advantages": True}, but=["entropy"], **options)
 
 
 def test_log_probs_of_a_rollout_func_change_nothing_without_vllm(trl):
