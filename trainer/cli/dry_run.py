@@ -19,12 +19,12 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError, FusedGRPOError
-from fused_grpo.trainer.cli.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.data.prompts import longest_prompt
 from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.loading import wants_bf16
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 
 SAMPLED_PROMPTS = 256
 

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.logging import is_progress_bar_enabled
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.logging.progress import progress
 
 _log = logging.getLogger(__name__)
 
@@ -81,18 +85,24 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
-def load_with_tokenizer(
-    model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig
-) -> tuple[Any, Any]:
-    """The tokenizer and the model, each the given one or loaded from a path or hub id.
+def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
+    """The given tokenizer, or that of a model, which is given or a path or hub id.
 
     Raises:
         InputError: as `load_tokenizer`.
     """
-    model = str(model) if isinstance(model, Path) else model
-    options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+    options = _loading_options(args)
     of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-    return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+    return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
+
+
+def model_for(model: str | Path | PreTrainedModel, args: GRPOConfig) -> Any:
+    """The given model, or the one of a path or hub id."""
+    return load_model(str(model) if isinstance(model, Path) else model, **_loading_options(args))
+
+
+def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -108,8 +118,17 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
             )
         return model
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
+    downloads = not Path(model).exists() and not _is_cached(model)
+    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
+    with progress(f"{'downloading and ' * downloads}loading {model}", bars=downloads or is_progress_bar_enabled()):
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
     return loaded
+
+
+def _is_cached(model: str) -> bool:
+    """Whether weights of that hub id are in the hub's cache."""
+    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
 
 
 def load_tokenizer(

@@ -103,13 +103,13 @@ class Named(NamedTuple):
 
 
 NAMED = {
-    "accuracy": Named(accuracy, "1 for the right final answer (a number, or the same text), else 0", "answer"),
-    "accuracy_reward": Named(accuracy_reward, "1 for the right answer as mathematics, by math-verify", "solution"),
-    "format": Named(format_reward, "1 for one <think>...</think> block and an answer after it, else 0"),
+    "accuracy": Named(accuracy, "1 for the right final answer (number or text), else 0", "answer"),
+    "accuracy_reward": Named(accuracy_reward, "1 for the right answer as mathematics (math-verify)", "solution"),
+    "format": Named(format_reward, "1 for one <think>...</think> block, then an answer"),
     "think_format_reward": Named(format_reward, "the same, under TRL's name"),
-    "length": Named(length_reward, "0 at so many tokens, -1 at none and at twice as many", numbers=("TOKENS",)),
+    "length": Named(length_reward, "0 at so many tokens, -1 at none and at twice that", numbers=("TOKENS",)),
     "overlong": Named(
-        soft_overlong_punishment, "0 up to MAX - CACHE tokens, falling to -1 at MAX (DAPO)", numbers=("MAX", "CACHE")
+        soft_overlong_punishment, "0 up to MAX - CACHE tokens, -1 at MAX (DAPO)", numbers=("MAX", "CACHE")
     ),
 }
 
