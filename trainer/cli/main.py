@@ -93,7 +93,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """Train with these options, or show them (`--dry-run`)."""
-    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
