@@ -145,7 +145,7 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory
         lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
-    below = textwrap.wrap(LEFT_OUT, 100)
+    below = textwrap.wrap(LEFT_OUT, 80)
     title = "memory of one device, an estimate"
     return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
 

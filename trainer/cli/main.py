@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -299,8 +300,9 @@ def print_recipes() -> None:
     """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
     from fused_grpo.trainer.cli.options import RECIPES
 
-    for path in sorted(RECIPES.glob("*.yaml")):
-        print(f"{path.stem:16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+    for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
+        what = path.read_text().partition("\n")[0].removeprefix("# ")
+        print(textwrap.fill(f"{path.stem:16} {what}", 80, subsequent_indent=17 * " "))
     for path in sorted((RECIPES / "accelerate").glob("*.yaml")):
         print(path)
 

@@ -48,6 +48,9 @@ SECTIONS = {
 # Flags without a --no- form.
 COMMANDS = ("dry_run", "resume")
 
+DESCRIPTION = """Train a causal language model with GRPO. Without --model, a small new one is
+trained on a built-in task: the demo, whose defaults are beside the others."""
+
 # What the help shows as a value; tyro's "{None}|STR" says no more, since the default is None.
 METAVARS: dict[Any, str] = {
     str | None: "STR",
@@ -169,7 +172,7 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
         _sectioned(TrainOptions() if "model" in values or no_demo else TrainOptions(**demo), demo),
         args=[*as_arguments(values), *arguments],
         prog="fused-grpo train",
-        description=TrainOptions.__doc__,
+        description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
     )
     return TrainOptions(**{name: value for section in vars(parsed).values() for name, value in vars(section).items()})

@@ -82,18 +82,19 @@ def announce(
 
 
 def _batch(args: GRPOConfig, processes: int) -> str:
+    """The arithmetic of an optimizer step."""
     group, micro_batch = args.num_generations, args.per_device_train_batch_size
-    sequences = micro_batch * args.gradient_accumulation_steps * processes
-    steps = args.optimizer_steps_per_generation(processes)
-    on = f" on {processes} processes" if processes > 1 else ""
-    text = (
-        f"{sequences / group:.4g} prompt(s) x {group} completions = {sequences} sequences per optimizer step, "
-        f"in {args.gradient_accumulation_steps} micro-batch(es) of {micro_batch}{on}"
-    )
-    uses = [f"generated for {steps} steps at a time"] * (steps > 1) + [f"used {args.num_iterations} times"] * (
-        args.num_iterations > 1
-    )
-    return "; ".join([text, *uses])
+    micro_batches, steps = args.gradient_accumulation_steps, args.optimizer_steps_per_generation(processes)
+    sequences = micro_batch * micro_batches * processes
+    prompts = f"{sequences / group:.4g} prompt{'s' * (sequences != group)}"
+    parts = [
+        f"{sequences} sequences = {prompts} x {group} completions",
+        f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} of {micro_batch}"
+        + f" on each of {processes} processes" * (processes > 1),
+        f"generated for {steps} steps at a time" * (steps > 1),
+        f"used {args.num_iterations} times" * (args.num_iterations > 1),
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _shape(args: GRPOConfig, model: Any, peft_config: Any) -> ModelShape | None:
@@ -135,8 +136,8 @@ def _memory(
         engine=engine if engine in get_args(EngineName) else "server",  # the memory of the user's own is unknown
     )
     known = bytes_text(sum(term.size or 0 for term in terms))
-    without = "" if all(term.size is not None for term in terms) else f" and {engine}"
+    without = "" if all(term.size is not None for term in terms) else f" and {engine}'s"
     has = ""
     if torch.cuda.is_available() and not args.use_cpu:
         has = f" of {bytes_text(torch.cuda.get_device_properties(0).total_memory)}"
-    return f"about {known}{without}{has} on each device (an estimate; its parts: --dry-run)"
+    return f"about {known}{without}{has} per device, an estimate (see --dry-run)"

@@ -48,7 +48,14 @@ def test_the_first_command_works_as_typed_and_has_its_plan_before_the_engine(que
     quick = "--use-vllm False --max-steps 2 --max-completion-length 4 --save-strategy no"
     main([*command.split(), "--reward-funcs", "accuracy", *quick.split()])
     (before,) = shown_before
-    for text in ("accuracy", "model (", "parameters)", "6 prompts", "transformers", "1 prompt(s) x 8 completions"):
+    for text in (
+        "accuracy",
+        "model (",
+        "parameters)",
+        "6 prompts",
+        "transformers",
+        "8 sequences = 1 prompt x 8 completions",
+    ):
         assert text in before
     assert "2 optimizer steps" in before
     assert re.search(r"memory +about \d", before)
@@ -104,7 +111,7 @@ def test_help_has_the_defaults_of_a_real_run_and_names_those_of_the_demo(capsys,
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])
     shown = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in shown.splitlines()[3:])
+    assert all(len(line) <= 80 for line in shown.splitlines())
     shown = " ".join(re.sub("[│╭╰─]", " ", shown).split())
     real, demo = TrainOptions(), read_yaml(RECIPES / "demo.yaml")
     assert "Peak learning rate. (default: 1e-06; demo: 0.001)" in shown
