@@ -68,6 +68,7 @@ from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
+from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
@@ -265,7 +266,8 @@ class GRPOTrainer(WithCheckpoints):
         """Evaluate the trainer's eval sets. Returns False where there are none."""
         if self.eval_dataset is None:
             return False
-        check_best_metric(self.args.metric_for_best_model, self.evaluate())
+        with progress("evaluating"):
+            check_best_metric(self.args.metric_for_best_model, self.evaluate())
         return True
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_stream
-from fused_grpo.trainer.data.prompts import longest_prompt
+from fused_grpo.trainer.data.prompts import is_conversational, longest_prompt
 from fused_grpo.trainer.engines.engine_choice import EngineName
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.advice import at_start
@@ -64,7 +64,7 @@ def announce(
     facts = {
         "task": "+".join(rewards),
         "model": f"{name}{size}",
-        "data": f"{len(dataset):,} prompts" if is_known else "a stream of prompts",
+        "data": (f"{len(dataset):,} prompts" if is_known else "a stream of prompts") + _kind(dataset, tokenizer),
         "engine": engine,
         "batch": _batch(args, processes),
         "run": f"{max_steps:,} optimizer steps",
@@ -76,9 +76,21 @@ def announce(
     console = Console(0, quiet=not accelerator.is_main_process)
     console.banner(facts)
     corrected = engine != "transformers" and args.vllm_importance_sampling_correction
-    for text in at_start(args, processes=processes, corrected=corrected):
+    thinks = "enable_thinking" in _template(tokenizer) or "<think>" in _template(tokenizer)
+    for text in at_start(args, processes=processes, corrected=corrected, thinks=thinks):
         console.warn(text)
     return facts
+
+
+def _kind(dataset: Any, tokenizer: Any) -> str:
+    """Whether the model sees the prompts in its chat template."""
+    if is_stream(dataset) or not _template(tokenizer):
+        return ""
+    return ", conversations" if is_conversational(dataset[0]) else ", plain text: the model's chat template is not used"
+
+
+def _template(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "chat_template", None) or "")
 
 
 def _batch(args: GRPOConfig, processes: int) -> str:

@@ -15,16 +15,18 @@ from fused_grpo.trainer.logging.run_log import metric
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
+THINKING_TOKENS = 2048  # fewer are seldom enough
 SUGGESTED_PROMPTS = 32  # prompts of an optimizer step, as in the recipes
 
 
-def at_start(args: GRPOConfig, *, processes: int, corrected: bool) -> list[str]:
+def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool = False) -> list[str]:
     """What the options alone say.
 
     Args:
         args: the options of the run.
         processes: number of processes.
         corrected: whether the loss corrects for the difference between sampler and trainer.
+        thinks: whether the model's chat template is that of a model that thinks before it answers.
     """
     found = []
     sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
@@ -33,6 +35,13 @@ def at_start(args: GRPOConfig, *, processes: int, corrected: bool) -> list[str]:
         found.append(
             f"each optimizer step learns from {sequences / args.num_generations:.3g} prompt, so updates are noisy; "
             f"fix: gradient_accumulation_steps={steps} for {SUGGESTED_PROMPTS} prompts"
+        )
+    no_thinking = (args.chat_template_kwargs or {}).get("enable_thinking") is False
+    if thinks and not no_thinking and args.max_completion_length < THINKING_TOKENS:
+        found.append(
+            f"this model thinks before it answers, and max_completion_length={args.max_completion_length} cuts most of "
+            f"its completions; fix: max_completion_length={THINKING_TOKENS} or more, or "
+            'chat_template_kwargs={"enable_thinking": false} where the template has it'
         )
     cuts = {"top_p": (args.top_p or 1.0) < 1.0, "top_k": bool(args.top_k), "min_p": bool(args.min_p)}
     if corrected and any(cuts.values()):

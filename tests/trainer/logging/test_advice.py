@@ -45,6 +45,10 @@ def test_options_are_warned_of_at_the_start():
     (one_prompt,) = at_start(GRPOConfig(), processes=1, corrected=True)
     assert "1 prompt, so updates are noisy; fix: gradient_accumulation_steps=32" in one_prompt
     assert at_start(GRPOConfig(), processes=2, corrected=True) == []
+    (short,) = at_start(GRPOConfig(), processes=2, corrected=True, thinks=True)
+    assert "fix: max_completion_length=2048 or more" in short
+    enough = {"max_completion_length": 4096}, {"chat_template_kwargs": {"enable_thinking": False}}
+    assert all(at_start(GRPOConfig(**one), processes=2, corrected=True, thinks=True) == [] for one in enough)
     cut = GRPOConfig(gradient_accumulation_steps=2, top_p=0.9, generation_kwargs={"min_p": 0.1})
     (biased,) = at_start(cut, processes=1, corrected=True)
     assert biased.startswith("with top_p=0.9 and min_p=0.1 the sampler's log-probs")
