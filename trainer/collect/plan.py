@@ -75,11 +75,16 @@ def announce(
     facts["output"] = args.output_dir
     console = Console(0, quiet=not accelerator.is_main_process)
     console.banner(facts)
-    corrected = engine != "transformers" and args.vllm_importance_sampling_correction
-    thinks = "enable_thinking" in _template(tokenizer) or "<think>" in _template(tokenizer)
-    for text in at_start(args, processes=processes, corrected=corrected, thinks=thinks):
+    for text in warnings_of(args, tokenizer, engine=engine, processes=processes):
         console.warn(text)
     return facts
+
+
+def warnings_of(args: GRPOConfig, tokenizer: Any, *, engine: str, processes: int) -> list[str]:
+    """What the options alone give reason to warn of; the arguments are those of `announce`."""
+    corrected = engine != "transformers" and args.vllm_importance_sampling_correction
+    thinks = any(word in _template(tokenizer) for word in ("enable_thinking", "<think>"))
+    return at_start(args, processes=processes, corrected=corrected, thinks=thinks)
 
 
 def _kind(dataset: Any, tokenizer: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -128,7 +129,10 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
 def _is_cached(model: str) -> bool:
     """Whether weights of that hub id are in the hub's cache."""
     files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
+    except HFValidationError:  # no hub id: loading it raises its own error
+        return True
 
 
 def load_tokenizer(
