@@ -51,6 +51,7 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_rewards
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
+from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -67,10 +68,11 @@ from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
+from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
-from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
-from fused_grpo.trainer.models.adapters import adapt, base_model
-from fused_grpo.trainer.models.loading import has_dropout, load_with_tokenizer, wants_bf16
+from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
+from fused_grpo.trainer.models.adapters import adapt
+from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for, wants_bf16
 
 
 class GRPOTrainer(WithCheckpoints):
@@ -164,10 +166,11 @@ class GRPOTrainer(WithCheckpoints):
                 repeats=args.num_generations // args.group_part(processes),
             )
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
-            set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args, self.accelerator)
-            self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
+            self.processing_class = tokenizer_for(model, processing_class, args)
+            self.facts = self._announce(model, peft_config, rollout_engine or rollout_func or self.engine_name)
+            set_seed(args.seed, device_specific=True)  # for dropout and new adapters
+            self.model = adapt(model_for(model, args, self.accelerator), peft_config, args, self.accelerator)
             self.learner = Learner(
                 self.model,
                 args,
@@ -207,7 +210,7 @@ class GRPOTrainer(WithCheckpoints):
             with report_failure(self.accelerator), self.stop:
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while not self._is_over():
-                    phases = Phases()
+                    phases = Phases(first=not self.step_metrics.steps)
                     self._begin_step()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
@@ -263,7 +266,8 @@ class GRPOTrainer(WithCheckpoints):
         """Evaluate the trainer's eval sets. Returns False where there are none."""
         if self.eval_dataset is None:
             return False
-        check_best_metric(self.args.metric_for_best_model, self.evaluate())
+        with progress("evaluating"):
+            check_best_metric(self.args.metric_for_best_model, self.evaluate())
         return True
 
     def end(self) -> None:
@@ -273,6 +277,11 @@ class GRPOTrainer(WithCheckpoints):
         if distributed.is_initialized():
             barrier(self.accelerator)
             distributed.destroy_process_group()
+
+    def _announce(self, model: Any, peft_config: Any, engine: Any) -> dict[str, str]:
+        about: dict[str, Any] = {"peft_config": peft_config, "engine": engine, "tokenizer": self.processing_class}
+        about |= {"rewards": self.rewards.names, "dataset": self.dataset, "max_steps": self.max_steps}
+        return announce(self.model_path or model, self.args, self.accelerator, **about)
 
     def _make_collector(self) -> Collector:
         return Collector(
@@ -310,15 +319,7 @@ class GRPOTrainer(WithCheckpoints):
                 overwrite = self.args.overwrite_output_dir
                 prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
         self._prepare_state(None if checkpoint is None else self._restore(checkpoint), self.epochs.total)
-        facts = describe_run(
-            self.args,
-            self.model,
-            name=self.model_path or type(base_model(self.model)).__name__.removesuffix("ForCausalLM"),
-            rewards=self.rewards.names,
-            engine=self.engine.name,
-            prompts=self.args.prompts_per_generation(self.accelerator.num_processes),
-            processes=self.accelerator.num_processes,
-        )
+        facts = self.facts | {"engine": self.engine.name}
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)

@@ -1,8 +1,8 @@
 """`fused-grpo train --dry-run`: the options, batch and memory of a run, before anything is loaded, started or written.
 
 It has three parts: which options apply after the command line, the file and the defaults; how the batch divides; how
-much memory it needs. The first part is a YAML file that `--config` accepts. Under `accelerate launch` the arithmetic is
-that of all processes.
+much memory it needs. Below them are the warnings that the run would begin with. The first part is a YAML file that
+`--config` accepts. Under `accelerate launch` the arithmetic is that of all processes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError, FusedGRPOError
-from fused_grpo.trainer.cli.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
+from fused_grpo.trainer.collect.plan import SAMPLED_PROMPTS, warnings_of
 from fused_grpo.trainer.data.prompts import longest_prompt
 from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.loading import wants_bf16
-
-SAMPLED_PROMPTS = 256
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str]:
@@ -60,6 +59,8 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
         engine=engine_name(options),
     )
     yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
+    for text in warnings_of(options, tokenizer, engine=engine_name(options), processes=processes):
+        yield textwrap.fill(f"warning: {text}", 80)
 
 
 def resolved(options: TrainOptions) -> str:
@@ -145,7 +146,7 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory
         lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
-    below = textwrap.wrap(LEFT_OUT, 100)
+    below = textwrap.wrap(LEFT_OUT, 80)
     title = "memory of one device, an estimate"
     return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
 

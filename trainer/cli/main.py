@@ -1,4 +1,4 @@
-"""The command line: `fused-grpo train`, `recipes`, `report`, `bench` and `env`.
+"""The command line: `fused-grpo train`, `recipes`, `rewards`, `report`, `bench` and `env`.
 
 `fused-grpo train` without a model trains the built-in arithmetic task, so the whole path can be seen on any machine
 with one command. Its options are in `options.py`.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +24,40 @@ if TYPE_CHECKING:
     from fused_grpo.trainer.logging.run_output import TrainResult
     from fused_grpo.trainer.loop import GRPOTrainer
 
-USAGE = """usage: fused-grpo {train,recipes,report,bench,env} [options]
+USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
 
-  train        train a model with GRPO; without --model, the built-in arithmetic task
-               (fused-grpo train --help; --dry-run shows the options, the batch and the memory, and trains nothing)
-  recipes      names for train --config, and configurations for accelerate launch
+  train        train a model with GRPO; without --model, the built-in task
+               (--help: all options; --dry-run: options, batch and memory of a
+               run that is not started)
+  recipes      names for train --config, and configurations for accelerate
+  rewards      names for train --reward-funcs
   report DIR   write report.html again from the logs of the run in DIR
-  bench        time and memory of the ops and the trainer beside their peers, on this machine (fused-grpo bench --help)
-  env          versions, devices, and which implementations can run on this machine
+  bench        time and memory of the ops and the trainer on this machine
+               (fused-grpo bench --help)
+  env          versions, devices, and which implementations can run here
+
+  fused-grpo train --model Qwen/Qwen2.5-0.5B-Instruct \\
+      --dataset questions.jsonl --prompt-column question \\
+      --answer-column answer --reward-funcs accuracy
 """
+
+
+BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with extra_installed():
-            run(arguments)
+        try:
+            with extra_installed():
+                run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
@@ -61,6 +79,8 @@ def run(arguments: Sequence[str]) -> None:
             raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
         case ["recipes"]:
             print_recipes()
+        case ["rewards"]:
+            print_rewards()
         case ["bench", *options]:
             # By name, because bench/ is above this floor; it needs pytest.
             sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
@@ -69,18 +89,21 @@ def run(arguments: Sequence[str]) -> None:
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
         case [unknown, *_]:
-            raise InputError(f"got the command {unknown!r}, want 'train', 'recipes', 'report', 'bench' or 'env'")
+            raise InputError(f"got the command {unknown!r}, want train, recipes, rewards, report, bench or env")
 
 
 def train(arguments: Sequence[str]) -> None:
     """Train with these options, or show them (`--dry-run`)."""
+    from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
     from fused_grpo.trainer.cli.options import parse_train_options
 
     options = parse_train_options(arguments)
-    disable_progress_bar()  # bars for single files, between our own lines
+    disable_progress_bar()  # of weights, between our own lines
+    if sys.stderr.isatty():
+        enable_progress_bars()  # of downloads
     # Before anything slow: the demo checks its output directory before it makes its model.
     options.prompts_per_process(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
     check_combination(options)
@@ -187,28 +210,72 @@ def adapter(options: TrainOptions) -> dict[str, Any]:
 
 
 def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
-    """The training or the held-out rows that the options name.
+    """The training or the held-out rows that the options name, as these fit them to the trainer.
 
     Raises:
-        DataError: a source that cannot be read.
+        DataError: a source that cannot be read, or has not the columns that the options name.
         InputError: a function that cannot be loaded.
     """
+    from fused_grpo.trainer.data.columns import first_rows, with_system_prompt
+
+    option, source, split, limit = (
+        ("--eval-dataset", options.eval_dataset, options.eval_dataset_split, options.eval_limit)
+        if held_out
+        else ("--dataset", options.dataset, options.dataset_split, options.limit)
+    )
+    assert source is not None
+    try:
+        rows = load_source(source, split, options.dataset_config)
+    except DataError as error:
+        raise DataError(f"{error} ({option}{'; None leaves it out' * held_out})") from error
+    rows = named_columns(rows if limit is None else first_rows(rows, limit), options, f"{option} {source}")
+    return rows if options.system_prompt is None else with_system_prompt(rows, options.system_prompt)
+
+
+def load_source(source: str, split: str, config: str | None) -> Any:
+    """The rows of a file, a hub dataset or a function."""
     from datasets import disable_progress_bars
 
     from fused_grpo.trainer.data.datasets import load_rows
     from fused_grpo.trainer.rewards.named_reward import load_reward
 
     disable_progress_bars()  # a file of prompts is read quickly
-    source = options.eval_dataset if held_out else options.dataset
-    split = options.eval_dataset_split if held_out else options.dataset_split
-    assert source is not None
     if ":" in source and not Path(source).exists():
         function: Any = load_reward(source)  # loads any function by its name
         try:
             return function(split)
         except Exception as error:
-            raise DataError(f"got --dataset {source}, which raised {type(error).__name__}: {error}") from error
-    return load_rows(source, split=split, config=options.dataset_config)
+            raise DataError(f"got the dataset {source}, which raised {type(error).__name__}: {error}") from error
+    return load_rows(source, split=split, config=config)
+
+
+def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
+    """The rows with the column of prompts as "prompt", and that of answers as the rewards read it.
+
+    Raises:
+        DataError: a column of `prompt_column`, `answer_column` or a reward with a short name is not there.
+    """
+    from fused_grpo.trainer.data.columns import columns_of, renamed
+    from fused_grpo.trainer.rewards.builtin_rewards import NAMED
+
+    have = columns_of(rows)
+    if not have or isinstance(rows, Mapping):  # no rows, or no dataset, which the trainer says
+        return rows
+    known = ", ".join(map(repr, have)) or "none"
+    read = {name: NAMED[name].column for name in options.reward_funcs if name in NAMED and NAMED[name].column}
+    names = {"prompt": options.prompt_column}
+    if options.answer_column is not None:
+        names["solution" if "solution" in read.values() else "answer"] = options.answer_column
+    for option, column in zip(("--prompt-column", "--answer-column"), names.values(), strict=False):
+        if column not in have:
+            raise DataError(f"got {source} with the columns {known}, want {column!r}; fix: {option} with one of them")
+    for reward, column in read.items():
+        if column not in names and column not in have:
+            raise DataError(
+                f"got --reward-funcs {reward}, which reads the column {column!r}, and {source} with {known}; "
+                "fix: --answer-column with the one that has the correct answers"
+            )
+    return renamed(rows, names)
 
 
 def is_first_process() -> bool:
@@ -233,10 +300,21 @@ def print_recipes() -> None:
     """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
     from fused_grpo.trainer.cli.options import RECIPES
 
-    for path in sorted(RECIPES.glob("*.yaml")):
-        print(f"{path.stem:16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+    for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
+        what = path.read_text().partition("\n")[0].removeprefix("# ")
+        print(textwrap.fill(f"{path.stem:16} {what}", 80, subsequent_indent=17 * " "))
     for path in sorted((RECIPES / "accelerate").glob("*.yaml")):
         print(path)
+
+
+def print_rewards() -> None:
+    """Each short name of a reward with what it scores and the column that it reads."""
+    from fused_grpo.trainer.rewards.builtin_rewards import NAMED, usage_of
+
+    for name, reward in NAMED.items():
+        print(f"{usage_of(name):20} {reward.scores}")
+        if reward.column:
+            print(f"{'':20} reads the column {reward.column!r} (--answer-column)")
 
 
 def print_environment() -> None:

@@ -48,6 +48,19 @@ SECTIONS = {
 # Flags without a --no- form.
 COMMANDS = ("dry_run", "resume")
 
+DESCRIPTION = """Train a causal language model with GRPO. Without --model, a small new one is
+trained on a built-in task: the demo, whose defaults are beside the others."""
+
+# What the help shows as a value; tyro's "{None}|STR" says no more, since the default is None.
+METAVARS: dict[Any, str] = {
+    str | None: "STR",
+    int | None: "INT",
+    float | None: "FLOAT",
+    list[str] | None: "STR [STR ...]",
+    list[float] | None: "FLOAT [FLOAT ...]",
+    list[str] | str | None: "STR [STR ...]",
+}
+
 # Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
 MAX_DEPTH = 20
 
@@ -60,17 +73,29 @@ class TrainOptions(GRPOConfig):
     """Path or hub id of the model. None trains a small new model on the built-in arithmetic task."""
     dataset: str | None = None
     """Source of the prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as
-    module:name or path.py:name. The model gets the "prompt" column, the rewards get all others."""
+    module:name or path.py:name. The model gets the column of prompts, the rewards get all others."""
     dataset_split: str = "train"
     """Split of a hub dataset."""
     dataset_config: str | None = None
     """Configuration of a hub dataset that has several."""
+    prompt_column: str = "prompt"
+    """Column with the prompts: text, or conversations."""
+    answer_column: str | None = None
+    """Column with the correct answers. Rewards get it as "answer", and accuracy_reward as "solution"."""
+    system_prompt: str | None = None
+    """System message that makes conversations of prompts that are text, as chat models expect; "" makes
+    conversations without a system message. None leaves text as it is."""
+    limit: int | None = None
+    """Number of rows to use, the first ones. None is all."""
     eval_dataset: str | None = None
-    """Source of held-out prompts, of the same three kinds as `dataset`."""
+    """Source of held-out prompts, of the same three kinds as `dataset`, with the same columns."""
     eval_dataset_split: str = "test"
     """Split of a hub dataset of held-out prompts."""
+    eval_limit: int | None = None
+    """Number of held-out rows to use, the first ones. None is all."""
     reward_funcs: list[str] = field(default_factory=list)
-    """Reward functions as module:name or path.py:name, or reward models as paths or hub ids."""
+    """Reward functions: short names that `fused-grpo rewards` lists (accuracy, format, length=TOKENS), or
+    module:name or path.py:name, or reward models as paths or hub ids."""
     config: str | None = None
     """Path of a YAML file with values for these options, or the name of a recipe of the package. The command line
     overrides it."""
@@ -93,6 +118,9 @@ class TrainOptions(GRPOConfig):
     def __post_init__(self) -> None:
         if self.resume and self.resume_from_checkpoint is None:
             self.resume_from_checkpoint = True
+        for name in ("limit", "eval_limit"):
+            if (rows := getattr(self, name)) is not None and rows < 1:
+                raise InputError(f"got {name}={rows}, want at least 1 row, or None for all")
         super().__post_init__()
 
     def trainer_args(self) -> GRPOConfig:
@@ -122,6 +150,8 @@ class TrainOptions(GRPOConfig):
 def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     """Options of the command line, of a YAML file, and the defaults (those of the demo where there is no model).
 
+    The help shows the defaults of a run with a model, and those of the demo beside them where they differ.
+
     Raises:
         InputError: a value out of its range, options that do not go together, or a file that cannot be used.
         UnsupportedError: an option of TRL's that this trainer does not have.
@@ -136,12 +166,13 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
             raise UnsupportedError(
                 f"got {option}, an option of TRL's that this trainer does not have: {missing.why}; fix: leave it out"
             )
-    has_model = "model" in values or any(argument.split("=")[0] == "--model" for argument in arguments)
+    demo = read_yaml(RECIPES / "demo.yaml")
+    no_demo = {"--model", "-h", "--help"}.intersection(argument.split("=")[0] for argument in arguments)
     parsed: Any = tyro.cli(
-        _sectioned(TrainOptions() if has_model else TrainOptions(**read_yaml(RECIPES / "demo.yaml"))),
+        _sectioned(TrainOptions() if "model" in values or no_demo else TrainOptions(**demo), demo),
         args=[*as_arguments(values), *arguments],
         prog="fused-grpo train",
-        description=TrainOptions.__doc__,
+        description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
     )
     return TrainOptions(**{name: value for section in vars(parsed).values() for name, value in vars(section).items()})
@@ -230,8 +261,12 @@ def field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _sectioned(defaults: TrainOptions) -> type:
-    """A dataclass of dataclasses, one per section, with all fields of `defaults`: that is how tyro groups options."""
+def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
+    """A dataclass of dataclasses, one per section, with all fields of `defaults`: that is how tyro groups options.
+
+    `demo`: values of the demo, for the help.
+    """
+    real = TrainOptions()
     types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
     sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}
     title = ""
@@ -242,13 +277,24 @@ def _sectioned(defaults: TrainOptions) -> type:
             annotation = Annotated[dict[str, Any] | None, JSON_OBJECT]
         elif name in COMMANDS:
             annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
-        annotation = Annotated[annotation, tyro.conf.arg(help=helps[name])]
+        differs = name in demo and demo[name] != getattr(real, name)
+        shown: dict[str, Any] = {
+            "help": helps[name],
+            "help_behavior_hint": partial(_default, demo=f"; demo: {demo[name]}" if differs else ""),
+            "metavar": METAVARS.get(types[name]),
+        }
+        annotation = Annotated[annotation, tyro.conf.arg(**shown)]
         sections[title].append((name, annotation, field(default_factory=partial(getattr, defaults, name))))
     groups: list[Any] = []
     for number, (title, fields) in enumerate(sections.items()):
         group = dataclasses.make_dataclass(f"Section{number}", fields)
         groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
     return dataclasses.make_dataclass("Sections", groups)
+
+
+def _default(default: str, *, demo: str) -> str:
+    """What the help says about the default of an option."""
+    return f"(default: {default or 'none'}{demo})"
 
 
 def _read_object(texts: list[str]) -> dict[str, Any] | None:
@@ -263,7 +309,7 @@ def _read_object(texts: list[str]) -> dict[str, Any] | None:
 
 JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
     nargs=1,
-    metavar="{None}|JSON",
+    metavar="JSON",
     instance_from_str=_read_object,
     is_instance=lambda value: isinstance(value, dict | None),
     str_from_instance=lambda value: [json.dumps(value) if value is not None else "None"],

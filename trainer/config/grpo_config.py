@@ -75,7 +75,7 @@ class GRPOConfig(AsTransformers):
     per_device_train_batch_size: int = 8
     """Number of sequences (not prompts) in a micro-batch of one process."""
     gradient_accumulation_steps: int = 1
-    """Number of micro-batches per optimizer step. It changes the memory, not the update."""
+    """Number of micro-batches per optimizer step: a larger step in the same memory."""
     num_generations: int = 8
     """Number of completions per prompt, the size of a group. It must divide the sequences of a generated batch."""
     num_iterations: int = 1

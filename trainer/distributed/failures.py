@@ -27,6 +27,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fused_grpo.errors import FusedGRPOError, PeerError
+from fused_grpo.trainer.logging.progress import live
 
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.
 REASON_SECONDS = 2.0
@@ -68,7 +69,8 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     """
     failure: Exception | None = None
     try:
-        yield
+        with live(doing):
+            yield
     except Exception as error:
         failure = error
     try:

@@ -20,6 +20,7 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.engines.vllm.lora_engine import VLLMAdapterEngine
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
 
@@ -65,10 +66,12 @@ def choose_engine(
         UnsupportedError: an option that the engine does not have on this machine.
         UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
+    needs_engine = rollout_func is None or args.use_vllm or args.vllm_mode == "server"
+    with progress(f"starting the engine: {name}"):
+        inner = _make_engine(name, args, model, tokenizer, datasets) if needs_engine else None
     if rollout_func is None:
-        return _make_engine(name, args, model, tokenizer, datasets)
-    needs_inner = args.use_vllm or args.vllm_mode == "server"
-    inner = _make_engine(name, args, model, tokenizer, datasets) if needs_inner else None
+        assert inner is not None
+        return inner
     return FunctionEngine(rollout_func, trainer, inner=inner)
 
 

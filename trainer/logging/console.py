@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.panel import Panel
@@ -29,6 +29,7 @@ from fused_grpo.trainer.logging.formatting import (
     sparkline,
     visible,
 )
+from fused_grpo.trainer.logging.progress import clear_line
 from fused_grpo.trainer.logging.run_log import metric
 
 PIPED_WIDTH = 120
@@ -85,7 +86,7 @@ class Console:
         out = sys.stdout if file is None else file
         if isinstance(out, TextIOWrapper) and not quiet:
             out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
-        self._rich = RichConsole(file=file, quiet=quiet, highlight=False, markup=False, emoji=False)
+        self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False)
         if not self._rich.is_terminal:
             self._rich.width = PIPED_WIDTH
         self._rewards: list[float | None] = []
@@ -104,6 +105,10 @@ class Console:
     def note(self, text: str) -> None:
         """A line of its own between the step lines."""
         self._rich.print(Text(visible(text, keep="\n"), style="yellow"), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A warning with its fix, on as many lines as it takes."""
+        self._rich.print(Text("warning: ", style="bold yellow") + Text(visible(text), style="yellow"))
 
     def step(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> None:
         """The line of one optimizer step.
@@ -185,6 +190,15 @@ class Console:
         gap = "  " if _width(self._columns, gap=2) <= self._rich.width else " "
         texts = (Text(text.rjust(column.width), style=style) for column, text, style in cells)
         self._rich.print(Text(gap).join(texts), soft_wrap=True)
+
+
+class _Console(RichConsole):
+    """Prints in the place of a live line."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self.quiet:
+            clear_line()
+        super().print(*objects, **options)
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
 
 from fused_grpo.trainer.config.file_names import REPORT_FILE
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
+from fused_grpo.trainer.logging.advice import Advice
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import RunLog
@@ -41,31 +40,6 @@ class TrainResult:
         return self.steps
 
 
-def describe_run(
-    args: GRPOConfig, model: nn.Module, *, name: str, rewards: list[str], engine: str, prompts: int, processes: int
-) -> dict[str, Any]:
-    """What the console, run.json and trackers say about a run at its start.
-
-    Args:
-        args: the options of the run.
-        model: of this `name`.
-        rewards: names of the reward functions.
-        engine: name of the rollout engine.
-        prompts: in each generated batch, of all processes.
-        processes: number of processes.
-    """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "task": "+".join(rewards),
-        "model": f"{name} ({short_number(parameters)})",
-        "engine": engine,
-        "batch": f"{prompts * args.num_generations} sequences = {prompts} prompts x {args.num_generations}, "
-        f"in {args.micro_batches_per_generation(processes)} micro-batch(es) on {processes} process(es)",
-        "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
-        "output": args.output_dir,
-    }
-
-
 class RunOutput:
     """The output of one run, in `args.output_dir` and on the console.
 
@@ -89,7 +63,7 @@ class RunOutput:
         self.args, self.max_steps = args, max_steps
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
-        self.console.banner(facts)
+        self.advice = Advice(args)
         self.log = RunLog(Path(args.output_dir)) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
@@ -115,6 +89,8 @@ class RunOutput:
         self._log(record)
         if step == 1 or step % self.console_steps == 0 or step == self.max_steps:
             self.console.step(step, record, phases.seconds)
+        for text in self.advice(record):
+            self.console.warn(text)
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int, *, prefix: str = "eval") -> None:
         """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""

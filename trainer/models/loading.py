@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.logging import is_progress_bar_enabled
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.logging.progress import progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -85,24 +90,32 @@ def packs_exactly(model: PreTrainedModel) -> bool:
     return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
-def load_with_tokenizer(
-    model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig, accelerator: Accelerator
-) -> tuple[Any, Any]:
-    """The tokenizer and the model, each the given one or loaded from a path or hub id.
-
-    A model is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
-    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
+def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
+    """The given tokenizer, or that of a model, which is given or a path or hub id.
 
     Raises:
         InputError: as `load_tokenizer`.
     """
-    model = str(model) if isinstance(model, Path) else model
-    options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+    options = _loading_options(args)
     of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
+    return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
+
+
+def model_for(model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator) -> Any:
+    """The given model, or the one of a path or hub id.
+
+    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
+    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
+    """
+    options = _loading_options(args)
     in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
-    if isinstance(model, str) and not in_memory_first:
+    if isinstance(model, str | Path) and not in_memory_first:
         options = {"device_map": {"": accelerator.device}, **options}
-    return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+    return load_model(str(model) if isinstance(model, Path) else model, **options)
+
+
+def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -118,8 +131,20 @@ def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **optio
             )
         return model
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
+    downloads = not Path(model).exists() and not _is_cached(model)
+    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
+    with progress(f"{'downloading and ' * downloads}loading {model}", bars=downloads or is_progress_bar_enabled()):
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
     return loaded
+
+
+def _is_cached(model: str) -> bool:
+    """Whether weights of that hub id are in the hub's cache."""
+    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    try:
+        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
+    except HFValidationError:  # no hub id: loading it raises its own error
+        return True
 
 
 def load_tokenizer(

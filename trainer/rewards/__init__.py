@@ -2,10 +2,11 @@
 
 reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups
 reward_call       one function: its arguments, its timeout, checks of what it returns
-loading           functions by name
+named_reward      functions by name
 reward_models     sequence-classification models as reward functions
 isolation         a function in a process of its own (reward_worker.py is that process)
-builtin_rewards   ready-made rewards (math_answers.py is the part that runs isolated)
+builtin_rewards   ready-made rewards and their short names (math_answers.py is the part that runs isolated)
+final_answers     the rule of the reward `accuracy`
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fused_grpo.trainer.rewards.builtin_rewards import (
+    accuracy,
     accuracy_reward,
     format_reward,
     length_reward,
@@ -35,6 +37,7 @@ __all__ = [
     "RewardModel",
     "RewardOutput",
     "Rewards",
+    "accuracy",
     "accuracy_reward",
     "format_reward",
     "isolated",

@@ -1,16 +1,31 @@
-"""Ready-made reward functions. Completions are strings or lists of messages."""
+"""Ready-made reward functions. Completions are strings or lists of messages.
+
+`NAMED` has those that `reward_funcs` and the command line take by a short name: "accuracy", "length=200".
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.rewards.final_answers import is_right
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
 MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30  # limits of math-verify for one answer, in seconds and bytes
+
+
+def accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1.0 if the final answer equals the "answer" column, as a number or as text, else 0.0; None if there is none.
+
+    The rule is in final_answers.py.
+    """
+    return [is_right(text_of(completion), correct) for completion, correct in zip(completions, answer, strict=True)]
 
 
 def accuracy_reward(
@@ -76,6 +91,55 @@ def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int)
         return [0.0 if n <= 0 else -min(1.0, n / soft_punish_cache) if soft_punish_cache else -1.0 for n in over]
 
     return soft_overlong_punishment_reward
+
+
+class Named(NamedTuple):
+    """A reward function with a short name."""
+
+    function: Callable[..., Any]  # with `numbers`: makes the function
+    scores: str
+    column: str = ""  # of the dataset, which it reads
+    numbers: tuple[str, ...] = ()  # names of the whole numbers after "="
+
+
+NAMED = {
+    "accuracy": Named(accuracy, "1 for the right final answer (number or text), else 0", "answer"),
+    "accuracy_reward": Named(accuracy_reward, "1 for the right answer as mathematics (math-verify)", "solution"),
+    "format": Named(format_reward, "1 for one <think>...</think> block, then an answer"),
+    "think_format_reward": Named(format_reward, "the same, under TRL's name"),
+    "length": Named(length_reward, "0 at so many tokens, -1 at none and at twice that", numbers=("TOKENS",)),
+    "overlong": Named(
+        soft_overlong_punishment, "0 up to MAX - CACHE tokens, -1 at MAX (DAPO)", numbers=("MAX", "CACHE")
+    ),
+}
+
+
+def usage_of(name: str) -> str:
+    """A name of `NAMED` as it is written: "length=TOKENS"."""
+    return "=".join(filter(None, (name, ",".join(NAMED[name].numbers))))
+
+
+def builtin_reward(given: str) -> Callable[..., Any] | None:
+    """The function of a short name; None for what is a path, a hub id or the name of a function.
+
+    Raises:
+        InputError: a short name that is none of `NAMED`, or other numbers than it takes.
+    """
+    name, equals, text = given.partition("=")
+    if Path(given).exists() or not re.fullmatch(r"[\w-]+", name):
+        return None
+    known = ", ".join(map(usage_of, NAMED))
+    if name not in NAMED:
+        close = difflib.get_close_matches(name, NAMED, n=1)
+        hint = f"did you mean {usage_of(close[0])}? " if close else ""
+        raise InputError(
+            f"got reward function {given!r}, want one of {known}, a function as module:name or path.py:name, or a "
+            f"reward model as a path or owner/name; fix: {hint}`fused-grpo rewards` says what each scores"
+        )
+    named = NAMED[name]
+    if not re.fullmatch(",".join([r"\d+"] * len(named.numbers)), text) or bool(equals) != bool(named.numbers):
+        raise InputError(f"got reward function {given!r}, want {usage_of(name)} with whole numbers")
+    return named.function(*map(int, text.split(","))) if named.numbers else named.function
 
 
 def text_of(completion: Any) -> str:

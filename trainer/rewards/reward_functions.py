@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
@@ -63,7 +64,7 @@ class Rewards:
 
     Args:
         functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
-            "path.py:name"; a sequence-classification model, or its path or hub id.
+            "path.py:name"; a short name of builtin_rewards.py; a sequence-classification model, or its path or hub id.
         weights: one per function, for the weighted sum. None: all 1.
         processing_classes: tokenizers of reward models, one per function (None: the tokenizer saved with the model).
         failure: what to do when a call fails: "fail", "retry" or "drop" (docs/rewards.md).
@@ -286,6 +287,8 @@ def _one_each(classes: Any, count: int) -> list[Any]:
 
 
 def _resolve(function: Any, processing_class: Any, model_options: Mapping[str, Any]) -> RewardFunction:
+    if isinstance(function, str) and (named := builtin_reward(function)):
+        return named
     if isinstance(function, str) and not names_a_function(function):
         return load_reward_model(function, processing_class, **model_options)
     if isinstance(function, nn.Module):

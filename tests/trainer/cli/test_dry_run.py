@@ -11,8 +11,8 @@ import yaml
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.dry_run import batch_arithmetic, dry_run, resolved
 from fused_grpo.trainer.cli.main import main
-from fused_grpo.trainer.cli.memory_estimate import memory_terms, micro_batch_tokens, model_shape
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
+from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, model_shape
 
 
 def sizes(shape, args, **options):

@@ -158,7 +158,7 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").write_text("seed: 5\n")
     assert parse_train_options(["--model", "m", "--config", "demo"]).seed == 5
-    with pytest.raises(InputError, match="or one of these recipes: demo, gsm8k-1gpu"):
+    with pytest.raises(InputError, match="or one of these recipes: demo, gsm8k, gsm8k-1gpu"):
         parse_train_options(["--config", "no-such-thing"])
 
 

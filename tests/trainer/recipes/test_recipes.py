@@ -8,9 +8,10 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.cli.main import load_prompts, main
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
-from fused_grpo.trainer.recipes import arithmetic, gsm8k
+from fused_grpo.trainer.recipes import arithmetic
+from fused_grpo.trainer.rewards import Rewards
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
@@ -24,13 +25,13 @@ def model(tmp_path_factory):
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(path)
     Qwen2ForCausalLM(arithmetic.build_model_config(tokenizer)).save_pretrained(path)
-    rows = [gsm8k.as_row({"question": "3+4", "answer": f"#### {number}"}) for number in range(64)]
+    rows = [{"question": "3+4", "answer": f"3 + 4 = 7\n#### {number}"} for number in range(64)]
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_all_kinds_of_run_have_a_recipe():
-    assert NAMES == ["demo", "gsm8k-1gpu", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
+    assert NAMES == ["demo", "gsm8k", "gsm8k-1gpu", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,29 +61,9 @@ def test_accelerate_takes_its_configurations(name):
     assert str(config.distributed_type.value) == written["distributed_type"]
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("6*12\n#### 72", 1.0),
-        ("#### 72.0", 1.0),
-        ("#### 7\n#### $72", 1.0),
-        ("72", 0.0),
-        ("#### 1,072", 0.0),
-        ("####", 0),
-    ],
-)
-def test_the_number_after_the_hashes_is_what_counts(completion, reward):
-    assert gsm8k.right_number([completion], ["72"]) == [reward]
-    assert gsm8k.right_number([[{"role": "assistant", "content": completion}]], ["72"]) == [reward]
-
-
-def test_the_prompts_are_conversations_with_the_number_beside_them(monkeypatch):
-    from datasets import Dataset
-
-    source = Dataset.from_list([{"question": "How many?", "answer": "10 + 20 = 30\n#### 1,030"}])
-    monkeypatch.setattr("datasets.load_dataset", lambda *name, split: source if split == "test" else None)
-    (row,) = gsm8k.prompts("test")
-    assert row.keys() == {"prompt", "answer"}
-    assert row["answer"] == "1030"
+def test_the_prompts_of_gsm8k_are_conversations_with_the_solution_beside_them(model):
+    options = parse_train_options(["--config", "gsm8k", "--model", str(model), "--dataset", str(model / "rows.jsonl")])
+    row = load_prompts(options, held_out=False)[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert row["prompt"][1]["content"] == "How many?"
+    assert row["prompt"][1]["content"] == "3+4"
+    assert Rewards(options.reward_funcs).functions[0](completions=["#### 0"], **{"answer": [row["answer"]]}) == [1.0]

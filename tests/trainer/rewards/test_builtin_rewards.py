@@ -12,6 +12,8 @@ from hypothesis.strategies import integers, lists, sampled_from
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rewards import (
+    Rewards,
+    accuracy,
     accuracy_reward,
     builtin_rewards,
     format_reward,
@@ -77,3 +79,22 @@ def test_answers_are_compared_as_mathematics():
     assert logged["solution"] == solutions
     assert [len(values) for values in logged.values()] == [4, 4, 4]
     assert logged["answer_parsed"][2:] == ["[unparseable]", "[skipped]"]
+
+
+def test_short_names_are_functions_and_others_are_refused_with_the_list(tmp_path, monkeypatch):
+    rewards = Rewards(["accuracy", "accuracy_reward", "format", "length=4", "overlong=20,5"])
+    assert rewards.functions[:3] == [accuracy, accuracy_reward, format_reward]
+    assert rewards.functions[3](completion_ids=[[0] * 2]) == [-0.5]
+    for name, message in {
+        "acuracy": r"want one of accuracy, accuracy_reward, .*; fix: did you mean accuracy\?",
+        "length": "want length=TOKENS with whole numbers",
+        "length=long": "want length=TOKENS",
+        "accuracy=1": "want accuracy with",
+        "overlong=20": "want overlong=MAX,CACHE",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            Rewards(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accuracy").mkdir()  # a path that exists is a model
+    with pytest.raises(InputError, match="no model with one score"):
+        Rewards("accuracy")

@@ -12,7 +12,7 @@ a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,20 +53,29 @@ class Term:
     size: int | None
 
 
-def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Sequence[str] | None = None) -> ModelShape:
+def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
     """The shape of the causal LM that a transformers config describes, built on the meta device.
 
-    Args:
-        config: of transformers.
-        lora_r: rank of the adapter where only one is trained.
-        lora_targets: names of the modules that get one. None: every linear layer but the head.
+    The arguments are those of `shape_of`.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    text, head = config.get_text_config(), model.get_output_embeddings()
+    return shape_of(model, lora_r=lora_r, lora_targets=lora_targets)
+
+
+def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
+    """The shape of a causal LM.
+
+    Args:
+        model: of transformers, or a PeftModel.
+        lora_r: rank of the adapter that is going to be added, where only that is trained.
+        lora_targets: names of the modules that get one. None: every linear layer but the head.
+    """
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     linear = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
     }
@@ -78,14 +87,14 @@ def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Sequenc
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
         parameters=parameters + adapter,
-        trained=parameters if lora_r is None else adapter,
+        trained=trained if lora_r is None else adapter,
         matrices=sum(layer.weight.numel() for layer in linear.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
         kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
-        head_trained=lora_r is None,
+        head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
 
 

@@ -1,0 +1,66 @@
+"""Warnings with a fix: each exactly once, and none in a healthy run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.advice import Advice, at_start
+
+HEALTHY = {
+    "completions/clipped_ratio": 0.1,
+    "groups_with_equal_rewards": 0.3,
+    "sampling/sampling_logp_difference/mean": 0.01,
+}
+
+
+def warnings_of(records) -> list[str]:
+    advice = Advice(GRPOConfig())
+    return [text for record in records for text in advice(record)]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("completions/clipped_ratio", [0.9] * 6, "90% of the completions of 3 steps .*max_completion_length=2048"),
+        ("groups_with_equal_rewards", [1.0] * 25, "in 10 steps all completions .*dynamic_sampling=2"),
+        ("sampling/sampling_logp_difference/mean", [0.01] * 10 + [0.05] * 30, "times as much as in the first steps"),
+    ],
+)
+def test_what_a_run_shows_is_warned_of_once(name, values, text):
+    (found,) = warnings_of([{**HEALTHY, name: value} for value in values])
+    assert re.search(text, found)
+
+
+def test_what_passes_is_not_warned_of():
+    one_bad = [HEALTHY | {"completions/clipped_ratio": 1.0}, *[HEALTHY] * 5]
+    nine_equal = ([HEALTHY | {"groups_with_equal_rewards": 1.0}] * 9 + [HEALTHY]) * 2
+    rounding = [HEALTHY | {"sampling/sampling_logp_difference/mean": 1e-7 * step} for step in range(40)]
+    assert warnings_of(one_bad + nine_equal) == warnings_of(rounding) == warnings_of([{"reward": 1.0}] * 20) == []
+
+
+def test_options_are_warned_of_at_the_start():
+    (one_prompt,) = at_start(GRPOConfig(), processes=1, corrected=True)
+    assert "1 prompt, so updates are noisy; fix: gradient_accumulation_steps=32" in one_prompt
+    assert at_start(GRPOConfig(), processes=2, corrected=True) == []
+    (short,) = at_start(GRPOConfig(), processes=2, corrected=True, thinks=True)
+    assert "fix: max_completion_length=2048 or more" in short
+    enough = {"max_completion_length": 4096}, {"chat_template_kwargs": {"enable_thinking": False}}
+    assert all(at_start(GRPOConfig(**one), processes=2, corrected=True, thinks=True) == [] for one in enough)
+    cut = GRPOConfig(gradient_accumulation_steps=2, top_p=0.9, generation_kwargs={"min_p": 0.1})
+    (biased,) = at_start(cut, processes=1, corrected=True)
+    assert biased.startswith("with top_p=0.9 and min_p=0.1 the sampler's log-probs")
+    assert at_start(cut, processes=1, corrected=False) == []
+
+
+def test_a_run_shows_each_warning_once_and_a_healthy_one_none(make_trainer, capsys):
+    make_trainer(per_device_train_batch_size=8, max_steps=4).train()
+    assert "warning:" not in capsys.readouterr().out
+    trainer = make_trainer(lambda completions: [0.0] * len(completions), max_steps=12, top_k=3)
+    trainer.train()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("warning:") == 3
+    for text in ("so updates are noisy", "with top_k=3 the sampler's", "all completions of each prompt got the same"):
+        assert shown.count(text) == 1
