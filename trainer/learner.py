@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
@@ -221,7 +222,7 @@ class Learner:
         """The normalisers of the whole step, over all micro-batches and ranks."""
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         mine = [sum(len(part.targets) for part in packed), sequences, filled]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        totals = torch.tensor(mine, dtype=widest(self.accelerator.device), device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))

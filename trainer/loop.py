@@ -36,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PreTrainedModel, TrainerState
@@ -56,21 +55,23 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
+from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
-from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult, describe_run
 from fused_grpo.trainer.models.adapters import adapt, base_model
-from fused_grpo.trainer.models.loading import has_dropout, load_with_tokenizer, wants_bf16
+from fused_grpo.trainer.models.loading import has_dropout, load_with_tokenizer, tokenizer_for
 
 
 class GRPOTrainer(WithCheckpoints):
@@ -139,7 +140,7 @@ class GRPOTrainer(WithCheckpoints):
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
-            rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+            processes = self.accelerator.num_processes
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
             self.prompts_per_process = args.prompts_per_process(processes)
@@ -154,18 +155,11 @@ class GRPOTrainer(WithCheckpoints):
             self.rewards = make_rewards(reward_funcs, args, **options)
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
                 self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
-            self.sampler = PromptSampler(
-                self.dataset,
-                prompts_per_batch=self.prompts_per_process,
-                seed=args.seed if args.data_seed is None else args.data_seed,
-                shuffle=args.shuffle_dataset,
-                rank=rank,
-                world_size=processes,
-                repeats=args.num_generations // args.group_part(processes),
-            )
+            self.processing_class = tokenizer_for(model, processing_class, args)
+            self.sampler = self._make_sampler()
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            self.processing_class, loaded = load_with_tokenizer(model, processing_class, args)
+            _, loaded = load_with_tokenizer(model, self.processing_class, args)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(
@@ -178,6 +172,7 @@ class GRPOTrainer(WithCheckpoints):
                 corrected=rollout_engine is not None or self.engine_name != "transformers",
             )
             self.collector = self._make_collector()
+            self.weight_check = WeightCheck(args, self.model, self.accelerator.device)
             self.buffer, self.last_metrics = None, {}
             self.stop = StopOnSigterm()
             self.output = RunOutput.silent(args)
@@ -273,6 +268,22 @@ class GRPOTrainer(WithCheckpoints):
         if distributed.is_initialized():
             barrier(self.accelerator)
             distributed.destroy_process_group()
+
+    def _make_sampler(self) -> PromptSampler:
+        """The sampler of the prompts that are short enough."""
+        args, processes = self.args, self.accelerator.num_processes
+        limit = PromptLimit(args, self.processing_class)
+        self.dataset = limit.applied(self.dataset, name="train_dataset")
+        return PromptSampler(
+            self.dataset,
+            prompts_per_batch=self.prompts_per_process,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.shuffle_dataset,
+            rank=self.accelerator.process_index,
+            world_size=processes,
+            repeats=args.num_generations // args.group_part(processes),
+            keep=None if limit.tokens is None else limit.fits,
+        )
 
     def _make_collector(self) -> Collector:
         return Collector(
@@ -388,13 +399,8 @@ class GRPOTrainer(WithCheckpoints):
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
         if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
-            check_same_weights(
-                metrics["sampling_difference_mean"],
-                metrics["sampling_difference_max"],
-                dtype=torch.bfloat16 if wants_bf16(self.args) else next(self.model.parameters()).dtype,
-                engine=self.engine.name,
-                version=self.engine.weight_version,
-            )
+            differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
+            self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""

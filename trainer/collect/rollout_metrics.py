@@ -29,21 +29,24 @@ class RolloutFacts(NamedTuple):
 
     rewards: Tensor  # [B]
     per_function: Tensor  # [B, F]
-    lengths: Tensor  # [B] tokens
-    ended: Tensor  # [B] bool
-    dropped: float  # share of completions that a failed reward function took along
+    lengths: Tensor  # [b] tokens, without the groups for which the engine failed
+    ended: Tensor  # [b] bool
+    dropped: float  # share of completions whose group is dropped
+    failed: int  # completions of groups for which the engine failed
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
 
     @classmethod
     def of(cls, scored: ScoredRollouts) -> RolloutFacts:
-        rollouts = scored.rollouts
+        rollouts, size = scored.rollouts, scored.rollouts.num_generations
+        kept = [index for index in range(len(rollouts.completion_ids)) if index // size not in rollouts.failures]
         return cls(
             rewards=scored.rewards,
             per_function=scored.per_function,
-            lengths=torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32),
-            ended=torch.tensor([reason == "stop" for reason in rollouts.finish_reasons], dtype=torch.bool),
+            lengths=torch.tensor([len(rollouts.completion_ids[index]) for index in kept], dtype=torch.float32),
+            ended=torch.tensor([rollouts.finish_reasons[index] == "stop" for index in kept], dtype=torch.bool),
             dropped=scored.dropped.float().mean().item() if len(scored.dropped) else 0.0,
+            failed=scored.num_failed,
             seconds=scored.seconds,
             logged=scored.metrics,
         )
@@ -84,10 +87,11 @@ def rollout_metrics(
         metrics |= {f"completions/{stat}_{kind}": getattr(some, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
     logged = dict.fromkeys(name for facts in processes for name in facts.logged)
-    dropped = fmean(facts.dropped for facts in processes)
+    dropped, failed = fmean(facts.dropped for facts in processes), sum(facts.failed for facts in processes)
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped} if dropped else {}),
+        **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(facts.logged[name] for facts in processes if name in facts.logged) for name in logged},
     }
 

@@ -91,8 +91,18 @@ def load_with_tokenizer(
     """
     model = str(model) if isinstance(model, Path) else model
     options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+    return tokenizer_for(model, processing_class, args), load_model(model, **options)
+
+
+def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
+    """`load_tokenizer` with the options of the run.
+
+    Raises:
+        InputError: as `load_tokenizer`.
+    """
+    options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
     of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-    return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+    return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
