@@ -48,15 +48,13 @@ from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_o
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
-from fused_grpo.trainer.collect.collector import Collector, make_rewards
+from fused_grpo.trainer.collect.collector import Collector, make_rewards, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
-from fused_grpo.trainer.data.long_prompts import PromptLimit
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
@@ -156,10 +154,10 @@ class GRPOTrainer(WithCheckpoints):
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
                 self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
             self.processing_class = tokenizer_for(model, processing_class, args)
-            self.sampler = self._make_sampler()
+            self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, self.processing_class)
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            _, loaded = load_with_tokenizer(model, self.processing_class, args)
+            self.processing_class, loaded = load_with_tokenizer(model, self.processing_class, args)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
             self.learner = Learner(
@@ -268,22 +266,6 @@ class GRPOTrainer(WithCheckpoints):
         if distributed.is_initialized():
             barrier(self.accelerator)
             distributed.destroy_process_group()
-
-    def _make_sampler(self) -> PromptSampler:
-        """The sampler of the prompts that are short enough."""
-        args, processes = self.args, self.accelerator.num_processes
-        limit = PromptLimit(args, self.processing_class)
-        self.dataset = limit.applied(self.dataset, name="train_dataset")
-        return PromptSampler(
-            self.dataset,
-            prompts_per_batch=self.prompts_per_process,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.shuffle_dataset,
-            rank=self.accelerator.process_index,
-            world_size=processes,
-            repeats=args.num_generations // args.group_part(processes),
-            keep=None if limit.tokens is None else limit.fits,
-        )
 
     def _make_collector(self) -> Collector:
         return Collector(

@@ -342,3 +342,19 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         chat_template_kwargs=args.chat_template_kwargs,
         trust_remote_code=args.runs_remote_code,
     )
+
+
+def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any) -> tuple[Any, PromptSampler]:
+    """The dataset without prompts that are too long, and the sampler of its rows."""
+    limit, processes = PromptLimit(args, tokenizer), accelerator.num_processes
+    dataset = limit.applied(dataset, name="train_dataset")
+    return dataset, PromptSampler(
+        dataset,
+        prompts_per_batch=args.prompts_per_process(processes),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.shuffle_dataset,
+        rank=accelerator.process_index,
+        world_size=processes,
+        repeats=args.num_generations // args.group_part(processes),
+        keep=None if limit.tokens is None else limit.fits,
+    )

@@ -123,7 +123,7 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
     assert seen == [["a", "a", "b", "b"]]
     with pytest.raises(UnavailableError, match=r"log-prob inf in completion 0 of prompt 0 .* rollout_func"):
         ask_function(logprobs=[[math.inf]] * 4)
-    with pytest.raises(UnavailableError, match="2 log-probs for 1 tokens in completion 0 of prompt 0 .* rollout_func"):
+    with pytest.raises(UnavailableError, match=r"2 log-probs for 1 tokens in completion 0 of prompt 0 .* rollout_func"):
         ask_function(logprobs=[[-1.0, -1.0]] * 4)
     with pytest.raises(UnavailableError, match="no tokens in completion 0 of prompt 0"):
         ask_function(completion_ids=[[]] * 4)
