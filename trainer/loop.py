@@ -154,7 +154,8 @@ class GRPOTrainer(WithCheckpoints):
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
                 self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
             self.processing_class = tokenizer_for(model, processing_class, args)
-            self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, self.processing_class)
+            data = {"tokenizer": self.processing_class, "eval_dataset": eval_dataset}
+            self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, **data)
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             self.processing_class, loaded = load_with_tokenizer(model, self.processing_class, args)

@@ -191,6 +191,25 @@ def test_an_engine_of_the_users_with_stale_weights(make_trainer, time_limit, eng
         trainer.train()
 
 
+def test_stale_weights_are_a_warning_where_the_run_says_so(make_trainer, caplog) -> None:
+    trainer = make_trainer(rollout_engine=Stale(), logprob_mismatch="warn")
+    trainer.train()
+    assert trainer.step == 3
+    assert caplog.text.count("got a max difference") == 1
+
+
+@pytest.mark.engine
+def test_vllm_in_process_evaluates_after_training(make_trainer) -> None:
+    trainer = make_trainer(use_vllm=True, max_steps=1)
+    trainer.train()
+    first = trainer.engine
+    for _ in range(2):
+        assert trainer.evaluate([{"prompt": "1+2="}])["eval_reward"] >= 0
+    assert trainer.engine is not first
+    assert trainer.engine.weight_version == 1
+    trainer.end()
+
+
 @pytest.mark.engine
 def test_vllm_in_process_that_fails_or_does_not_take_the_weights(make_trainer, monkeypatch, time_limit) -> None:
     model = tiny_model()

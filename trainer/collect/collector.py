@@ -38,7 +38,7 @@ from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, all_rows
+from fused_grpo.trainer.data.datasets import Row, all_rows, eval_sets
 from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -344,10 +344,18 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
     )
 
 
-def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any) -> tuple[Any, PromptSampler]:
-    """The dataset without prompts that are too long, and the sampler of its rows."""
+def make_sampler(
+    dataset: Any, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any, *, eval_dataset: Any = None
+) -> tuple[Any, PromptSampler]:
+    """The dataset without prompts that are too long, and the sampler of its rows.
+
+    Raises:
+        DataError: a prompt of one of the datasets is too long, where that is an error.
+    """
     limit, processes = PromptLimit(args, tokenizer), accelerator.num_processes
     dataset = limit.applied(dataset, name="train_dataset")
+    for evaluated in eval_sets(eval_dataset).values():
+        limit.applied(evaluated, name="eval_dataset")  # an evaluation applies it, and may be long after the start
     return dataset, PromptSampler(
         dataset,
         prompts_per_batch=args.prompts_per_process(processes),
