@@ -41,7 +41,7 @@ class EngineByPrompt(RolloutEngine):
 
     def __init__(self, model: Qwen2ForCausalLM, group: int = 4) -> None:
         self.model, self.group, self.rank = copy.deepcopy(model), group, int(os.environ.get("RANK", "0"))
-        self.fails = False  # for the first completion of a third of the groups
+        self.fails = False  # for the first completion of a fourth of the groups
 
     def generate(self, prompt_ids, sampling) -> Rollouts:
         completions, failed = [], set[int]()
@@ -50,7 +50,7 @@ class EngineByPrompt(RolloutEngine):
             lengths = torch.randint(1, 9, (self.group,), generator=generator).tolist()
             whole = [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
             first = place * sampling.n % self.group
-            if self.fails and sum(ids) % 3 == 0 and first == 0:
+            if self.fails and sum(ids) % 4 == 1 and first == 0:
                 failed.add(len(completions))
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
