@@ -57,7 +57,7 @@ from torch import Tensor
 
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-from fused_grpo.precision import compute_dtype
+from fused_grpo.precision import compute_dtype, widest
 
 
 def transform_logits(
@@ -227,7 +227,7 @@ def policy_weights(
     sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
     if not (config.entropy_coef or needs_other_tokens(inputs, config)):
         return None, None
-    current = torch.where(mask, logprobs.detach(), 0.0)
+    current, wide = torch.where(mask, logprobs.detach(), 0.0), widest(mask.device)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
     if sampling is not None and correction is not None and correction.startswith("sequence"):
         whole = sequences.sum(log_rho(old, sampling, mask))
@@ -239,17 +239,17 @@ def policy_weights(
     if config.off_policy_mask_threshold is not None:
         drift = -log_rho(current, old if sampling is None else sampling, mask)
         close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
-        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
+        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).to(wide))
     on = mask
     if config.top_entropy_quantile < 1.0:
         assert entropy is not None
         on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
-        factors.append(on.double())
+        factors.append(on.to(wide))
     weights = None if not factors else torch.stack(factors).prod(0).to(current.dtype)
     if not config.entropy_coef:
         return weights, None
     count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
-    return weights, (config.entropy_coef * on.double() / count).to(current.dtype)
+    return weights, (config.entropy_coef * on.to(wide) / count).to(current.dtype)
 
 
 def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:

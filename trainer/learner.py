@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
@@ -229,7 +230,7 @@ class Learner:
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         tokens = sum(len(part.targets) for part in packed) + sum(skipped_lengths(batch))
         mine = [tokens, len(batch.completion_ids), filled]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        totals = torch.tensor(mine, dtype=widest(self.accelerator.device), device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))

@@ -36,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PreTrainedModel, TrainerState
@@ -49,7 +48,7 @@ from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_o
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
-from fused_grpo.trainer.collect.collector import Collector, make_rewards
+from fused_grpo.trainer.collect.collector import Collector, make_rewards, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
@@ -57,14 +56,14 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
-from fused_grpo.trainer.engines import RolloutEngine, check_same_weights
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
@@ -72,7 +71,7 @@ from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for, wants_bf16
+from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for
 
 
 class GRPOTrainer(WithCheckpoints):
@@ -141,7 +140,7 @@ class GRPOTrainer(WithCheckpoints):
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
-            rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+            processes = self.accelerator.num_processes
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
             self.prompts_per_process = args.prompts_per_process(processes)
@@ -156,18 +155,11 @@ class GRPOTrainer(WithCheckpoints):
             self.rewards = make_rewards(reward_funcs, args, **options)
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
                 self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
-            self.sampler = PromptSampler(
-                self.dataset,
-                prompts_per_batch=self.prompts_per_process,
-                seed=args.seed if args.data_seed is None else args.data_seed,
-                shuffle=args.shuffle_dataset,
-                rank=rank,
-                world_size=processes,
-                repeats=args.num_generations // args.group_part(processes),
-            )
+            self.processing_class = tokenizer_for(model, processing_class, args)
+            data = {"tokenizer": self.processing_class, "eval_dataset": eval_dataset}
+            self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, **data)
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             self.engine_name = engine_name(args)  # resolved once: what follows depends on it
-            self.processing_class = tokenizer_for(model, processing_class, args)
             self.facts = self._announce(model, peft_config, rollout_engine or rollout_func or self.engine_name)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             self.model = adapt(model_for(model, args, self.accelerator), peft_config, args, self.accelerator)
@@ -181,6 +173,7 @@ class GRPOTrainer(WithCheckpoints):
                 corrected=rollout_engine is not None or self.engine_name != "transformers",
             )
             self.collector = self._make_collector()
+            self.weight_check = WeightCheck(args, self.model, self.accelerator.device)
             self.buffer, self.last_metrics = None, {}
             self.stop = StopOnSigterm()
             self.output = RunOutput.silent(args)
@@ -390,13 +383,8 @@ class GRPOTrainer(WithCheckpoints):
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
         if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
-            check_same_weights(
-                metrics["sampling_difference_mean"],
-                metrics["sampling_difference_max"],
-                dtype=torch.bfloat16 if wants_bf16(self.args) else next(self.model.parameters()).dtype,
-                engine=self.engine.name,
-                version=self.engine.weight_version,
-            )
+            differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
+            self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""

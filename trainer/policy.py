@@ -8,6 +8,9 @@ gradients go the same way, because that is where FSDP gathers the weights for th
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -141,6 +144,10 @@ class PolicyLoss(nn.Module):
     def _states(self, batch: MicroBatch, **options: Any) -> Any:
         """The output of the backbone."""
         backbone = base_model(self.model).get_decoder()
+        if batch.row_cu_seqlens is not None and _takes_keywords(type(backbone).forward):
+            # Without these, every layer finds them in the position ids, and waits for the device.
+            ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.row_cu_seqlens)
+            options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
         return backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
 
     def _head_inputs(self, batch: MicroBatch, states: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -154,3 +161,9 @@ class PolicyLoss(nn.Module):
             **logit_transform(model.config),
         }
         return hidden, head_weight(head), options
+
+
+@functools.cache
+def _takes_keywords(function: Callable[..., Any]) -> bool:
+    """Whether a function has `**keywords`, as backbones do that pass them to their attention."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())

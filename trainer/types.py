@@ -55,6 +55,7 @@ class Rollouts:
     num_generations: int  # G
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values for the reward functions
+    failures: dict[int, str] = field(default_factory=dict)  # by prompt: why its group cannot be used, and is dropped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +130,6 @@ class MicroBatch:
     sampling_logprobs: Tensor | None = None  # [N] fp32; None: the engine does not say
     old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term
+    # Of one row: where each of its sequences starts, [b+1] int32, and the length of the longest; None of several rows.
+    row_cu_seqlens: Tensor | None = None
+    longest: int = 0

@@ -103,7 +103,6 @@ FAILURES = {
     "changed": ("new weights", "none of them up with the weights of"),
     "redirect": (307, "status 307"),
     "too-few": ("one too few", r"completions \[0, 1, 2\] where 4"),
-    "empty": ({"token_ids": []}, "0 token ids"),
 }
 
 
@@ -120,12 +119,13 @@ def test_a_server_that_fails(make_trainer, serve, time_limit, answer, message) -
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        ({"token_ids": []}, "got no tokens"),
         ({"token_ids": [3] * 9}, "got 9 tokens"),
         ({"token_ids": [3, 14]}, "got token id 14"),
         ({"token_logprobs": [-1.0, math.nan]}, "got log-prob nan"),
         ({"token_logprobs": [-1.0, 0.5]}, r"got log-prob 0\.5"),
     ],
-    ids=["too-long", "token", "nan", "above-0"],
+    ids=["empty", "too-long", "token", "nan", "above-0"],
 )
 def test_an_answer_that_is_not_what_was_asked(make_trainer, serve, time_limit, answer, message) -> None:
     ids = answer.get("token_ids", [3, 4])
@@ -189,6 +189,25 @@ def test_an_engine_of_the_users_with_stale_weights(make_trainer, time_limit, eng
     trainer = make_trainer(rollout_engine=engine())
     with time_limit(10), ends(trainer, WeightSyncError, message, step=1):
         trainer.train()
+
+
+def test_stale_weights_are_a_warning_where_the_run_says_so(make_trainer, caplog) -> None:
+    trainer = make_trainer(rollout_engine=Stale(), logprob_mismatch="warn")
+    trainer.train()
+    assert trainer.step == 3
+    assert caplog.text.count("got a max difference") == 1
+
+
+@pytest.mark.engine
+def test_vllm_in_process_evaluates_after_training(make_trainer) -> None:
+    trainer = make_trainer(use_vllm=True, max_steps=1)
+    trainer.train()
+    first = trainer.engine
+    for _ in range(2):
+        assert trainer.evaluate([{"prompt": "1+2="}])["eval_reward"] >= 0
+    assert trainer.engine is not first
+    assert trainer.engine.weight_version == 1
+    trainer.end()
 
 
 @pytest.mark.engine

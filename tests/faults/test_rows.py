@@ -29,12 +29,18 @@ def test_a_row_is_refused_before_anything_is_loaded(time_limit, name):
     assert len(str(refused.value)) < 500
 
 
-def test_a_prompt_that_is_too_long_is_named_by_the_step_that_meets_it(farm, time_limit, tmp_path):
-    options = {"shuffle_dataset": False, "vllm_max_model_length": 24, "max_completion_length": 8, "save_steps": 1}
+@pytest.mark.parametrize("policy", ["fail", "drop"])
+def test_a_prompt_that_is_too_long_ends_the_run_before_it_begins_or_is_left_out(farm, time_limit, tmp_path, policy):
+    lengths = {"vllm_max_model_length": 24, "max_completion_length": 8}
+    options = {"shuffle_dataset": False, "long_prompts": policy, **lengths}
     with time_limit(120):
         process = farm.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
-        assert process.wait() == 1
-    error = "got 20 tokens for the prompt of row 3 ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"
-    assert error in process.output.splitlines()[-1]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
-    assert steps == [1] * 8
+        assert process.wait() == (policy == "fail")
+    if policy == "fail":
+        error = "got 20 tokens for the prompt of row 3 ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"
+        assert error in process.output.splitlines()[-1]
+        assert not (tmp_path / "run").exists()
+        return
+    assert process.output.count("got 1 of 100 prompts of train_dataset with more than 16 tokens") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows[::4]] == ["0+0=", "0+1=", "0+2=", "0+4=", "0+5=", "0+6="]

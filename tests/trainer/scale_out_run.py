@@ -41,20 +41,23 @@ class EngineByPrompt(RolloutEngine):
 
     def __init__(self, model: Qwen2ForCausalLM, group: int = 4) -> None:
         self.model, self.group, self.rank = copy.deepcopy(model), group, int(os.environ.get("RANK", "0"))
+        self.fails = False  # for the first completion of a fourth of the groups
 
     def generate(self, prompt_ids, sampling) -> Rollouts:
-        completions = []
+        completions, failed = [], set[int]()
         for place, ids in enumerate(prompt_ids, start=self.rank * len(prompt_ids)):
             generator = torch.Generator().manual_seed(hash(tuple(ids)) % 2**31)
             lengths = torch.randint(1, 9, (self.group,), generator=generator).tolist()
             whole = [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
             first = place * sampling.n % self.group
+            if self.fails and sum(ids) % 4 == 1 and first == 0:
+                failed.add(len(completions))
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
         return Rollouts(
             prompt_ids=[list(ids) for ids in prompt_ids],
             completion_ids=completions,
-            sampling_logprobs=[self.logprobs(*pair) for pair in pairs],
+            sampling_logprobs=[[] if i in failed else self.logprobs(*pair) for i, pair in enumerate(pairs)],
             finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
@@ -136,6 +139,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
+    engine.fails = args.rollout_failure == "drop"
     trainer = GRPOTrainer(model, rewards, args, rows, **more)
     learner = trainer.learner
     parts = sum(value.numel() for value in (getattr(p, "_local_tensor", p) for p in learner.policy.parameters()))

@@ -151,6 +151,7 @@ def pack(
         range(start + len(prompt) - 1, start + length - 1)
         for start, prompt, length in zip(starts, prompts, lengths, strict=True)
     )
+    row_cu_seqlens = torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None
     return MicroBatch(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
@@ -163,6 +164,8 @@ def pack(
         sampling_logprobs=_of_tokens(some.sampling_logprobs, device),
         old_logprobs=_of_tokens(some.old_logprobs, device),
         ref_logprobs=_of_tokens(some.ref_logprobs, device),
+        row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
+        longest=max(lengths, default=1),
     )
 
 

@@ -7,10 +7,17 @@ from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import TEMPORARY, checkpoints, is_removable, remove, remove_empty
-from fused_grpo.trainer.config.file_names import METRICS_FILE, REPORT_FILE, REWARD_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.config.file_names import (
+    METRICS_FILE,
+    OLD_ROLLOUTS_FILE,
+    REPORT_FILE,
+    REWARD_FILE,
+    ROLLOUTS_FILE,
+    RUN_FILE,
+)
 
 # Runs of an earlier version have reward.png.
-RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
+RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
 
 
 def check_output_dir(

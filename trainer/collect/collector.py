@@ -10,9 +10,9 @@
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
-Groups for which a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose rewards are
-all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are counted, but
-none of their tokens is in the loss.
+Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
+rewards are all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are
+counted, but none of their tokens is in the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo.errors import RewardError
+from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
@@ -39,9 +39,9 @@ from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, all_rows
+from fused_grpo.trainer.data.datasets import Row, all_rows, eval_sets
+from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
-from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
@@ -99,6 +99,7 @@ class Collector:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
         self.with_old_logprobs, self.attention, self.can_skip = with_old_logprobs, attention, can_skip
+        self.prompt_limit = PromptLimit(args, tokenizer)
         self.group_part = args.group_part(accelerator.num_processes)
         self.generate_calls = 0
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
@@ -127,6 +128,7 @@ class Collector:
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
+            UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
         scored, metrics = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
@@ -134,7 +136,10 @@ class Collector:
         metrics = self._metrics(gather_object([RolloutFacts.of(scored)]), self.args.num_generations) | metrics
         self.num_tokens += sum(gather_object([self._sampled_tokens]))
         self._sampled_tokens = 0
-        return Collected(scored, advantages, metrics | {"num_tokens": float(self.num_tokens)})
+        metrics["num_tokens"] = float(self.num_tokens)
+        if self.sampler.dropped:
+            metrics["prompts/dropped"] = float(self.sampler.dropped)
+        return Collected(scored, advantages, metrics)
 
     def buffer(self, collected: Collected, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
@@ -177,7 +182,7 @@ class Collector:
         greedy = self.sampling(seed=seed, n=1, temperature=0.0)
         sampling = greedy if count is None else self.sampling(seed=seed, n=count)
         with all_ranks_succeed(self.accelerator, "evaluating"):
-            started, rows = time.time(), all_rows(dataset, name=name)
+            started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
             facts, mine = RolloutFacts.none(len(self.rewards.names)), rows[first:end]
@@ -195,14 +200,7 @@ class Collector:
         Raises:
             DataError: a prompt that cannot be encoded, or leaves no room for a completion; named by the row's number.
         """
-        longest = self.args.vllm_max_model_length
-        return encode_prompts(
-            rows,
-            self.tokenizer,
-            chat_template_kwargs=self.args.chat_template_kwargs,
-            row_numbers=row_numbers,
-            max_tokens=None if longest is None else longest - self.args.max_completion_length,
-        )
+        return self.prompt_limit.encode(rows, row_numbers)
 
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
         """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
@@ -214,9 +212,8 @@ class Collector:
         rows = self.sampler.next_batch()
         prompts = self.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
-        rollouts = in_thread(
-            lambda: checked_generate(engine, prompts, sampling, vocab_size=self.vocab_size), name="prefetch"
-        )
+        options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
+        rollouts = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
         self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
 
     def wait_for_prefetched(self) -> None:
@@ -262,7 +259,9 @@ class Collector:
         scored = self._round(engine, phases, trainer_state, drawn)
         if not self.args.dynamic_sampling:
             if not any_rank(self.accelerator, not bool(scored.dropped.all())):
-                raise RewardError(f"every group of the batch was dropped; the first failure: {scored.failure}")
+                of_engine = next(iter(scored.rollouts.failures.values()), None)
+                kind = RewardError if of_engine is None else UnavailableError
+                raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
             return scored, {}
         wanted, rounds, scored = scored.num_groups, 1, self._with_unequal_rewards(scored)
         # All ranks go on together: they draw from one sequence of prompts.
@@ -286,7 +285,7 @@ class Collector:
     def _dropped_everywhere(self, scored: ScoredRollouts) -> ScoredRollouts:
         """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
         size = self.args.num_generations
-        if self.args.reward_failure != "drop" or self.group_part == size:
+        if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
         parts = gather_object([scored.dropped])
         dropped = self._mine(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts)
@@ -322,9 +321,8 @@ class Collector:
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
     ) -> Rollouts:
         prompts = [row["prompt"] for row in rows]
-        return checked_generate(
-            engine, self.encode(rows, row_numbers), sampling, vocab_size=self.vocab_size, prompts=prompts
-        )
+        options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
+        return checked_generate(engine, self.encode(rows, row_numbers), sampling, **options)
 
     def _advantages(self, scored: ScoredRollouts) -> Tensor:
         """Advantages [B] of this rank, by the rewards of all ranks: one after the other, they are whole groups."""
@@ -359,4 +357,28 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         device=device,
         chat_template_kwargs=args.chat_template_kwargs,
         trust_remote_code=args.runs_remote_code,
+    )
+
+
+def make_sampler(
+    dataset: Any, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any, *, eval_dataset: Any = None
+) -> tuple[Any, PromptSampler]:
+    """The dataset without prompts that are too long, and the sampler of its rows.
+
+    Raises:
+        DataError: a prompt of one of the datasets is too long, where that is an error.
+    """
+    limit, processes = PromptLimit(args, tokenizer), accelerator.num_processes
+    dataset = limit.applied(dataset, name="train_dataset")
+    for evaluated in eval_sets(eval_dataset).values():
+        limit.applied(evaluated, name="eval_dataset")  # an evaluation applies it, and may be long after the start
+    return dataset, PromptSampler(
+        dataset,
+        prompts_per_batch=args.prompts_per_process(processes),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.shuffle_dataset,
+        rank=accelerator.process_index,
+        world_size=processes,
+        repeats=args.num_generations // args.group_part(processes),
+        keep=None if limit.tokens is None else limit.fits,
     )

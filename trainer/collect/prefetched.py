@@ -46,6 +46,7 @@ def rollouts_as_tensors(rollouts: Rollouts) -> dict[str, Tensor]:
     return {
         "numbers": torch.tensor([rollouts.num_generations, rollouts.weight_version]),
         "finish_reasons": torch.tensor([_REASONS.index(reason) for reason in rollouts.finish_reasons]),
+        "failed": torch.tensor(sorted(rollouts.failures), dtype=torch.int64),
         **rows_as_tensors(rollouts),
     }
 
@@ -57,5 +58,7 @@ def rollouts_from_tensors(tensors: dict[str, Tensor]) -> Rollouts:
         finish_reasons=[_REASONS[index] for index in tensors["finish_reasons"].tolist()],  # type: ignore[misc]
         num_generations=num_generations,
         weight_version=weight_version,
+        # Older checkpoints have none. The reasons are in the log of the run that sampled them.
+        failures=dict.fromkeys(tensors.get("failed", torch.zeros(0)).tolist(), "dropped before the checkpoint"),
         **rows_from_tensors(tensors),
     )

@@ -29,21 +29,24 @@ class RolloutFacts(NamedTuple):
 
     rewards: Tensor  # [B]
     per_function: Tensor  # [B, F]
-    lengths: Tensor  # [B] tokens
-    ended: Tensor  # [B] bool
-    dropped: Tensor  # [B] bool, of the groups for which a reward function failed
+    lengths: Tensor  # [b] tokens, without the groups for which the engine failed
+    ended: Tensor  # [b] bool
+    dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
+    failed: int  # completions of groups for which the engine failed
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
 
     @classmethod
     def of(cls, scored: ScoredRollouts) -> RolloutFacts:
-        rollouts = scored.rollouts
+        rollouts, size = scored.rollouts, scored.rollouts.num_generations
+        kept = [index for index in range(len(rollouts.completion_ids)) if index // size not in rollouts.failures]
         return cls(
             rewards=scored.rewards,
             per_function=scored.per_function,
-            lengths=torch.tensor([len(ids) for ids in rollouts.completion_ids], dtype=torch.float32),
-            ended=torch.tensor([reason == "stop" for reason in rollouts.finish_reasons], dtype=torch.bool),
+            lengths=torch.tensor([len(rollouts.completion_ids[index]) for index in kept], dtype=torch.float32),
+            ended=torch.tensor([rollouts.finish_reasons[index] == "stop" for index in kept], dtype=torch.bool),
             dropped=scored.dropped,
+            failed=scored.num_failed,
             seconds=scored.seconds,
             logged=scored.metrics,
         )
@@ -52,7 +55,7 @@ class RolloutFacts(NamedTuple):
     def none(cls, functions: int) -> RolloutFacts:
         """Of a process without completions."""
         nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, {}, {})
+        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, {}, {})
 
 
 def rollout_metrics(
@@ -94,9 +97,11 @@ def rollout_metrics(
     for facts in processes:
         for name, value in facts.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
+    failed = sum(facts.failed for facts in processes)
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
+        **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
     }
 

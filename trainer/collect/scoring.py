@@ -15,7 +15,7 @@ from fused_grpo.errors import RewardError
 from fused_grpo.trainer.collect.advantages import total_rewards
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion, prompt_text
-from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards import RewardOutput, Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ class ScoredRollouts:
     rewards: Tensor  # [B], weighted sums; NaN: no function scored it
     per_function: Tensor  # [B, F]; NaN: not scored by that function
     reward_names: list[str]  # F
-    dropped: Tensor  # [B] bool, whole groups for which a reward function failed: they are left out of the loss
+    dropped: Tensor  # [B] bool, whole groups for which engine or reward function failed: they are left out of the loss
+    num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
     seconds: dict[str, float] = field(default_factory=dict)  # of each reward function
     metrics: dict[str, float] = field(default_factory=dict)  # logged by reward functions
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, logged by reward functions
@@ -61,6 +62,9 @@ class ScoredRollouts:
                 sampling_logprobs=None if logprobs is None else some(logprobs),
                 finish_reasons=some(rollouts.finish_reasons),
                 extra={name: some(values) for name, values in rollouts.extra.items()},
+                failures={
+                    place: rollouts.failures[group] for place, group in enumerate(groups) if group in rollouts.failures
+                },
             ),
             rows=some(self.rows),
             completions=some(self.completions),
@@ -88,9 +92,11 @@ class ScoredRollouts:
                     for name in ("prompt_ids", "completion_ids", "sampling_logprobs", "finish_reasons")
                 },
                 extra=_common_columns([part.extra for part in rollouts]),
+                failures={},  # rounds are joined without the groups that failed
             ),
             **{name: lists(rounds, name) for name in ("rows", "completions")},
             **tensors,
+            num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
             metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
             extra=_common_columns([part.extra for part in rounds]),
@@ -110,6 +116,7 @@ class ScoredRollouts:
 
     def records(self, advantages: Tensor) -> list[dict[str, Any]]:
         """One record per completion, for rollouts.jsonl and the console. Logged columns are fields of it."""
+        failures, size = self.rollouts.failures, self.rollouts.num_generations
         return [
             {
                 **{name: _as_json(values[index]) for name, values in self.extra.items()},
@@ -121,6 +128,7 @@ class ScoredRollouts:
                 "finish_reason": self.rollouts.finish_reasons[index],
                 "weight_version": self.rollouts.weight_version,
                 **({"dropped": True} if self.dropped[index] else {}),
+                **({"failure": failures[index // size]} if index // size in failures else {}),
             }
             for index, completion in enumerate(self.completions)
         ]
@@ -132,7 +140,8 @@ def score_rollouts(
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
     Columns that the engine returned with the completions (`Rollouts.extra`) are passed to reward functions like columns
-    of the dataset; completions of conversations are passed as messages.
+    of the dataset; completions of conversations are passed as messages. Reward functions are not given the groups of
+    `Rollouts.failures`, which are dropped.
 
     Raises:
         RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
@@ -142,13 +151,7 @@ def score_rollouts(
     completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
     columns = [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)]
     given = [as_completion(row, text) for row, text in zip(rows, completions, strict=True)]
-    output = rewards(
-        columns,
-        given,
-        rollouts.completion_ids,
-        num_generations=rollouts.num_generations,
-        trainer_state=trainer_state,
-    )
+    output = _asked(rewards, columns, given, rollouts, trainer_state)
     unscored = (output.per_function.isnan().all(1) & ~output.dropped).nonzero()[:, 0].tolist()
     if unscored:
         example = {**columns[unscored[0]], "completion": given[unscored[0]]}
@@ -167,10 +170,45 @@ def score_rollouts(
         per_function=output.per_function,
         reward_names=rewards.names,
         dropped=output.dropped,
+        num_failed=len(rollouts.failures) * rollouts.num_generations,
         seconds=output.seconds,
         metrics=output.metrics,
         extra=output.extra,
         failure=output.failure,
+    )
+
+
+def _asked(
+    rewards: Rewards, columns: list[Row], given: Sequence[Any], rollouts: Rollouts, trainer_state: Any
+) -> RewardOutput:
+    """What the functions say about all completions. Groups for which the engine failed are dropped, unseen by them."""
+    total, size = len(columns), rollouts.num_generations
+    sound = [index for index in range(total) if index // size not in rollouts.failures]
+
+    def some(values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in sound]
+
+    def spread(values: Tensor, others: Tensor) -> Tensor:
+        others[sound] = values
+        return others
+
+    if not sound:
+        nothing = torch.full((total, len(rewards.names)), torch.nan)
+        return RewardOutput(per_function=nothing, dropped=torch.ones(total).bool(), seconds={}, metrics={}, extra={})
+    ids = some(rollouts.completion_ids)
+    output = rewards(some(columns), some(given), ids, num_generations=size, trainer_state=trainer_state)
+    if len(sound) == total:
+        return output
+    places = dict(zip(sound, range(len(sound)), strict=True))
+    logged = {
+        name: [values[places[index]] if index in places else None for index in range(total)]
+        for name, values in output.extra.items()
+    }
+    return replace(
+        output,
+        per_function=spread(output.per_function, torch.full((total, len(rewards.names)), torch.nan)),
+        dropped=spread(output.dropped, torch.ones(total, dtype=torch.bool)),
+        extra=logged,
     )
 
 

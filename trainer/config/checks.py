@@ -39,6 +39,14 @@ FINITE = (
     "entropy_coef_delta",
     "entropy_target",
 )
+NOT_NEGATIVE = (
+    "warmup_steps",
+    "weight_decay",
+    "dynamic_sampling",
+    "reward_retries",
+    "max_skipped_steps",
+    "rollouts_kept_steps",
+)
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
@@ -47,6 +55,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "reward_failure": ("fail", "retry", "drop"),
+    "rollout_failure": ("fail", "retry", "drop"),
+    "logprob_mismatch": ("fail", "warn"),
+    "long_prompts": ("drop", "fail"),
     "vllm_mode": ("colocate", "server"),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
@@ -156,7 +167,9 @@ def _check_numbers(args: Any) -> None:
     want(args, "ref_model_mixup_alpha", 0 <= args.ref_model_mixup_alpha <= 1, "in [0, 1]")
     want(args, "vllm_server_timeout", args.vllm_server_timeout > 0, "seconds > 0")
     want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")
-    for name in ("warmup_steps", "weight_decay", "dynamic_sampling", "reward_retries", "max_skipped_steps"):
+    difference = args.max_logprob_difference
+    want(args, "max_logprob_difference", difference is None or difference > 0, "> 0, or None")
+    for name in NOT_NEGATIVE:
         want(args, name, getattr(args, name) >= 0, "at least 0")
 
 

@@ -2,6 +2,7 @@
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+OLD_ROLLOUTS_FILE = "rollouts-old.jsonl"
 RUN_FILE = "run.json"
 REPORT_FILE = "report.html"
 REWARD_FILE = "reward.svg"

@@ -233,6 +233,14 @@ class GRPOConfig(AsTransformers):
     """Number of seconds that one call of a reward function may take. None sets no limit."""
     reward_retries: int = 2
     """Number of further calls where `reward_failure` is "retry"."""
+    rollout_failure: Literal["fail", "retry", "drop"] = "fail"
+    """Reaction to a completion that cannot be used (a NaN log-prob, no tokens, ...): "fail" ends the run, "retry"
+    samples its prompt again, twice at most, "drop" drops its group."""
+    logprob_mismatch: Literal["fail", "warn"] = "fail"
+    """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning."""
+    max_logprob_difference: float | None = None
+    """Greatest such difference, in nats: of a token in fp32 on a CPU, of the mean elsewhere. None: by dtype and device
+    (docs/engines.md)."""
 
     temperature: float = 1.0
     """Sampling temperature; the log-probs of training use it too."""
@@ -287,6 +295,9 @@ class GRPOConfig(AsTransformers):
 
     shuffle_dataset: bool = True
     """Draw prompts in a random order that the seed decides."""
+    long_prompts: Literal["drop", "fail"] = "drop"
+    """Reaction to prompts that leave no room for a completion in `vllm_max_model_length`: they are left out, or an
+    error."""
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
     """Time of evaluations: every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no").
     None is "no" with `eval_at_ends`."""
@@ -319,6 +330,9 @@ class GRPOConfig(AsTransformers):
     """Number of steps between two tables of completions."""
     num_completions_to_print: int | None = None
     """Number of rows of that table. None is 4."""
+    rollouts_kept_steps: int = 1000
+    """Number of steps in a block of completions: rollouts.jsonl has the newest block, rollouts-old.jsonl the one
+    before, and older ones are removed. 0 keeps all."""
     report_to: list[str] = field(default_factory=list)
     """Names of trackers that get the metrics through Accelerate: tensorboard, wandb, trackio, ..."""
     project: str = "fused-grpo"

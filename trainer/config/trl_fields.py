@@ -50,7 +50,7 @@ DIFFERENT: dict[str, str] = {
     "metric_for_best_model": 'no default: name a metric of the evaluation, "reward"',
     "hub_model_id": "the final model only, at the end",
     "push_to_hub": "the final model only, at the end",
-    "log_completions": "on the console; rollouts.jsonl always has all of them",
+    "log_completions": "on the console; rollouts.jsonl has those of each step (rollouts_kept_steps)",
 }
 
 

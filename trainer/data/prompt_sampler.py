@@ -16,7 +16,7 @@ import hashlib
 import random
 import reprlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from fused_grpo.errors import CheckpointError, DataError
 from fused_grpo.trainer.data.datasets import Row, RowCheck, is_stream, read_rows, unreadable
 
+Keep = Callable[[Row, int], bool]
 END = object()
 _COMPARED_ROWS = 256
 
@@ -39,6 +40,7 @@ class PromptSampler:
             buffer.
         rank, world_size: as in torch.distributed. All ranks must draw equally often.
         repeats: how many consecutive rows of the ranks are the same prompt: each samples a part of its group.
+        keep: of a row of a stream and its number: False to pass over it. `dropped` counts those. None: all are kept.
 
     Raises:
         DataError: a stream that cannot be shuffled.
@@ -54,6 +56,7 @@ class PromptSampler:
         rank: int = 0,
         world_size: int = 1,
         repeats: int = 1,
+        keep: Keep | None = None,
     ) -> None:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
@@ -61,7 +64,10 @@ class PromptSampler:
         mine = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
         self._share = [place // repeats for place in mine]
         self._rows: _IndexedRows | _StreamedRows
-        self._rows = (_StreamedRows if is_stream(dataset) else _IndexedRows)(dataset, seed=seed, shuffle=shuffle)
+        if is_stream(dataset):
+            self._rows = _StreamedRows(dataset, seed=seed, shuffle=shuffle, keep=keep)
+        else:
+            self._rows = _IndexedRows(dataset, seed=seed, shuffle=shuffle)
 
     def next_batch(self) -> list[Row]:
         """The rows of this rank, `prompts_per_batch` of them.
@@ -84,6 +90,11 @@ class PromptSampler:
     def used(self) -> int:
         """Prompts drawn so far, by all ranks."""
         return self._rows.used
+
+    @property
+    def dropped(self) -> int:
+        """Rows of a stream that were passed over so far."""
+        return self._rows.dropped
 
     def position(self) -> dict[str, Any]:
         """The position in the sequence, as JSON. It is the same on every rank."""
@@ -168,6 +179,8 @@ def _spelled(value: Any) -> str:
 class _IndexedRows:
     """The sequence over a dataset with random access. Only the rows of this rank are read."""
 
+    dropped = 0
+
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self.used, self.row_numbers = 0, list[int]()
@@ -207,7 +220,7 @@ class _IndexedRows:
 class _StreamedRows:
     """The sequence over a dataset that can only be read from its start, or from a state of its own."""
 
-    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: Any, *, seed: int, shuffle: bool, keep: Keep | None) -> None:
         from datasets import IterableDataset
 
         is_own = isinstance(dataset, IterableDataset)
@@ -218,8 +231,10 @@ class _StreamedRows:
             )
         self._dataset = dataset.shuffle(seed=seed) if shuffle else dataset
         self._shuffles, self._seeks = shuffle, is_own and not shuffle
-        self._check = RowCheck("train_dataset")
-        self.used = self._pass = self._used_of_pass = 0
+        self._check, self._keep = RowCheck("train_dataset"), keep
+        # Rows that were passed over count for the place in the pass, and not as used.
+        self.used = self.dropped = self._pass = self._used_of_pass = 0
+        self._kept_in_pass = False
         self.row_numbers: list[int] = []
         self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
         self._place: dict[str, Any] | None = None
@@ -232,14 +247,17 @@ class _StreamedRows:
     def next_pass(self) -> None:
         if self._used_of_pass:
             self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
+            self._kept_in_pass = False
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
-        return {"prompts": self.used, "pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
+        passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
+        return {"prompts": self.used, **passes, **({"dropped": self.dropped} if self.dropped else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
         self._rows, self._place = None, state["stream"]
+        self.dropped, self._kept_in_pass = state.get("dropped", 0), True
         if self._seeks:
             return
         self._open()
@@ -251,15 +269,26 @@ class _StreamedRows:
             )
 
     def _next(self) -> Row:
+        """The next row that is kept."""
+        row = self._read()
+        while self._keep is not None and not self._keep(row, self._used_of_pass - 1):
+            self.dropped += 1
+            row = self._read()
+        self._kept_in_pass = True
+        self.used += 1
+        return row
+
+    def _read(self) -> Row:
         if self._rows is None:
             self._open()
         while (entry := next(self._rows, END)) is END:
             if not self._used_of_pass:
                 raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
-            self._pass, self._used_of_pass, self._place = self._pass + 1, 0, None
+            if not self._kept_in_pass:
+                raise DataError(f"got {self._used_of_pass} prompts in train_dataset, all of them too long, want one")
+            self._pass, self._used_of_pass, self._place, self._kept_in_pass = self._pass + 1, 0, None, False
             self._open()
         row = self._check(self._used_of_pass, entry)
-        self.used += 1
         self._used_of_pass += 1
         return row
 

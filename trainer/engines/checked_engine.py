@@ -1,13 +1,21 @@
 """Checks that an engine returned what was asked for, sampled from the weights that it was given.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
-here, before a reward is computed. A response is used as it is or refused: nothing is cut, padded or left out.
+here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
+
+`rollout_failure` decides what happens where single completions cannot be used: the run ends, their prompts are sampled
+again, or their groups are dropped. A group is dropped whole, because an advantage compares its members: without the
+completions that failed it would be a group of another size, chosen by what the engine can compute. An answer that
+cannot be assigned to prompts, or that is of other weights, ends the run in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +23,12 @@ from torch import Tensor
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+
+_log = logging.getLogger(__name__)
+RETRIES = 2  # further calls with rollout_failure="retry"
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
@@ -29,6 +41,7 @@ def checked_generate(
     *,
     vocab_size: int,
     prompts: Sequence[Any] | None = None,
+    failure: Literal["fail", "retry", "drop"] = "fail",
 ) -> Rollouts:
     """`engine.generate`, with its rollouts checked.
 
@@ -38,6 +51,9 @@ def checked_generate(
         sampling: how completions are sampled.
         vocab_size: V of the model that is trained.
         prompts: the prompts as they are in the dataset, for a `rollout_func`.
+        failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
+            prompt again, with another seed, at most RETRIES times; then raise. "drop": put its prompt into `failures`;
+            the completion is empty then, and the others are as they were sampled.
 
     Raises:
         UnavailableError: another number of anything, other prompts, a completion that is empty or too long, a token
@@ -45,16 +61,27 @@ def checked_generate(
             engine, the prompt and what was got.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
-    version = engine.weight_version
-    options: dict[str, Any] = {"prompts": prompts} if isinstance(engine, FunctionEngine) else {}
-    rollouts = engine.generate(prompt_ids, sampling, **options)
-    _check_rollouts(engine, rollouts, prompt_ids, sampling, vocab_size)
-    if rollouts.weight_version != version:
-        raise WeightSyncError(
-            f"got completions of weight version {rollouts.weight_version} from the {engine.name} engine, want version "
-            f"{version}, which it was given last; fix: one trainer per engine, and rollouts that say which weights "
-            "they were sampled from"
+    rollouts = _generate(engine, prompt_ids, sampling, vocab_size, prompts)
+    wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
+    for attempt in range(RETRIES if failure == "retry" else 0):
+        if not wrong:
+            break
+        groups = sorted({index // sampling.n for index in wrong})
+        _log.warning(
+            "%s (sampling %d prompt(s) again, %d of %d)", min(wrong.items())[1], len(groups), attempt + 1, RETRIES
         )
+        # With the same seed, a model that fails would fail again.
+        seed = None if sampling.seed is None else random.Random(f"{sampling.seed}/{attempt}").getrandbits(SEED_BITS)
+        given = None if prompts is None else [prompts[group] for group in groups]
+        asked = [prompt_ids[group] for group in groups]
+        rollouts = _with_groups(
+            rollouts, groups, _generate(engine, asked, replace(sampling, seed=seed), vocab_size, given)
+        )
+        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
+    if wrong and failure == "drop":
+        return _dropped(rollouts, wrong)
+    if wrong:
+        raise UnavailableError(min(wrong.items())[1])
     return rollouts
 
 
@@ -75,15 +102,19 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
         )
 
 
-def _check_rollouts(
+def _generate(
     engine: RolloutEngine,
-    rollouts: Rollouts,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
     vocab_size: int,
-) -> None:
+    prompts: Sequence[Any] | None,
+) -> Rollouts:
+    """One call of the engine. Its rollouts are of these prompts and of the last weights; completions are unchecked."""
+    version = engine.weight_version
     # A `rollout_func` may return other prompts, and NaN for a log-prob that is not known.
     by_user = isinstance(engine, FunctionEngine)
+    options: dict[str, Any] = {"prompts": prompts} if by_user else {}
+    rollouts = engine.generate(prompt_ids, sampling, **options)
     if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, by_user=by_user):
         raise UnavailableError(
             f"got {wrong} from the {engine.name} engine, want {sampling.n} completions for each of {len(prompt_ids)} "
@@ -95,7 +126,25 @@ def _check_rollouts(
                 f"got {wrong} in a prompt from the {engine.name} engine, want token ids below {vocab_size}; fix: "
                 "encode prompts with the tokenizer of the model that is trained"
             )
-    logprobs = rollouts.sampling_logprobs
+    if rollouts.weight_version != version:
+        raise WeightSyncError(
+            f"got completions of weight version {rollouts.weight_version} from the {engine.name} engine, want version "
+            f"{version}, which it was given last; fix: one trainer per engine, and rollouts that say which weights "
+            "they were sampled from"
+        )
+    return rollouts
+
+
+def _wrong_completions(
+    engine: RolloutEngine,
+    rollouts: Rollouts,
+    prompt_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    vocab_size: int,
+) -> dict[int, str]:
+    """What is wrong, by the index of the completion."""
+    logprobs, found = rollouts.sampling_logprobs, dict[int, str]()
+    by_user = isinstance(engine, FunctionEngine)
     for index, (ids, reason) in enumerate(zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True)):
         wrong = f"{len(ids)} tokens" if len(ids) > sampling.max_tokens else _wrong_tokens(ids, vocab_size)
         if not wrong and logprobs is not None:
@@ -104,12 +153,59 @@ def _check_rollouts(
             wrong = f"finish reason {reason!r}"
         if wrong:
             asked = index // sampling.n
-            raise UnavailableError(
+            found[index] = (
                 f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
                 f"{list(prompt_ids[asked])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} token "
                 f"ids below {vocab_size}, a finite log-prob of at most 0 for each, and stop or length as its end; fix: "
-                "an engine of the model that is trained; NaN means that it cannot compute that model"
+                "an engine of the model that is trained; NaN means that it cannot compute that model; if it is rare, "
+                "rollout_failure='retry' or 'drop'"
             )
+    return found
+
+
+def _with_groups(rollouts: Rollouts, groups: Sequence[int], again: Rollouts) -> Rollouts:
+    """The rollouts with these groups from `again`, which has no others."""
+    size = rollouts.num_generations
+    members = [group * size + member for group in groups for member in range(size)]
+
+    def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+        changed = dict(zip(places, others, strict=True))
+        return [changed.get(index, value) for index, value in enumerate(values)]
+
+    known = rollouts.sampling_logprobs is not None and again.sampling_logprobs is not None
+    return replace(
+        rollouts,
+        prompt_ids=put(rollouts.prompt_ids, groups, again.prompt_ids),
+        completion_ids=put(rollouts.completion_ids, members, again.completion_ids),
+        finish_reasons=put(rollouts.finish_reasons, members, again.finish_reasons),
+        sampling_logprobs=put(rollouts.sampling_logprobs or (), members, again.sampling_logprobs or ())
+        if known
+        else None,
+        # A column that only one of the two calls returned is known for some completions alone.
+        extra={
+            name: put(rollouts.extra[name], members, again.extra[name]) for name in rollouts.extra.keys() & again.extra
+        },
+    )
+
+
+def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
+    """The rollouts with `failures`, and with empty completions in the place of those that are wrong."""
+    failures: dict[int, str] = {}
+    for index, problem in sorted(wrong.items()):
+        _log.warning("%s (its group is dropped)", problem)
+        failures.setdefault(index // rollouts.num_generations, problem)
+
+    def emptied(values: Sequence[Any], empty: Any) -> list[Any]:
+        return [empty if index in wrong else value for index, value in enumerate(values)]
+
+    logprobs = rollouts.sampling_logprobs
+    return replace(
+        rollouts,
+        completion_ids=emptied(rollouts.completion_ids, []),
+        sampling_logprobs=None if logprobs is None else emptied(logprobs, []),
+        finish_reasons=emptied(rollouts.finish_reasons, "length"),
+        failures=failures,
+    )
 
 
 def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, by_user: bool) -> str | None:

@@ -55,7 +55,8 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_m
         if max_model_len is not None and len(prompt) + max_tokens > max_model_len:
             raise InputError(
                 f"got prompt {index} of {len(prompt)} tokens and max_tokens={max_tokens}, want at most "
-                f"max_model_len={max_model_len} together; fix: raise max_model_len, or shorten either"
+                f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
+                "shorten either"
             )
 
 

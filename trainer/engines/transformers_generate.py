@@ -195,7 +195,9 @@ class _Sampler:
             return logprobs.argmax(dim=-1, keepdim=True)
         if self._generator is None:
             self._generator = torch.Generator(logprobs.device).manual_seed(self.seed)
-        return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+        # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the prompt.
+        # `multinomial` would raise for the whole batch, and on a GPU end the process.
+        return torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
 
 
 def _check_supported(sampling: SamplingParams) -> None:

@@ -9,11 +9,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.file_names import METRICS_FILE, REPORT_FILE, REWARD_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.config.file_names import (
+    METRICS_FILE,
+    OLD_ROLLOUTS_FILE,
+    REPORT_FILE,
+    REWARD_FILE,
+    ROLLOUTS_FILE,
+    RUN_FILE,
+)
 from fused_grpo.trainer.logging.charts import (
     EVAL_NAMES,
     PHASE,
@@ -42,7 +50,7 @@ def write_report(output_dir: Path) -> Path:
     output_dir = Path(output_dir)
     records = _read_steps(output_dir)
     run = _read_run(output_dir / RUN_FILE)
-    samples = first_and_last_rows(output_dir / ROLLOUTS_FILE)
+    samples = first_and_last_rows(output_dir / OLD_ROLLOUTS_FILE, output_dir / ROLLOUTS_FILE)
     path = output_dir / REPORT_FILE
     path.write_text(page(records, run, samples), encoding="utf-8")
     (output_dir / REWARD_FILE).write_text(render("chart.svg", chart=reward_chart(records)), encoding="utf-8")
@@ -72,10 +80,10 @@ def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequenc
     )
 
 
-def first_and_last_rows(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """The completions of the first and of the last step in a rollouts.jsonl, by step; read a line at a time."""
+def first_and_last_rows(*paths: Path) -> dict[int, list[dict[str, Any]]]:
+    """The completions of the first and of the last step in logs of rollouts, by step; read a line at a time."""
     steps: dict[int, list[dict[str, Any]]] = {}
-    for row in iterate_records(path) if path.is_file() else ():
+    for row in chain.from_iterable(iterate_records(path) for path in paths if path.is_file()):
         step = int(metric(row, "step") or 0)
         if step not in steps and len(steps) == 2:
             del steps[max(steps)]

@@ -4,6 +4,10 @@ They are plain text, append-only and opened anew for each write: a killed run lo
 shell can follow them, and there is nothing to close. Trackers (wandb, trackio, tensorboard) show the same numbers; the
 report is made from these files.
 
+Completions are by far the larger log. Blocks of `rollouts_kept_steps` steps bound it: the first completions of a new
+block move rollouts.jsonl to rollouts-old.jsonl, in the place of the block before. Where a block ends depends on the
+number of the step alone, so a resumed run has the blocks of a run that was never stopped.
+
 Names of metrics are TRL's where TRL has one. `time/<phase>` holds the seconds of a phase of the step and `step_time`
 those of the whole; `num_tokens` counts all tokens so far, prompts included, and `completion_tokens` those in the loss
 of the step; `eval/...` is measured on held-out prompts.
@@ -23,7 +27,7 @@ from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.file_names import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.config.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.config.redaction import redacted, to_json
 
 Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
@@ -36,14 +40,21 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 
 
 class RunLog:
-    """The log of one run, in `output_dir`: metrics.jsonl, rollouts.jsonl and run.json."""
+    """The log of one run, in `output_dir`: metrics.jsonl, rollouts.jsonl and run.json.
 
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir = Path(output_dir)
+    Args:
+        output_dir: made where it is missing.
+        kept_steps: steps of a block of rollouts. 0: they are all in one file.
+    """
+
+    def __init__(self, output_dir: Path, kept_steps: int = 0) -> None:
+        self.output_dir, self.kept_steps = Path(output_dir), kept_steps
         self.output_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, ROLLOUTS_FILE):
             (self.output_dir / name).touch()
             _mend_tail(self.output_dir / name)
+        # The step of the rollouts that were written last; None of a new run.
+        self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
     def log_metrics(self, record: Mapping[str, float | int | str]) -> None:
         """Append one line to metrics.jsonl, keys in the order given; NaN and infinities become null.
@@ -64,7 +75,11 @@ class RunLog:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        _append(self.output_dir / ROLLOUTS_FILE, ({"step": step, **row} for row in rows))
+        path, last = self.output_dir / ROLLOUTS_FILE, self._last_step
+        if self.kept_steps and last is not None and (step - 1) // self.kept_steps > (last - 1) // self.kept_steps:
+            path.replace(self.output_dir / OLD_ROLLOUTS_FILE)
+        self._last_step = step
+        _append(path, ({"step": step, **row} for row in rows))
 
     def log_config(self, config: Mapping[str, object], **facts: str) -> None:
         """Write run.json once: `config`, `facts` (task, model, engine, ...), versions, machine; no secrets.
@@ -101,12 +116,13 @@ def rewind_logs(output_dir: Path, step: int) -> None:
     """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
 
     They are cut in place, at the first record of a later step: that takes no space, and after a kill a log is either
-    cut or unchanged.
+    cut or unchanged. A block of rollouts that began after that step is removed, and the one before takes its place.
 
     Raises:
         CheckpointError: a line before that is no record, or the file cannot be written; that log is as it was.
     """
-    for path in (Path(output_dir) / METRICS_FILE, Path(output_dir) / ROLLOUTS_FILE):
+    logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
+    for path in logs:
         if not path.is_file():
             continue
         try:
@@ -119,6 +135,15 @@ def rewind_logs(output_dir: Path, step: int) -> None:
                 f"got {error.strerror} while cutting {path} back to step {step}; want a log that can be written; "
                 "fix: make it so, and resume again"
             ) from error
+    _, old, rollouts = logs
+    if old.is_file() and _first_step(rollouts) is None:
+        old.replace(rollouts)
+
+
+def _first_step(path: Path) -> int | None:
+    """The step of the first record of a log; None without one."""
+    record = next(iterate_records(path), None) if path.is_file() else None
+    return None if record is None else record.get("step")
 
 
 def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]:

@@ -64,7 +64,7 @@ class RunOutput:
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
         self.advice = Advice(args)
-        self.log = RunLog(Path(args.output_dir)) if is_main else None
+        self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None

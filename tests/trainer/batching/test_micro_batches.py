@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
+from transformers import modeling_flash_attention_utils as flash
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import cut_by_length, cut_by_tokens, micro_batches, pack, place
@@ -181,3 +182,31 @@ def test_numbers_of_each_token_stay_with_it(batch):
         assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in known[i]])
         assert part.targets.tolist() == [token for i in index for token in batch.completion_ids[i]]
         assert part.advantages.tolist() == [batch.advantages[i] for i in index]
+
+
+def test_flash_attention_is_told_where_sequences_end_and_asks_the_device_in_no_layer(batch, make_model, monkeypatch):
+    lengths: list[tuple[object, list[int]]] = []
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale):
+        assert cu_seqlens_q is cu_seqlens_k
+        lengths.append((max_seqlen_q, cu_seqlens_q.tolist()))
+        assert type(max_seqlen_q) is type(max_seqlen_k) is int
+        parts = zip(*(x.transpose(0, 1).split(cu_seqlens_q.diff().tolist(), dim=1) for x in (q, k, v)), strict=True)
+        options = {"is_causal": True, "scale": softmax_scale, "enable_gqa": True}
+        done = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
+        return torch.cat(done, dim=1).transpose(0, 1)
+
+    def chosen(*, softmax_scale, max_seqlen_q, max_seqlen_k, **_):
+        return {"softmax_scale": softmax_scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+
+    model = make_model(attn_implementation="eager")
+    expected = logprobs_packed(model, batch, one_row=True)
+    functions = ((None, varlen, None, None, None), (chosen, chosen))
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: functions)
+    for asks in ("_is_packed_sequence", "prepare_fa_kwargs_from_position_ids"):
+        monkeypatch.setattr(flash, asks, lambda *_: pytest.fail("a layer waits for the device"))
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(logprobs_packed(model, batch, one_row=True), expected)
+    assert lengths == [(5, [0, 5, 9, 14])] * model.config.num_hidden_layers
+    assert pack(batch, [], one_row=True, device=CPU).row_cu_seqlens.tolist() == [0, 1]
+    assert pack(batch, [0], one_row=False, device=CPU).row_cu_seqlens is None

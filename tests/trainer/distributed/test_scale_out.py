@@ -28,8 +28,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
     "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (1, 16)),
-    "three groups over both": ({}, {"num_iterations": 2, "scale_rewards": "group"}, (12, 1), (3, 2)),
     "half of the groups equal": ({}, HALF, (16, 1), (1, 8)),
+    "three groups over both": (
+        {},
+        {"num_iterations": 2, "scale_rewards": "group", "rollout_failure": "drop"},
+        (12, 1),
+        (3, 2),
+    ),
     "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.

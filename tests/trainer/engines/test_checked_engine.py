@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fused_grpo.errors import DataError, UnavailableError, WeightSyncError
+from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -123,9 +123,9 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
     assert seen == [["a", "a", "b", "b"]]
     with pytest.raises(UnavailableError, match=r"log-prob inf in completion 0 of prompt 0 .* rollout_func"):
         ask_function(logprobs=[[math.inf]] * 4)
-    with pytest.raises(DataError, match="completion 0 with 1 tokens and 2 logprobs from rollout_func"):
+    with pytest.raises(UnavailableError, match=r"2 log-probs for 1 tokens in completion 0 of prompt 0 .* rollout_func"):
         ask_function(logprobs=[[-1.0, -1.0]] * 4)
-    with pytest.raises(DataError, match="completion 0 with 0 tokens"):
+    with pytest.raises(UnavailableError, match="no tokens in completion 0 of prompt 0"):
         ask_function(completion_ids=[[]] * 4)
     with pytest.raises(UnavailableError, match="token id 20 in a prompt from the rollout_func engine"):
         ask_function(prompt_ids=[[20]] * 4)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
 
@@ -33,3 +36,17 @@ def test_beams_follow_the_seed_and_have_no_logprobs(build_model, tokenizer) -> N
     assert first.sampling_logprobs is None
     assert {len(ids) <= 6 for ids in first.completion_ids} == {True}
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_prompt_for_which_the_model_gives_nan_is_named_and_the_others_are_sampled(build_model, tokenizer) -> None:
+    model, sampling = build_model(), SamplingParams(n=2, max_tokens=3, seed=1)
+    sound = TransformersEngine(model, tokenizer).generate([[4, 5], [6]], sampling)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, output: output.masked_fill((inputs[0] == 7)[..., None], torch.nan)
+    )
+    with pytest.raises(UnavailableError, match="log-prob nan in completion 0 of prompt 1"):
+        checked_generate(TransformersEngine(model, tokenizer), [[4, 5], [7]], sampling, vocab_size=64)
+    dropping = {"vocab_size": 64, "failure": "drop"}
+    rollouts = checked_generate(TransformersEngine(model, tokenizer), [[4, 5], [7]], sampling, **dropping)
+    assert list(rollouts.failures) == [1]
+    assert rollouts.completion_ids[0] == sound.completion_ids[0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from fused_grpo.errors import WeightSyncError
+from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines import check_same_weights
+from fused_grpo.trainer.engines.weight_check import WeightCheck
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,34 @@ def test_rounding_of_the_dtype_passes(dtype: torch.dtype, mean: float, largest: 
 def test_more_than_rounding_is_an_error(dtype: torch.dtype, mean: float, largest: float, message: str) -> None:
     with pytest.raises(WeightSyncError, match=message):
         check_same_weights(mean, largest, dtype=dtype, engine="vllm", version=3)
+
+
+def test_in_fp32_a_gpu_may_round_to_tf32_and_a_cpu_may_not() -> None:
+    of_tf32 = {"dtype": torch.float32, "engine": "vllm", "version": 3}
+    check_same_weights(0.004, 0.3, device="cuda", **of_tf32)
+    with pytest.raises(WeightSyncError, match=r"got a mean difference of 0\.03 .* want at most 0\.02 in float32"):
+        check_same_weights(0.03, 0.3, device="cuda", **of_tf32)
+    with pytest.raises(WeightSyncError, match="got a max difference"):
+        check_same_weights(0.004, 0.3, device="cpu", **of_tf32)
+
+
+def test_an_option_replaces_the_bound_in_both_directions() -> None:
+    options = {"dtype": torch.float32, "engine": "vllm", "version": 3}
+    check_same_weights(0.01, 0.05, bound=0.1, **options)
+    with pytest.raises(WeightSyncError, match="want at most 1e-05"):
+        check_same_weights(5e-7, 9e-5, bound=1e-5, **options)
+
+
+def test_warn_says_it_once_with_the_fix_and_a_healthy_run_says_nothing(caplog) -> None:
+    model, cpu, names = nn.Linear(1, 1), torch.device("cpu"), {"engine": "vllm", "version": 3}
+    warns = WeightCheck(GRPOConfig(logprob_mismatch="warn", bf16=False), model, cpu)
+    warns(1e-6, 1e-5, **names)
+    assert caplog.records == []
+    for _ in range(2):
+        warns(0.1, 0.5, **names)
+    (record,) = caplog.records
+    assert "got a max difference of 0.5 between the log-probs of the vllm engine" in record.getMessage()
+    assert "a larger max_logprob_difference" in record.getMessage()
+    with pytest.raises(WeightSyncError, match="got a max difference"):
+        WeightCheck(GRPOConfig(bf16=False), model, cpu)(0.1, 0.5, **names)
+    WeightCheck(GRPOConfig(bf16=False, max_logprob_difference=0.6), model, cpu)(0.1, 0.5, **names)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.file_names import METRICS_FILE, ROLLOUTS_FILE, RUN_FILE
-from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics
+from fused_grpo.trainer.config.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics, rewind_logs
 
 
 def test_metrics_keep_the_order_of_their_keys_and_come_back_equal(tmp_path: Path) -> None:
@@ -93,3 +93,45 @@ def test_readers_find_a_metric_under_the_spelling_of_trl_and_of_the_loss_op() ->
     assert metric({"clip_ratio_region": 0.2}, "clip_ratio") == 0.2
     assert metric({"kl": None}, "kl") is None
     assert metric({"kl": "much"}, "kl") is None
+
+
+def logged(folder: Path, steps: range, kept: int) -> None:
+    log = RunLog(folder, kept)
+    for step in steps:
+        log.log_rollouts(step, [{"completion": "x" * step}, {"completion": "y"}])
+        log.log_metrics({"step": step})
+
+
+def contents(folder: Path) -> dict[str, list[int]]:
+    return {path.name: [row["step"] for row in read_metrics(path)] for path in sorted(folder.iterdir())}
+
+
+def test_rollouts_of_the_newest_steps_are_kept(tmp_path: Path) -> None:
+    logged(tmp_path / "bounded", range(1, 12), 3)
+    assert contents(tmp_path / "bounded") == {
+        METRICS_FILE: list(range(1, 12)),
+        OLD_ROLLOUTS_FILE: [7, 7, 8, 8, 9, 9],
+        ROLLOUTS_FILE: [10, 10, 11, 11],
+    }
+    logged(tmp_path / "all", range(1, 12), 0)
+    assert not (tmp_path / "all" / OLD_ROLLOUTS_FILE).exists()
+    assert len(contents(tmp_path / "all")[ROLLOUTS_FILE]) == 22
+
+
+def test_a_resumed_log_of_rollouts_is_that_of_a_run_that_was_never_stopped(tmp_path: Path) -> None:
+    for number, (killed, checkpoint) in enumerate((k, c) for k in (2, 4, 8) for c in range(k + 1)):
+        folder, whole = tmp_path / f"{number}", tmp_path / f"{number}-whole"
+        logged(folder, range(1, killed + 1), 3)
+        rewind_logs(folder, checkpoint)
+        logged(folder, range(checkpoint + 1, killed + 1), 3)
+        logged(whole, range(1, killed + 1), 3)
+        assert contents(folder) == contents(whole), (killed, checkpoint)
+        assert (folder / ROLLOUTS_FILE).read_bytes() == (whole / ROLLOUTS_FILE).read_bytes()
+
+
+def test_a_kill_between_two_blocks_of_rollouts_loses_none(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 7), 3)
+    (tmp_path / ROLLOUTS_FILE).replace(tmp_path / OLD_ROLLOUTS_FILE)
+    rewind_logs(tmp_path, 6)
+    logged(tmp_path, range(7, 8), 3)
+    assert contents(tmp_path)[OLD_ROLLOUTS_FILE] == [4, 4, 5, 5, 6, 6]

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from fused_grpo.errors import CheckpointError, InputError, UnsupportedError
+from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
@@ -320,6 +320,24 @@ def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lor
     assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
     with as_reference(model):
         assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
+
+
+@pytest.mark.engine
+def test_an_engine_with_the_adapter_alone_sleeps_with_its_base_model(make_model, tokenizer, monkeypatch):
+    # vLLM's CPU build cannot sleep: this is our side of it, the order of calls.
+    model = get_peft_model(make_model(hidden_size=64), LoraConfig(**PLAIN))
+    args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True)
+    engine, calls = choose_engine("vllm", args, model, tokenizer, []), []
+    for name in ("sleep", "wake_up", "collective_rpc"):
+        monkeypatch.setattr(engine._llm, name, lambda *a, name=name, **k: calls.append((name, *a, *k.values())))
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    engine.sleep()
+    with pytest.raises(WeightSyncError, match="on a sleeping vllm engine"):
+        engine.load_weights([], version=1)
+    engine.wake()
+    engine.load_weights([], version=1)
+    engine.close()
+    assert calls == [("sleep", 1), ("wake_up",)]
 
 
 @pytest.mark.engine

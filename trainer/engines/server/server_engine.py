@@ -212,11 +212,8 @@ def _completions(body: Json, answer: Json) -> list[Completion]:
 def _completion(choice: Json) -> Completion:
     if choice["finish_reason"] not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
-    token_ids, logprobs = choice["token_ids"] or [], choice["logprobs"]["token_logprobs"]
-    # The values are checked with those of all engines, in checked_engine.py.
-    if not token_ids or len(logprobs) != len(token_ids):
-        raise RequestError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
-    return Completion(token_ids, logprobs, choice["finish_reason"])
+    # Values and lengths are checked with those of all engines, in checked_engine.py.
+    return Completion(choice["token_ids"] or [], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
 
 
 def _on_first_rank(action: Callable[[], str], weights: Iterable[tuple[str, Tensor]], *, version: int) -> str:

@@ -72,6 +72,7 @@ class VLLMEngine(RolloutEngine):
 
     name = "vllm"
     _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
+    _sleep_level = 2
     _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
 
     def __init__(
@@ -172,11 +173,11 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         """Drop weights and KV cache; see RolloutEngine. Does nothing without `enable_sleep_mode`.
 
-        vLLM's level 2 keeps no copy of the weights in the CPU's memory: the trainer has newer ones. After waking vLLM
-        has no usable weights, so the version is -1 from here on.
+        vLLM's level 2 keeps no copy of the weights in the CPU's memory: the trainer has newer ones. After waking there
+        are no usable weights, so the version is -1 from here on.
         """
         if self._can_sleep and not self._asleep:
-            self._engine().sleep(level=2)
+            self._engine().sleep(level=self._sleep_level)
             self._asleep, self.weight_version = True, -1
 
     def wake(self) -> None:

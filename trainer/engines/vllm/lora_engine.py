@@ -43,6 +43,11 @@ class VLLMAdapterEngine(VLLMEngine):
         InputError: a rank above the largest that vLLM has.
     """
 
+    # Level 2 discards the base model, and releases of vLLM without its pull request 39935 end with a KeyError where one
+    # is loaded beneath LoRA layers after that (issue 39934). Level 1 restores a copy from the CPU's memory.
+    _sleep_level = 1
+    _has_base = False
+
     def __init__(
         self, model: Any, tokenizer: Any, *, engine_options: dict[str, Any] | None = None, **options: Any
     ) -> None:
@@ -54,14 +59,15 @@ class VLLMAdapterEngine(VLLMEngine):
         super().__init__(base_model(model), tokenizer, engine_options={**lora, **(engine_options or {})}, **options)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the adapter into the engine; after the start and after sleep, the base model too. See RolloutEngine.
+        """Copy the adapter into the engine; after the start, the base model too. See RolloutEngine.
 
         Raises:
             WeightSyncError: the engine sleeps; or vLLM refused the weights, and is closed.
             UnavailableError: the engine is closed.
         """
-        if self.weight_version < 0:
+        if not self._has_base or self._asleep:
             super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
+            self._has_base = True
         self.weight_version = -1
         engine = self._engine()
         try:
