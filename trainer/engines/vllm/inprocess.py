@@ -36,6 +36,7 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.vllm.preserved_state import errors_only, preserved_state
 from fused_grpo.trainer.engines.vllm.start_vllm import cpu_options, start_vllm, without_compiling
 from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class VLLMEngine(RolloutEngine):
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
             self.close()
+            finish(named_weights)
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM while loading weight version {version}, and closed the engine: "
                 f"{error}; want every weight of the model, whole, under its checkpoint name; fix: pass "
