@@ -48,8 +48,10 @@ SECTIONS = {
 # Flags without a --no- form.
 COMMANDS = ("dry_run", "resume")
 
-DESCRIPTION = """Train a causal language model with GRPO. Without --model, a small new one is
-trained on a built-in task: the demo, whose defaults are beside the others."""
+DESCRIPTION = """Train a causal language model with GRPO.
+
+Without --model: the demo. Its defaults are beside the others where they differ.
+"""
 
 # What the help shows as a value; tyro's "{None}|STR" says no more, since the default is None.
 METAVARS: dict[Any, str] = {
