@@ -92,7 +92,7 @@ class GRPOTrainer(WithCheckpoints):
         optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
         rollout_func: `f(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}` in place of an engine.
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
-        peft_config: a `peft.LoraConfig`: train an adapter of that kind, and nothing else (docs/lora.md).
+        peft_config: a `peft.LoraConfig` or `PromptTuningConfig`: train that, and nothing else (docs/lora.md).
         tools, environment_factory, quantization_config: TRL's, refused where they are set.
             All but `rollout_engine` are in TRL's order, and may be passed by position.
 
@@ -167,7 +167,7 @@ class GRPOTrainer(WithCheckpoints):
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             self.processing_class, loaded = load_with_tokenizer(model, processing_class, args)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
-            self.engine_name = engine_name(args)  # resolved once: what follows depends on it
+            self.engine_name = engine_name(args, self.model)  # resolved once: what follows depends on it
             self.learner = Learner(
                 self.model,
                 args,

@@ -1,12 +1,14 @@
-"""LoRA adapters by PEFT: a frozen base model and a trained adapter.
+"""LoRA and prompt tuning by PEFT: a frozen base model and a trained adapter.
 
-PEFT puts the adapter into the layers of the base model, so backbone and loss run unchanged. The differences are here:
+PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged; the embeddings of prompt tuning
+are in `virtual_tokens.py`. The other differences are here:
 
 - head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. Each layer is merged on a copy, so W
   itself never changes by rounding. Merged layers are made one at a time, while the engine reads them; for a server, by
-  files or by NCCL, all of them are in memory at once.
+  files or by NCCL, all of them are in memory at once. Virtual tokens are no weights of the base: only the transformers
+  engine, on the trained model itself, can sample with them.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that the user
   passes.
 
@@ -28,6 +30,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.models.virtual_tokens import is_prompt_tuned
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,6 +56,11 @@ _UNSUPPORTED = (
     "use_qalora",
     "velora_config",
 )
+# Why other kinds of PEFT are not trained, where there is more to say.
+_REFUSED = {
+    "PrefixTuningConfig": "a prefix is a KV cache, which packed sequences and gradient checkpointing do not have",
+    "PromptEncoderConfig": "PEFT saves the encoder's result, not its weights, so a run could not be resumed",
+}
 
 
 def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerator) -> Any:
@@ -60,15 +68,15 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
 
     Args:
         model: a causal LM of transformers, which is changed in place; or a PeftModel.
-        peft_config: a `peft.LoraConfig`. None: the model has its adapter, or none.
+        peft_config: a `peft.LoraConfig` or `peft.PromptTuningConfig`. None: the model has its adapter, or none.
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
             gets a frozen copy as the reference.
         accelerator: the processes of the run.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings, or
-            `sync_ref_model`.
-        UnsupportedError: another kind of adapter than LoRA, an unsupported option of LoraConfig, FSDP or DeepSpeed.
+        InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings,
+            prompt tuning without its task type, or `sync_ref_model`.
+        UnsupportedError: another kind of adapter, an unsupported option of LoraConfig, FSDP or DeepSpeed.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
@@ -90,7 +98,7 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
-        if peft_config.init_lora_weights not in _KEEPS_BASE:
+        if getattr(peft_config, "init_lora_weights", True) not in _KEEPS_BASE:
             raise UnsupportedError(
                 f"got init_lora_weights={peft_config.init_lora_weights!r}, which needs data or changes the base, want "
                 f"one of {_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
@@ -171,8 +179,13 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Weights without an adapter are the model's own tensors. The others are merged one layer at a time during iteration.
 
     Raises:
-        UnsupportedError: a quantized layer with an adapter.
+        UnsupportedError: a quantized layer with an adapter, or virtual tokens.
     """
+    if is_prompt_tuned(model):
+        raise UnsupportedError(
+            "got a model with prompt tuning, whose virtual tokens are no weights of the base, for an engine with "
+            "weights of its own; fix: use_vllm=False, where the model itself samples"
+        )
     yield from _named_weights(model, _merged)
 
 
@@ -214,6 +227,8 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
     if not is_adapted(model):
         return None
     config = model.peft_config[_trained(model)]
+    if config.is_prompt_learning:
+        return {"peft_type": config.peft_type.value, "num_virtual_tokens": config.num_virtual_tokens}
     names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"]
     # The last one only where it is set: checkpoints of earlier versions do not have it.
     names += ["target_modules", "modules_to_save", *(["target_parameters"] if config.target_parameters else [])]
@@ -238,11 +253,18 @@ def _trained(model: Any) -> str:
 
 
 def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
+    if type(config) is peft.PromptTuningConfig:
+        if config.task_type != peft.TaskType.CAUSAL_LM:
+            raise InputError(
+                f"got a PromptTuningConfig with task_type={config.task_type!r}, want TaskType.CAUSAL_LM: without it "
+                "PEFT's model leaves the virtual tokens out; fix: PromptTuningConfig(task_type='CAUSAL_LM', ...)"
+            )
+        return
     if not isinstance(config, peft.LoraConfig):
         where, fix = ("in the PeftModel", "merge_and_unload() it") if given else ("as peft_config", "pass one")
+        why = _REFUSED.get(type(config).__name__, "the trainer can merge and save LoRA")
         raise UnsupportedError(
-            f"got a {type(config).__name__} {where}, want a peft.LoraConfig: the trainer can merge and save that kind; "
-            f"fix: {fix}"
+            f"got a {type(config).__name__} {where}, want a peft.LoraConfig or PromptTuningConfig: {why}; fix: {fix}"
         )
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
@@ -290,6 +312,8 @@ def _keep_reference(model: Any) -> None:
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[trained])
     peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
+    if is_prompt_tuned(model):  # PEFT freezes inactive adapters inside the base only
+        model.prompt_encoder[REFERENCE].requires_grad_(False)
     model.set_adapter(trained)
 
 
