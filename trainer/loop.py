@@ -406,6 +406,7 @@ class GRPOTrainer(WithCheckpoints):
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
+        self.state.num_input_tokens_seen = self.collector.num_tokens
         self.last_metrics = metrics
         self.step_metrics.add(metrics, {} if self.buffer is None else self.buffer.metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):

@@ -75,15 +75,16 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
 
     Raises:
         InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings,
-            prompt tuning without its task type, or `sync_ref_model`.
-        UnsupportedError: another kind of adapter, an unsupported option of LoraConfig, FSDP or DeepSpeed.
+            or prompt tuning without its task type.
+        UnsupportedError: another kind of adapter, an unsupported option of LoraConfig, `sync_ref_model`, FSDP or
+            DeepSpeed.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
         return model
     peft = _peft()
     if args.sync_ref_model:
-        raise InputError(
+        raise UnsupportedError(
             "got sync_ref_model=True with an adapter, want a reference that stays: it is the base itself, not a second "
             "model that could be moved; fix: leave sync_ref_model out"
         )

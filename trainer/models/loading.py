@@ -86,13 +86,19 @@ def load_with_tokenizer(
 ) -> tuple[Any, Any]:
     """The tokenizer and the model, each the given one or loaded from a path or hub id.
 
+    As in TRL, the model's configurations get the tokenizer's padding token.
+
     Raises:
         InputError: as `load_tokenizer`.
     """
     model = str(model) if isinstance(model, Path) else model
     options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
     of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-    return load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+    tokenizer, loaded = load_tokenizer(model, processing_class, **of_both), load_model(model, **options)
+    for config in (loaded.config.get_text_config(), loaded.generation_config):
+        if config is not None:
+            config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, loaded
 
 
 def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
