@@ -156,7 +156,7 @@ class TransformersEngine(RolloutEngine):
         # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
         processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
         seeded = _seeded(sampler.seed) if beams else nullcontext()
-        with _in_eval_mode(self._model), _without_generation_defaults(self._model), seeded:
+        with _in_eval_mode(self._given), _without_generation_defaults(self._model), seeded:
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,

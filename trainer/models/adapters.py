@@ -1,4 +1,4 @@
-"""LoRA and prompt tuning by PEFT: a frozen base model and a trained adapter.
+"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter.
 
 PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged; the embeddings of prompt tuning
 are in `virtual_tokens.py`. The other differences are here:
@@ -20,13 +20,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
+ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model came with
 
 # By default PEFT asks the hub whether the embeddings have been resized. They belong to the base.
@@ -56,11 +57,6 @@ _UNSUPPORTED = (
     "use_qalora",
     "velora_config",
 )
-# Why other kinds of PEFT are not trained, where there is more to say.
-_REFUSED = {
-    "PrefixTuningConfig": "a prefix is a KV cache, which packed sequences and gradient checkpointing do not have",
-    "PromptEncoderConfig": "PEFT saves the encoder's result, not its weights, so a run could not be resumed",
-}
 
 
 def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerator) -> Any:
@@ -68,7 +64,8 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
 
     Args:
         model: a causal LM of transformers, which is changed in place; or a PeftModel.
-        peft_config: a `peft.LoraConfig` or `peft.PromptTuningConfig`. None: the model has its adapter, or none.
+        peft_config: a `LoraConfig`, `PromptTuningConfig` or `PromptEncoderConfig`. None: the model has its adapter, or
+            none.
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
             gets a frozen copy as the reference.
         accelerator: the processes of the run.
@@ -200,12 +197,20 @@ def saver_of(model: Any) -> Any:
     """An object whose `save_pretrained` writes a checkpoint: the model, or its trained adapter alone."""
     if not is_adapted(model):
         return model
-    options = {"selected_adapters": [_trained(model)], "save_embedding_layers": _SAVE_EMBEDDINGS}
-    return SimpleNamespace(save_pretrained=partial(model.save_pretrained, **options))
+
+    def save_pretrained(directory: str, **options: Any) -> None:
+        adapters = {"selected_adapters": [_trained(model)], "save_embedding_layers": _SAVE_EMBEDDINGS}
+        model.save_pretrained(directory, **adapters, **options)
+        if _has_encoder(model):
+            save_file(adapter_weights(model), adapter_path(model, Path(directory)))
+
+    return SimpleNamespace(save_pretrained=save_pretrained)
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
     """The tensors of the trained adapter, under the names of its file."""
+    if _has_encoder(model):
+        return dict(model.prompt_encoder[_trained(model)].state_dict())
     weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
         model, adapter_name=_trained(model), save_embedding_layers=_SAVE_EMBEDDINGS
     )
@@ -213,13 +218,16 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
 
 
 def adapter_path(model: Any, directory: Path) -> Path:
-    """The file in which PEFT saves the trained adapter."""
+    """The file with the tensors of the trained adapter."""
     name = _trained(model)
-    return directory / ("" if name == "default" else name) / ADAPTER_FILE
+    return directory / ("" if name == "default" else name) / (ENCODER_FILE if _has_encoder(model) else ADAPTER_FILE)
 
 
 def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
     """Load the tensors that `read_adapter` returned into the model."""
+    if _has_encoder(model):
+        model.prompt_encoder[_trained(model)].load_state_dict(weights)
+        return
     _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
 
 
@@ -247,6 +255,11 @@ def _peft() -> Any:
     return peft
 
 
+def _has_encoder(model: Any) -> bool:
+    """True where a network makes the embeddings of virtual tokens (P-tuning)."""
+    return isinstance(model.peft_config[_trained(model)], _peft().PromptEncoderConfig)
+
+
 def _trained(model: Any) -> str:
     """The name of the adapter that is trained."""
     name: str = model.active_adapters[0]
@@ -254,18 +267,19 @@ def _trained(model: Any) -> str:
 
 
 def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
-    if type(config) is peft.PromptTuningConfig:
+    kind = type(config).__name__
+    if type(config) in (peft.PromptTuningConfig, peft.PromptEncoderConfig):
         if config.task_type != peft.TaskType.CAUSAL_LM:
             raise InputError(
-                f"got a PromptTuningConfig with task_type={config.task_type!r}, want TaskType.CAUSAL_LM: without it "
-                "PEFT's model leaves the virtual tokens out; fix: PromptTuningConfig(task_type='CAUSAL_LM', ...)"
+                f"got a {kind} with task_type={config.task_type!r}, want TaskType.CAUSAL_LM: without it PEFT's model "
+                f"leaves the virtual tokens out; fix: {kind}(task_type='CAUSAL_LM', ...)"
             )
         return
     if not isinstance(config, peft.LoraConfig):
         where, fix = ("in the PeftModel", "merge_and_unload() it") if given else ("as peft_config", "pass one")
-        why = _REFUSED.get(type(config).__name__, "the trainer can merge and save LoRA")
         raise UnsupportedError(
-            f"got a {type(config).__name__} {where}, want a peft.LoraConfig or PromptTuningConfig: {why}; fix: {fix}"
+            f"got a {kind} {where}, want LoRA, prompt tuning or P-tuning: packed sequences have no KV cache for a "
+            f"prefix, and other kinds are not merged or saved here; fix: {fix}"
         )
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
@@ -312,9 +326,12 @@ def _keep_reference(model: Any) -> None:
     peft, trained = _peft(), _trained(model)
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[trained])
-    peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
-    if is_prompt_tuned(model):  # PEFT freezes inactive adapters inside the base only
-        model.prompt_encoder[REFERENCE].requires_grad_(False)
+    if is_prompt_tuned(model):
+        prompts = model.prompt_encoder
+        prompts[REFERENCE].load_state_dict(prompts[trained].state_dict())
+        prompts[REFERENCE].requires_grad_(False)  # PEFT freezes inactive adapters inside the base only
+    else:
+        peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
     model.set_adapter(trained)
 
 

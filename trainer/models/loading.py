@@ -148,7 +148,9 @@ def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def has_dropout(model: nn.Module) -> bool:
     """True if a forward pass in training mode is random: its log-probs then differ from the sampler's."""
     return any(
-        (isinstance(module, nn.Dropout) and module.p > 0) or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
         for module in model.modules()
     )
 
@@ -158,5 +160,7 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - to mypy, attributes of an nn.Module are tensors

@@ -1,4 +1,4 @@
-"""Prompt tuning by PEFT: trained embeddings of n virtual tokens in front of every sequence, and a frozen model.
+"""Prompt tuning and P-tuning by PEFT: trained embeddings of n virtual tokens in front of every sequence, and a frozen model.
 
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])
 
@@ -38,12 +38,12 @@ def with_virtual_places(prompts: Sequence[list[int]], model: Any) -> list[list[i
 def model_inputs(model: Any, input_ids: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
     """`input_ids` [R, L] or, where there are virtual tokens, `inputs_embeds` [R, L, D] with theirs at positions 0..n-1.
 
-    `position_ids` [R, L] are negative where there is padding on the left.
+    `position_ids` [R, L] are -1 where there is padding on the left, whose embeddings attention does not see.
     """
     count = num_virtual_tokens(model)
     if not count:
         return {"input_ids": input_ids}
     embeddings: Tensor = model.get_input_embeddings()(input_ids)
     prompt = model.get_prompt(batch_size=1)[0].to(embeddings.dtype)  # [n, D]
-    virtual = (position_ids >= 0) & (position_ids < count)
+    virtual = position_ids < count
     return {"inputs_embeds": embeddings.index_put((virtual,), prompt[position_ids[virtual]])}

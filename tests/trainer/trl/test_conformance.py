@@ -193,10 +193,12 @@ def test_an_adapter_alone_is_trained(make, given, beta):
     assert ("kl" in trainer.state.log_history[-2]) == (beta > 0)
 
 
-def test_virtual_tokens_alone_are_trained(make):
-    from peft import PromptTuningConfig
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", more("PromptEncoderConfig")])
+def test_virtual_tokens_alone_are_trained(make, kind):
+    import peft
 
-    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, tokenizer_name_or_path=POLICY)
+    own = {"tokenizer_name_or_path": POLICY} if kind == "PromptTuningConfig" else {"encoder_hidden_size": 16}
+    prompt = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **own)
     trainer = make(arguments={"peft_config": prompt})
     before = {name: value.clone() for name, value in trainer.model.named_parameters() if not value.requires_grad}
     train(trainer)
