@@ -1,4 +1,4 @@
-"""Prompt tuning and P-tuning by PEFT: trained embeddings of n virtual tokens in front of every sequence, and a frozen model.
+"""Prompt tuning and P-tuning by PEFT: trained embeddings of n virtual tokens before every sequence, and a frozen model.
 
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])
 

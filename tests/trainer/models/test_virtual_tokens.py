@@ -169,7 +169,11 @@ def test_a_saved_prompt_is_what_peft_loads(make, make_model, kind):
         ({"use_vllm": True}, UnsupportedError, "vLLM has no virtual tokens; fix: use_vllm=False"),
         ({"vllm_mode": "server"}, UnsupportedError, "vLLM has no virtual tokens"),
         ({"peft_config": PromptTuningConfig(num_virtual_tokens=2)}, InputError, "task_type='CAUSAL_LM'"),
-        ({"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}, UnsupportedError, "KV cache"),
+        (
+            {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+            UnsupportedError,
+            "KV cache",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(make, arguments, error, message):
