@@ -48,6 +48,7 @@ from fused_grpo.trainer.distributed.sharding import (
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
 from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
+from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
@@ -118,7 +119,8 @@ class Learner:
             NonFiniteError: the loss or the gradient norm is not finite, and more than `max_skipped_steps` steps in a
                 row were; nothing has been updated.
         """
-        batch, packed = self._with_reference(batch, self._pack(batch))
+        batch = self._with_reference(batch)
+        packed = self._pack(batch)
         options, of_uncertain = self._entropy_options(packed)
         options |= self._counts(packed, batch)
         self.policy.train()
@@ -166,18 +168,14 @@ class Learner:
         values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
         return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
 
-    def _with_reference(
-        self, batch: EffectiveBatch, packed: list[MicroBatch]
-    ) -> tuple[EffectiveBatch, list[MicroBatch]]:
-        """Both with the reference's log-probs, where there is a KL term and they have not been computed yet."""
+    def _with_reference(self, batch: EffectiveBatch) -> EffectiveBatch:
+        """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
         if self.args.beta == 0 or batch.ref_logprobs is not None:
-            return batch, packed
+            return batch
         with self._reference_policy() as reference:
+            packed = self._pack(batch)  # in here, because the reference has no virtual tokens
             values = self._measured(reference, "logprobs", packed)
-        ref_logprobs = per_sequence(packed, values, len(batch.completion_ids))
-        parts = zip(packed, values, strict=True)
-        packed = [dataclasses.replace(part, ref_logprobs=some) for part, some in parts]
-        return dataclasses.replace(batch, ref_logprobs=ref_logprobs), packed
+        return dataclasses.replace(batch, ref_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
 
     def weights(self) -> dict[str, Tensor]:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
@@ -198,8 +196,9 @@ class Learner:
             yield policy
 
     def _pack(self, batch: EffectiveBatch) -> list[MicroBatch]:
+        prompts = with_virtual_places(batch.prompt_ids, self.accelerator.unwrap_model(self.policy).model)
         return micro_batches(
-            batch,
+            dataclasses.replace(batch, prompt_ids=prompts),
             self.args.per_device_train_batch_size,
             **self.rows,
             device=self.accelerator.device,

@@ -93,7 +93,7 @@ class GRPOTrainer(WithCheckpoints):
         optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
         rollout_func: `f(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}` in place of an engine.
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
-        peft_config: a `peft.LoraConfig`: train an adapter of that kind, and nothing else (docs/lora.md).
+        peft_config: a `peft.LoraConfig` or `PromptTuningConfig`: train that, and nothing else (docs/lora.md).
         tools, environment_factory, quantization_config: TRL's, refused where they are set.
             All but `rollout_engine` are in TRL's order, and may be passed by position.
 
@@ -159,10 +159,12 @@ class GRPOTrainer(WithCheckpoints):
             data = {"tokenizer": self.processing_class, "eval_dataset": eval_dataset}
             self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, **data)
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
-            self.engine_name = engine_name(args)  # resolved once: what follows depends on it
+            # Resolved once: what follows depends on it.
+            self.engine_name = engine_name(args, peft_config or getattr(model, "active_peft_config", None))
             self.facts = self._announce(model, peft_config, rollout_engine or rollout_func or self.engine_name)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            self.model = adapt(model_for(model, args, self.accelerator), peft_config, args, self.accelerator)
+            loaded = model_for(model, args, self.accelerator, pad_token_id=self.processing_class.pad_token_id)
+            self.model = adapt(loaded, peft_config, args, self.accelerator)
             self.learner = Learner(
                 self.model,
                 args,
@@ -396,6 +398,7 @@ class GRPOTrainer(WithCheckpoints):
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
+        self.state.num_input_tokens_seen = self.collector.num_tokens
         self.last_metrics = metrics
         self.step_metrics.add(metrics, {} if self.buffer is None else self.buffer.metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):

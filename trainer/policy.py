@@ -25,6 +25,7 @@ from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.models.adapters import base_model, check_head, head_weight
 from fused_grpo.trainer.models.router_loss import router_aux_loss
+from fused_grpo.trainer.models.virtual_tokens import model_inputs
 from fused_grpo.trainer.types import MicroBatch
 
 
@@ -148,7 +149,8 @@ class PolicyLoss(nn.Module):
             # Without these, every layer finds them in the position ids, and waits for the device.
             ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.row_cu_seqlens)
             options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
-        return backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
+        inputs = model_inputs(self.model, batch.input_ids, batch.position_ids)
+        return backbone(**inputs, position_ids=batch.position_ids, use_cache=False, **options)
 
     def _head_inputs(self, batch: MicroBatch, states: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and the logit transform."""

@@ -109,3 +109,11 @@ def test_an_engine_is_given_the_names_of_a_checkpoint(tokenizer, tmp_path):
     served = dict(learner.served_weights())
     assert served.keys() == saved.keys() != model.state_dict().keys()
     assert all(torch.equal(served[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_model_gets_the_padding_token_of_its_tokenizer(make_model, tokenizer, tmp_path):
+    model = make_model(pad_token_id=None)
+    assert model.config.pad_token_id is None
+    args = GRPOConfig(str(tmp_path), use_vllm=False)
+    GRPOTrainer(model, lambda completions: completions, args, [{"prompt": "1+1="}], processing_class=tokenizer)
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id

@@ -357,6 +357,7 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         device=device,
         chat_template_kwargs=args.chat_template_kwargs,
         trust_remote_code=args.runs_remote_code,
+        model_init_kwargs=args.model_init_kwargs,
     )
 
 

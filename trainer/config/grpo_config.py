@@ -96,7 +96,7 @@ class GRPOConfig(AsTransformers):
     """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
 
     model_init_kwargs: JSONObject = None
-    """Arguments of `AutoModelForCausalLM.from_pretrained`, where the model is a path or hub id."""
+    """Arguments of `from_pretrained`, for the model and for reward models that are paths or hub ids."""
     router_aux_loss_coef: float | None = None
     """Weight of the auxiliary loss of mixture-of-experts routers. None is the model's own; 0 is none."""
     trust_remote_code: bool = False

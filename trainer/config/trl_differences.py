@@ -58,6 +58,11 @@ BEHAVIOURS = [
         "the next epoch goes on with them",
         "17 prompts, 3 epochs, 2 prompts a step: 24 steps there, 26 here",
     ),
+    Behaviour(
+        "virtual tokens of prompt tuning are before a prompt's padding: log-probs depend on the batch",
+        "they are in front of the sequence: log-probs are those of the sequence alone",
+        "prompts of 1 to 4 tokens: parameters 2.5e-3; of one length: 1.9e-9",
+    ),
     Behaviour("an evaluation has an `eval_loss`", "it has rewards and lengths: samples of the policy itself", "none"),
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),
     Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),

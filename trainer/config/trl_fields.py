@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 Config = TypeVar("Config")
@@ -58,13 +58,14 @@ class Missing(NamedTuple):
     """A field that only TRL has: its default there, and why it has no effect here.
 
     `accepts` is True for values other than the default that change nothing either; `kind` is the field's type where
-    that is not the default's.
+    that is not the default's. `error` is raised for the others.
     """
 
     default: Any
     why: str
     accepts: Callable[[Any], bool] = lambda value: False
     kind: Any = None
+    error: type[FusedGRPOError] = UnsupportedError
 
 
 def _any(value: Any) -> bool:
@@ -130,7 +131,8 @@ MISSING: dict[str, Missing] = {
     "liger_kernel_config": Missing(None, _FUSED, _any),
     "use_cache": Missing(False, "training needs no KV cache, and sampling has its own", _any),
     "neftune_noise_alpha": Missing(None, "noise in the embeddings would be in the log-probs too", kind=float | None),
-    "auto_find_batch_size": Missing(False, "another batch size would change the update"),
+    # TRL refuses it too, with a ValueError.
+    "auto_find_batch_size": Missing(False, "another batch size would change the update", error=InputError),
     "log_on_each_node": Missing(True, "the first process alone logs", _any),
     "logging_nan_inf_filter": Missing(
         True, "a step whose loss is not finite stops the run, or is skipped (max_skipped_steps)", _any
@@ -195,7 +197,7 @@ def check_missing(args: Any) -> None:
     """Check the values of all fields that only TRL has.
 
     Raises:
-        UnsupportedError: one of them is set to something that would change the run.
+        UnsupportedError, InputError: one of them is set to something that would change the run.
     """
     for name in MISSING:
         refuse_unless_harmless(name, getattr(args, name))
@@ -205,13 +207,13 @@ def refuse_unless_harmless(name: str, value: Any) -> None:
     """Check a value of a field that only TRL has. One that is accepted is reported, once.
 
     Raises:
-        UnsupportedError: it would change the run.
+        UnsupportedError, InputError: it would change the run.
     """
     missing = MISSING[name]
     if value == missing.default:
         return
     if not missing.accepts(value):
-        raise UnsupportedError(
+        raise missing.error(
             f"got {name}={value!r}, a field of TRL's that this trainer does not have: {missing.why}; "
             f"fix: leave it out (default {missing.default!r})"
         )

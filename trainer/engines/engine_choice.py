@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_stream
 from fused_grpo.trainer.data.prompts import longest_prompt
@@ -29,8 +29,21 @@ EngineName = Literal["vllm", "server", "transformers"]
 _log = logging.getLogger(__name__)
 
 
-def engine_name(args: GRPOConfig) -> EngineName:
-    """The engine that the options select. `use_vllm=None` means vLLM where it is installed, transformers otherwise."""
+def engine_name(args: GRPOConfig, peft_config: Any = None) -> EngineName:
+    """The engine that the options select for a model, with the configuration of its adapter if there is one.
+
+    `use_vllm=None` means vLLM where it is installed, transformers otherwise and for a model with prompt tuning.
+
+    Raises:
+        UnsupportedError: vLLM for a model with prompt tuning.
+    """
+    if getattr(peft_config, "is_prompt_learning", False):
+        if args.use_vllm or args.vllm_mode == "server":
+            raise UnsupportedError(
+                "got vLLM and a model with prompt tuning, want the model itself to sample: vLLM has no virtual tokens; "
+                "fix: use_vllm=False, and no vllm_mode"
+            )
+        return "transformers"
     if args.vllm_mode == "server":
         return "server"
     if args.use_vllm is not None:
@@ -86,7 +99,7 @@ def _make_engine(
         )
     if name == "transformers":
         cache = args.cache_implementation
-        return TransformersEngine(base_model(model), tokenizer, seed=args.seed, cache_implementation=cache)
+        return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache)
     if name == "vllm":
         check_installed()
     max_model_len = args.vllm_max_model_length

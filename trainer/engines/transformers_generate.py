@@ -24,6 +24,8 @@ from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
+from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.virtual_tokens import model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class TransformersEngine(RolloutEngine):
     untempered one.
 
     Args:
-        model: the trainer's causal LM, not a copy.
+        model: the trainer's causal LM, not a copy; or a PeftModel around it, with its virtual tokens if it has some.
         tokenizer: its tokenizer.
         seed: the seed of calls without `sampling.seed`.
         cache_implementation: kind of the KV cache, as in GenerationConfig.
@@ -86,8 +88,8 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = 0
         self._cache_implementation = cache_implementation
         self._max_sequences = max_sequences
-        self._model: Any = model
-        self._stop_ids = stop_token_ids(model, tokenizer)
+        self._given, self._model = model, base_model(model)
+        self._stop_ids = stop_token_ids(self._model, tokenizer)
         self._seeds = random.Random(seed)
 
     @torch.no_grad()
@@ -137,7 +139,10 @@ class TransformersEngine(RolloutEngine):
         """What `generate` returns after the prompts."""
         from transformers import GenerationConfig, LogitsProcessorList
 
+        prompts = with_virtual_places(prompts, self._given)
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
+        # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
+        inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
         beams = sampling.extra.get("num_beams", 1) > 1
         config = GenerationConfig(
             do_sample=beams,
@@ -152,9 +157,9 @@ class TransformersEngine(RolloutEngine):
         # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
         processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
         seeded = _seeded(sampler.seed) if beams else nullcontext()
-        with _in_eval_mode(self._model), _without_generation_defaults(self._model), seeded:
+        with _in_eval_mode(self._given), _without_generation_defaults(self._model), seeded:
             returned = self._model.generate(
-                input_ids,
+                **inputs,
                 attention_mask=attention_mask,
                 generation_config=config,
                 logits_processor=processors,

@@ -1,1 +1,1 @@
-"""Loading models and tokenizers; LoRA adapters."""
+"""Loading models and tokenizers; adapters."""

@@ -1,11 +1,14 @@
-"""LoRA adapters by PEFT: a frozen base model and a trained adapter.
+"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter.
 
-PEFT puts the adapter into the layers of the base model, so backbone and loss run unchanged. The differences are here:
+PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged; the embeddings of prompt tuning
+are in `virtual_tokens.py`. The other differences are here:
 
 - head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. Each layer is merged on a copy, so W
   itself never changes by rounding. Merged layers are made one at a time, while the engine reads them.
+  Virtual tokens are no weights of the base: only the transformers engine, on the trained model itself, can sample
+  with them.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that the user
   passes.
 
@@ -24,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.models.virtual_tokens import is_prompt_tuned
 from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream
 
 if TYPE_CHECKING:
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
+ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model came with
 
 # By default PEFT asks the hub whether the embeddings have been resized. They belong to the base.
@@ -60,22 +66,24 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
 
     Args:
         model: a causal LM of transformers, which is changed in place; or a PeftModel.
-        peft_config: a `peft.LoraConfig`. None: the model has its adapter, or none.
+        peft_config: a `LoraConfig`, `PromptTuningConfig` or `PromptEncoderConfig`. None: the model has its adapter, or
+            none.
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
             gets a frozen copy as the reference.
         accelerator: the processes of the run.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings, or
-            `sync_ref_model`.
-        UnsupportedError: another kind of adapter than LoRA, an unsupported option of LoraConfig, FSDP or DeepSpeed.
+        InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings,
+            or prompt tuning without its task type.
+        UnsupportedError: another kind of adapter, an unsupported option of LoraConfig, `sync_ref_model`, FSDP or
+            DeepSpeed.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
         return model
     peft = _peft()
     if args.sync_ref_model:
-        raise InputError(
+        raise UnsupportedError(
             "got sync_ref_model=True with an adapter, want a reference that stays: it is the base itself, not a second "
             "model that could be moved; fix: leave sync_ref_model out"
         )
@@ -90,7 +98,7 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
-        if peft_config.init_lora_weights not in _KEEPS_BASE:
+        if getattr(peft_config, "init_lora_weights", True) not in _KEEPS_BASE:
             raise UnsupportedError(
                 f"got init_lora_weights={peft_config.init_lora_weights!r}, which needs data or changes the base, want "
                 f"one of {_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
@@ -171,8 +179,13 @@ def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream
     read, which takes three matrices of that layer's size. `dtype` is that of `checkpoint_weights`.
 
     Raises:
-        UnsupportedError: a quantized layer with an adapter, when it is read.
+        UnsupportedError: virtual tokens; or a quantized layer with an adapter, when it is read.
     """
+    if is_prompt_tuned(model):
+        raise UnsupportedError(
+            "got a model with prompt tuning, whose virtual tokens are no weights of the base, for an engine with "
+            "weights of its own; fix: use_vllm=False, where the model itself samples"
+        )
     return _named_weights(model, _merged, dtype)
 
 
@@ -185,12 +198,20 @@ def saver_of(model: Any) -> Any:
     """An object whose `save_pretrained` writes a checkpoint: the model, or its trained adapter alone."""
     if not is_adapted(model):
         return model
-    options = {"selected_adapters": [_trained(model)], "save_embedding_layers": _SAVE_EMBEDDINGS}
-    return SimpleNamespace(save_pretrained=partial(model.save_pretrained, **options))
+
+    def save_pretrained(directory: str, **options: Any) -> None:
+        adapters = {"selected_adapters": [_trained(model)], "save_embedding_layers": _SAVE_EMBEDDINGS}
+        model.save_pretrained(directory, **adapters, **options)
+        if _has_encoder(model):
+            save_file(adapter_weights(model), adapter_path(model, Path(directory)))
+
+    return SimpleNamespace(save_pretrained=save_pretrained)
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
     """The tensors of the trained adapter, under the names of its file."""
+    if _has_encoder(model):
+        return dict(model.prompt_encoder[_trained(model)].state_dict())
     weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
         model, adapter_name=_trained(model), save_embedding_layers=_SAVE_EMBEDDINGS
     )
@@ -198,13 +219,16 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
 
 
 def adapter_path(model: Any, directory: Path) -> Path:
-    """The file in which PEFT saves the trained adapter."""
+    """The file with the tensors of the trained adapter."""
     name = _trained(model)
-    return directory / ("" if name == "default" else name) / ADAPTER_FILE
+    return directory / ("" if name == "default" else name) / (ENCODER_FILE if _has_encoder(model) else ADAPTER_FILE)
 
 
 def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
     """Load the tensors that `read_adapter` returned into the model."""
+    if _has_encoder(model):
+        model.prompt_encoder[_trained(model)].load_state_dict(weights)
+        return
     _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
 
 
@@ -213,6 +237,8 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
     if not is_adapted(model):
         return None
     config = model.peft_config[_trained(model)]
+    if config.is_prompt_learning:
+        return {"peft_type": config.peft_type.value, "num_virtual_tokens": config.num_virtual_tokens}
     names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"]
     # The last one only where it is set: checkpoints of earlier versions do not have it.
     names += ["target_modules", "modules_to_save", *(["target_parameters"] if config.target_parameters else [])]
@@ -230,6 +256,11 @@ def _peft() -> Any:
     return peft
 
 
+def _has_encoder(model: Any) -> bool:
+    """True where a network makes the embeddings of virtual tokens (P-tuning)."""
+    return isinstance(model.peft_config[_trained(model)], _peft().PromptEncoderConfig)
+
+
 def _trained(model: Any) -> str:
     """The name of the adapter that is trained."""
     name: str = model.active_adapters[0]
@@ -237,11 +268,19 @@ def _trained(model: Any) -> str:
 
 
 def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
+    kind = type(config).__name__
+    if type(config) in (peft.PromptTuningConfig, peft.PromptEncoderConfig):
+        if config.task_type != peft.TaskType.CAUSAL_LM:
+            raise InputError(
+                f"got a {kind} with task_type={config.task_type!r}, want TaskType.CAUSAL_LM: without it PEFT's model "
+                f"leaves the virtual tokens out; fix: {kind}(task_type='CAUSAL_LM', ...)"
+            )
+        return
     if not isinstance(config, peft.LoraConfig):
         where, fix = ("in the PeftModel", "merge_and_unload() it") if given else ("as peft_config", "pass one")
         raise UnsupportedError(
-            f"got a {type(config).__name__} {where}, want a peft.LoraConfig: the trainer can merge and save that kind; "
-            f"fix: {fix}"
+            f"got a {kind} {where}, want LoRA, prompt tuning or P-tuning: packed sequences have no KV cache for a "
+            f"prefix, and other kinds are not merged or saved here; fix: {fix}"
         )
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
@@ -288,7 +327,12 @@ def _keep_reference(model: Any) -> None:
     peft, trained = _peft(), _trained(model)
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[trained])
-    peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
+    if is_prompt_tuned(model):
+        prompts = model.prompt_encoder
+        prompts[REFERENCE].load_state_dict(prompts[trained].state_dict())
+        prompts[REFERENCE].requires_grad_(False)  # PEFT freezes inactive adapters inside the base only
+    else:
+        peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
     model.set_adapter(trained)
 
 

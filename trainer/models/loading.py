@@ -101,8 +101,10 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
     return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
 
 
-def model_for(model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator) -> Any:
-    """The given model, or the one of a path or hub id.
+def model_for(
+    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
+) -> Any:
+    """The given model, or the one of a path or hub id. As in TRL, its configurations get the tokenizer's padding token.
 
     It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
     `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
@@ -111,7 +113,11 @@ def model_for(model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator
     in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
     if isinstance(model, str | Path) and not in_memory_first:
         options = {"device_map": {"": accelerator.device}, **options}
-    return load_model(str(model) if isinstance(model, Path) else model, **options)
+    loaded = load_model(str(model) if isinstance(model, Path) else model, **options)
+    for config in (loaded.config.get_text_config(), loaded.generation_config):
+        if config is not None:
+            config.pad_token_id = pad_token_id
+    return loaded
 
 
 def _loading_options(args: GRPOConfig) -> dict[str, Any]:
@@ -177,7 +183,9 @@ def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def has_dropout(model: nn.Module) -> bool:
     """True if a forward pass in training mode is random: its log-probs then differ from the sampler's."""
     return any(
-        (isinstance(module, nn.Dropout) and module.p > 0) or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
         for module in model.modules()
     )
 
@@ -187,5 +195,7 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - to mypy, attributes of an nn.Module are tensors

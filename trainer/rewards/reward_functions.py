@@ -73,6 +73,7 @@ class Rewards:
         device: the device of reward models. None: a model given by name stays on the CPU, a module where it is.
         chat_template_kwargs: variables for the chat templates of reward models.
         trust_remote_code: run code that comes with a reward model.
+        model_init_kwargs: arguments of `from_pretrained`, for reward models given by path or hub id.
 
     Raises:
         InputError: something that is not callable, or options that contradict each other.
@@ -90,6 +91,7 @@ class Rewards:
         device: torch.device | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
+        model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
         _check_options(given, weights, failure=failure, retries=retries, timeout=timeout)
@@ -100,7 +102,7 @@ class Rewards:
             "trust_remote_code": trust_remote_code,
         }
         self.functions: list[RewardFunction] = [
-            _resolve(function, cls, options) for function, cls in zip(given, classes, strict=True)
+            _resolve(function, cls, options, model_init_kwargs) for function, cls in zip(given, classes, strict=True)
         ]
         self.names = _unique(map(reward_name, self.functions))
         self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
@@ -286,11 +288,13 @@ def _one_each(classes: Any, count: int) -> list[Any]:
     return listed
 
 
-def _resolve(function: Any, processing_class: Any, model_options: Mapping[str, Any]) -> RewardFunction:
+def _resolve(
+    function: Any, processing_class: Any, model_options: Mapping[str, Any], model_init_kwargs: Mapping[str, Any] | None
+) -> RewardFunction:
     if isinstance(function, str) and (named := builtin_reward(function)):
         return named
     if isinstance(function, str) and not names_a_function(function):
-        return load_reward_model(function, processing_class, **model_options)
+        return load_reward_model(function, processing_class, model_init_kwargs=model_init_kwargs, **model_options)
     if isinstance(function, nn.Module):
         return RewardModel(function, processing_class, **model_options)
     resolved: RewardFunction = load_reward(function) if isinstance(function, str) else function

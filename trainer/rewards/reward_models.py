@@ -26,9 +26,10 @@ class RewardModel:
     Args:
         model: a sequence-classification model of transformers, with one label.
         processing_class: its tokenizer. None: the tokenizer saved with the model.
-        device: the model is moved to this device. None: it stays where it is.
+        device: the model is moved to this device. None, or loaded with a device map: it stays where it is.
         chat_template_kwargs: variables for the chat template, in conversations.
         trust_remote_code: run tokenizer code that comes with the model.
+        revision: of the tokenizer saved with the model.
 
     Raises:
         InputError: there is no tokenizer with the model, or it has no padding token.
@@ -42,6 +43,7 @@ class RewardModel:
         device: torch.device | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
+        revision: str = "main",
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -54,14 +56,16 @@ class RewardModel:
                     f"got the reward model {self.__name__} without a path and no tokenizer; "
                     "fix: pass reward_processing_classes=<tokenizer>"
                 )
-            processing_class = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            options = {"trust_remote_code": trust_remote_code, "revision": revision}
+            processing_class = AutoTokenizer.from_pretrained(source, **options)
         if processing_class.pad_token_id is None:
             if processing_class.eos_token is None:
                 raise InputError(f"got a tokenizer of the reward model {self.__name__} that has no padding token")
             processing_class.pad_token = processing_class.eos_token
         if config is not None:
             config.get_text_config().pad_token_id = processing_class.pad_token_id
-        self.model = model.eval() if device is None else model.eval().to(device)
+        stays = device is None or getattr(model, "hf_device_map", None)
+        self.model = model.eval() if stays else model.eval().to(device)
         self.tokenizer, self.template_options = processing_class, dict(chat_template_kwargs or {})
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
@@ -104,19 +108,27 @@ def _on_every_rank() -> Iterator[None]:
 
 
 def load_reward_model(
-    name: str, processing_class: Any = None, *, trust_remote_code: bool = False, **options: Any
+    name: str,
+    processing_class: Any = None,
+    *,
+    trust_remote_code: bool = False,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> RewardModel:
     """A reward model from a path or hub id, with the `options` of `RewardModel`.
+
+    `model_init_kwargs` are for `from_pretrained`, as in TRL those of the policy; the tokenizer has the same revision.
 
     Raises:
         InputError: there is no such model, or its score layer has no trained weights.
     """
     from transformers import AutoModelForSequenceClassification
 
+    given = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
     try:
         with _on_every_rank():
             model, loading = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, trust_remote_code=trust_remote_code, output_loading_info=True
+                name, num_labels=1, output_loading_info=True, **given
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
@@ -128,4 +140,5 @@ def load_reward_model(
             f"got the reward model {name!r} without trained weights for {', '.join(missing)}, "
             "want a sequence-classification model with one label"
         )
-    return RewardModel(model, processing_class, trust_remote_code=trust_remote_code, **options)
+    options |= {"trust_remote_code": trust_remote_code, "revision": given.get("revision", "main")}
+    return RewardModel(model, processing_class, **options)

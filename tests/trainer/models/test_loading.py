@@ -26,12 +26,15 @@ from fused_grpo.trainer.rewards.reward_models import load_reward_model
         ("cuda:0", "NO", {"device_map": "auto"}, "auto"),
     ],
 )
-def test_a_model_is_loaded_straight_to_its_device(monkeypatch, tokenizer, device, kind, given, expected):
+def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, given, expected):
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda name, **options: asked.update(options))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace), generation_config=None)
+    monkeypatch.setattr(
+        loading.AutoModelForCausalLM, "from_pretrained", lambda name, **options: asked.update(options) or model
+    )
     accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType[kind])
     args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, **given})
-    loading.load_with_tokenizer("somewhere", tokenizer, args, accelerator)
+    loading.model_for("somewhere", args, accelerator, pad_token_id=0)
     assert asked.get("device_map") == expected
     assert asked["dtype"] == torch.bfloat16
 

@@ -45,6 +45,15 @@ def test_a_model_is_found_by_its_path_and_named_after_it(reward, reward_model, t
     torch.testing.assert_close(given, expected(reward_model, tokenizer, ["pa", "pb", "qc", "qd"]))
 
 
+def test_a_model_by_name_is_loaded_as_the_policy_is(reward_model, tokenizer, tmp_path):
+    reward_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": True}
+    model = Rewards(str(tmp_path), model_init_kwargs=asked).functions[0].model
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_model_without_a_trained_score_is_refused(reward_model, tokenizer, tmp_path):
     Qwen2ForCausalLM(reward_model.config).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")

@@ -63,6 +63,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accelerator": {"accelerator_config": {"split_batches": False}},
     "SGD": {"optim": "sgd"},
     "on the CPU": {"use_cpu": True, "bf16": False},
+    "completions logged": {"log_completions": True, "num_completions_to_print": 1, "log_unique_prompts": True},
+    "recomputed by re-entering": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "loaded with options": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
 }
 
 
@@ -79,6 +82,7 @@ def train(trainer: Any, *, moved: bool = True) -> Any:
     assert trainer.state.log_history[-1]["train_loss"] is not None
     assert result.training_loss == trainer.state.log_history[-1]["train_loss"]
     assert result.global_step == trainer.state.global_step
+    assert trainer.state.num_input_tokens_seen > 0
     after = dict(trainer.model.named_parameters())
     kept = {name for name, value in before.items() if torch.equal(value, after[name])}
     assert kept == (set() if moved else before.keys())
@@ -187,6 +191,25 @@ def test_an_adapter_alone_is_trained(make, given, beta):
         if original in plain:
             assert torch.equal(value, plain[original]), name
     assert ("kl" in trainer.state.log_history[-2]) == (beta > 0)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", more("PromptEncoderConfig")])
+def test_virtual_tokens_alone_are_trained(make, kind):
+    import peft
+
+    own = {"tokenizer_name_or_path": POLICY} if kind == "PromptTuningConfig" else {"encoder_hidden_size": 16}
+    prompt = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **own)
+    trainer = make(arguments={"peft_config": prompt})
+    before = {name: value.clone() for name, value in trainer.model.named_parameters() if not value.requires_grad}
+    train(trainer)
+    base = {f"base_model.{name}" for name, _ in AutoModelForCausalLM.from_pretrained(POLICY).named_parameters()}
+    assert base == before.keys()
+    assert all(torch.equal(value, trainer.model.get_parameter(name)) for name, value in before.items())
+
+
+def test_a_batch_size_that_finds_itself_is_refused(make):
+    with pytest.raises(ValueError, match="auto_find_batch_size"):
+        make(auto_find_batch_size=True)
 
 
 @pytest.mark.parametrize("coefficient", [None, more(0.0), more(0.1)])

@@ -52,6 +52,12 @@ def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
 
 
+def of_one_length(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same completions of prompts that need no padding."""
+    found = trl_runs.completions(prompts, trainer)
+    return {**found, "prompt_ids": [(ids * 4)[:4] for ids in found["prompt_ids"]]}
+
+
 def compare(
     trl: types.ModuleType, changes: Mapping[str, Any] = MappingProxyType({}), but: Sequence[str] = (), **options: Any
 ) -> None:
@@ -109,6 +115,14 @@ def test_an_adapter_is_trained_as_by_trl(trl):
 
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     compare(trl, peft_config=adapter, beta=0.04, num_iterations=2)
+
+
+def test_virtual_tokens_are_trained_as_by_trl(trl):
+    """With prompts of one length: PEFT has the virtual tokens before the padding, so TRL's log-probs depend on it."""
+    from peft import PromptTuningConfig
+
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    compare(trl, peft_config=prompt, rollout_func=of_one_length, beta=0.04, num_iterations=2, max_steps=3)
 
 
 def test_a_difference_is_seen(trl):
