@@ -94,8 +94,9 @@ def test_loss_and_gradient_are_those_of_pefts_logits(make, kind, recomputed):
 
 def test_a_rank_without_sequences_has_a_gradient_too(make):
     learner = make().learner
-    (part,) = learner._pack(BATCH.take([]))
-    learner._backward(part, learner._counts([part], 0), last=True)
+    nothing = BATCH.take([])
+    (part,) = learner._pack(nothing)
+    learner._backward(part, learner._counts([part], nothing), last=True)
     assert learner.policy.model.get_parameter(PROMPT).grad.abs().max() == 0
 
 
