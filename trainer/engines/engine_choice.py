@@ -79,12 +79,11 @@ def choose_engine(
         UnsupportedError: an option that the engine does not have on this machine.
         UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
-    needs_engine = rollout_func is None or args.use_vllm or args.vllm_mode == "server"
     with progress(f"starting the engine: {name}"):
-        inner = _make_engine(name, args, model, tokenizer, datasets) if needs_engine else None
-    if rollout_func is None:
-        assert inner is not None
-        return inner
+        if rollout_func is None:
+            return _make_engine(name, args, model, tokenizer, datasets)
+        needs_inner = args.use_vllm or args.vllm_mode == "server"
+        inner = _make_engine(name, args, model, tokenizer, datasets) if needs_inner else None
     return FunctionEngine(rollout_func, trainer, inner=inner)
 
 
