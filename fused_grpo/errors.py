@@ -2,6 +2,7 @@
 
     FusedGRPOError
     +-- InputError(ValueError)              an argument that cannot be right: shape, dtype, device, range
+    |   +-- WrongTypeError(TypeError)       an argument of another type than the one that is wanted
     +-- UnsupportedError(NotImplementedError)   a known option that this version does not offer
     +-- UnavailableError(RuntimeError)      an implementation or engine that cannot run on this machine
     +-- DataError(ValueError)               a dataset or a column that cannot be used
@@ -23,6 +24,10 @@ class FusedGRPOError(Exception):
 
 class InputError(FusedGRPOError, ValueError):
     """An argument that cannot be right: shape, dtype, device or range."""
+
+
+class WrongTypeError(InputError, TypeError):
+    """An argument of another type than the one that is wanted."""
 
 
 class UnsupportedError(FusedGRPOError, NotImplementedError):

@@ -30,7 +30,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.models.virtual_tokens import is_prompt_tuned
 from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream
 
@@ -269,6 +269,8 @@ def _trained(model: Any) -> str:
 
 def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
     kind = type(config).__name__
+    if not isinstance(config, peft.PeftConfig):
+        raise WrongTypeError(f"got a {kind} as peft_config, want a configuration of PEFT; fix: peft.LoraConfig(...)")
     if type(config) in (peft.PromptTuningConfig, peft.PromptEncoderConfig):
         if config.task_type != peft.TaskType.CAUSAL_LM:
             raise InputError(

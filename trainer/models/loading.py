@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import is_progress_bar_enabled
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, WrongTypeError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.logging.progress import progress
@@ -160,6 +160,7 @@ def load_tokenizer(
 
     Raises:
         InputError: there is no tokenizer with the model, or it has no end-of-sequence token.
+        WrongTypeError: `processing_class` is no tokenizer.
     """
     if processing_class is None:
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
@@ -167,6 +168,11 @@ def load_tokenizer(
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
         processing_class = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
+    if not hasattr(processing_class, "eos_token_id"):
+        raise WrongTypeError(
+            f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
+            "AutoTokenizer.from_pretrained(...)"
         )
     if processing_class.eos_token_id is None:
         raise InputError("got a tokenizer without an eos_token, want one: completions could not end")

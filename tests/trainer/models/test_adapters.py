@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError
+from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
@@ -267,6 +267,7 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     ("config", "error", "message"),
     [
         (PrefixTuningConfig(num_virtual_tokens=2), UnsupportedError, "PrefixTuningConfig as peft_config"),
+        ("lora", WrongTypeError, "got a str as peft_config"),
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
         (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
         (LoraConfig(**KINDS["head"], lora_dropout=0.1), UnsupportedError, "dropout, a bias or DoRA on the head"),

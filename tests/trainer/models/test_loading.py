@@ -11,7 +11,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.models import loading
 from fused_grpo.trainer.rewards.reward_models import load_reward_model
@@ -37,6 +37,11 @@ def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, giv
     loading.model_for("somewhere", args, accelerator, pad_token_id=0)
     assert asked.get("device_map") == expected
     assert asked["dtype"] == torch.bfloat16
+
+
+def test_what_is_no_tokenizer_is_refused(make_model):
+    with pytest.raises(WrongTypeError, match="got a str as processing_class"):
+        loading.tokenizer_for(make_model(), "a tokenizer", GRPOConfig())
 
 
 def test_every_rank_reads_a_reward_model(monkeypatch):
