@@ -14,7 +14,7 @@ from fused_grpo.bench import __main__
 from fused_grpo.bench.heads import worker_pool as pool
 
 class Instant(pool.WorkerPool):
-    def measure(self, work, names, *, rounds, memory=True):
+    def measure(self, work, names, *, rounds, slow, memory):
         log = Path(sys.argv[2])
         log.write_text((log.read_text() if log.exists() else "") + work.name + "\n")
         if sys.argv[3] == "interrupted" and len(log.read_text().splitlines()) == 3:

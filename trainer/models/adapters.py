@@ -182,11 +182,16 @@ def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream
         UnsupportedError: virtual tokens; or a quantized layer with an adapter, when it is read.
     """
     if is_prompt_tuned(model):
-        raise UnsupportedError(
-            "got a model with prompt tuning, whose virtual tokens are no weights of the base, for an engine with "
-            "weights of its own; fix: use_vllm=False, where the model itself samples"
-        )
+        # Refused when it is read: an engine that samples from the model itself reads nothing.
+        return WeightStream({}, map(_refuse, ["virtual tokens"]))
     return _named_weights(model, _merged, dtype)
+
+
+def _refuse(what: str) -> tuple[str, Tensor]:
+    raise UnsupportedError(
+        f"got a model with {what}, which are no weights of its base, for an engine with weights of its own; fix: "
+        "use_vllm=False, where the model itself samples"
+    )
 
 
 def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:

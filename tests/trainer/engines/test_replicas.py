@@ -77,8 +77,6 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
     [
         ("one too few", r"completions \[0, 1\] where 3 were asked for"),
         ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
-        ({"token_ids": []}, "0 token ids with 2 log-probs"),
-        ({"logprobs": {"token_logprobs": [-1.0]}}, "2 token ids with 1 log-probs"),
         (400, "status 400 from /v1/completions"),
         ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
         ("json of another kind", r"completions \[\] where 3 were asked for"),
