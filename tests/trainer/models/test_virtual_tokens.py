@@ -183,5 +183,5 @@ def test_what_cannot_be_exact_is_refused(make, arguments, error, message):
 
 
 def test_an_engine_with_weights_of_its_own_is_refused(tuned):
-    with pytest.raises(UnsupportedError, match="no weights of the base"):
+    with pytest.raises(UnsupportedError, match="no weights of its base"):
         dict(checkpoint_weights(tuned))
