@@ -141,7 +141,7 @@ def traced(job: Job) -> tuple[Trace, int]:
         with Trace() as trace:
             kept = implementation.run(batch, work)
         del kept
-        return trace, sum(x.nbytes for x in batch)
+        return trace, sum(x.nbytes for x in batch if x is not None)
 
 
 def empty_batch(work: Work) -> Batch:

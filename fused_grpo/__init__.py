@@ -1,8 +1,8 @@
 """GRPO without the logits: fused log-prob and loss ops (the trainer is `fused_grpo.trainer`).
 
-The ops (`linear_logprobs`, `grpo_loss`, `fused_linear_grpo_loss`) work from hidden states and the `lm_head` weight;
-the `[tokens, vocab]` logits never exist. Exports are lazy: importing this package imports torch and nothing else.
-Triton, vLLM and transformers are imported when they are first used.
+The ops (`linear_logprobs`, `grpo_loss`, `fused_linear_grpo_loss`, `fused_linear_divergence`) work from hidden states
+and the `lm_head` weight; the `[tokens, vocab]` logits never exist. Exports are lazy: importing this package imports
+torch and nothing else. Triton, vLLM and transformers are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from fused_grpo._version import __version__
 
 if TYPE_CHECKING:
     from fused_grpo.config import GRPOLossConfig
+    from fused_grpo.distillation import Distillation
+    from fused_grpo.divergence import DivergenceOutput, fused_linear_divergence
     from fused_grpo.errors import FusedGRPOError
     from fused_grpo.fused_loss import FusedLinearGRPOLoss, fused_linear_grpo_loss
     from fused_grpo.logprobs import LogProbs, linear_logprobs, linear_logprobs_and_entropy
     from fused_grpo.loss import GRPOLossOutput, grpo_loss
 
 _HOME = {
+    "Distillation": "distillation",
+    "DivergenceOutput": "divergence",
     "FusedGRPOError": "errors",
     "FusedLinearGRPOLoss": "fused_loss",
     "GRPOLossConfig": "config",
     "GRPOLossOutput": "loss",
     "LogProbs": "logprobs",
+    "fused_linear_divergence": "divergence",
     "fused_linear_grpo_loss": "fused_loss",
     "grpo_loss": "loss",
     "linear_logprobs": "logprobs",
@@ -32,12 +37,15 @@ _HOME = {
 }
 
 __all__ = [
+    "Distillation",
+    "DivergenceOutput",
     "FusedGRPOError",
     "FusedLinearGRPOLoss",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogProbs",
     "__version__",
+    "fused_linear_divergence",
     "fused_linear_grpo_loss",
     "grpo_loss",
     "linear_logprobs",

@@ -4,7 +4,7 @@ On a CPU all values are checked. On a GPU that would synchronize the stream: tar
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
 Every `check_...` raises InputError for the first argument that cannot be right; `check_differentiated_once` raises
-UnsupportedError.
+UnsupportedError, `check_main_grad` either.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ def check_head(
     logit_scale: float,
     softcap: float | None,
     sharded: bool = False,
+    several: bool = False,
 ) -> None:
-    """Check the arguments that decide the logits, except for values. `targets` has the leading shape of `hidden`."""
+    """Check the arguments that decide the logits, except for values.
+
+    `targets` has the leading shape of `hidden`, or with `several` that and a last dimension of at least 1.
+    """
     check_dense(hidden=hidden, weight=weight, targets=targets)
     if bias is not None:
         check_dense(bias=bias)
@@ -57,12 +61,14 @@ def check_head(
         raise InputError("got weight of 0 rows, want a vocabulary of at least one token")
     if targets.dtype != torch.int64:
         raise InputError(f"got targets of dtype {targets.dtype}, want torch.int64; fix: targets.long()")
-    if targets.shape != hidden.shape[:-1]:
-        raise InputError(f"got targets {tuple(targets.shape)}, want {tuple(hidden.shape[:-1])}: one per row of hidden")
+    rows = hidden.shape[:-1]
+    if targets.shape != rows and not (several and targets.shape[:-1] == rows and targets.shape[-1] > 0):
+        either = f", or {(*rows, 'K')} with K > 0 for several" if several else ""
+        raise InputError(f"got targets {tuple(targets.shape)}, want {tuple(rows)}: one per row of hidden{either}")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOATS):
         raise InputError(f"got bias {tuple(bias.shape)} {bias.dtype}, want [V] = {tuple(weight.shape[:1])}, floating")
     check_same_device(hidden=hidden, weight=weight, targets=targets, bias=bias)
-    check_temperature(temperature, targets)
+    check_temperature(temperature, targets if targets.shape == rows else targets[..., 0])
     if not is_number(logit_scale, -LARGEST, LARGEST):
         raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
     if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
@@ -167,3 +173,31 @@ def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     elif not bool(allowed.all()):
         at = (~allowed).nonzero()[0].tolist()
         raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
+
+
+def check_score(score: Any) -> None:
+    if not isinstance(score, str) or score not in ("all", "needed"):
+        raise InputError(f"got score={score!r}, want 'all' or 'needed'")
+
+
+def check_main_grad(main_grad: Tensor | None, weight: Tensor, impl: str) -> None:
+    """Check that dW can be added to `main_grad`.
+
+    Raises:
+        InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
+        UnsupportedError: impl="reference".
+    """
+    if main_grad is None:
+        return
+    if impl == "reference":
+        raise UnsupportedError(
+            "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
+        )
+    check_dense(weight_main_grad=main_grad)
+    if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+        raise InputError(
+            f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "
+            f"want {tuple(weight.shape)} torch.float32 on {weight.device}, as the weight"
+        )
+    if main_grad.requires_grad:
+        raise InputError("got a weight_main_grad that requires a gradient itself; fix: a plain tensor")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, logprob_plans
+from fused_grpo import _dispatch, logprob_plans, several_targets
 from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
 from fused_grpo.head import Head
 from fused_grpo.precision import compute_dtype
+from fused_grpo.several_targets import rows_with, without_ignored
 from fused_grpo.statistics import Statistics
 
 _OPTIONS = (
@@ -59,16 +60,18 @@ def _linear_logprobs(
     The entropy is [0] unless `entropy`. d log p / d hidden is [0] unless, of (hidden, weight, bias), only the gradient
     of hidden is `wanted`.
 
-    Rows whose target is `ignore_index` have log p = H = 0.
+    With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
+    target has log p = 0, a row without any other also H = 0.
     """
     check_targets(targets, len(weight), ignore_index)
     check_temperature_values(temperature)
     kept = targets != ignore_index
-    head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
+    rows, own = rows_with(kept), without_ignored(targets, kept)
+    head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
     chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
-    index = None if one_launch or batch_invariant else logprob_plans.rows_of(kept)
+    index = None if one_launch or batch_invariant else logprob_plans.rows_of(rows)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
     if _takes_gradient(wanted, batch_invariant):
         statistics, d_hidden = logprob_plans.forward_with_gradient(
@@ -78,12 +81,14 @@ def _linear_logprobs(
         options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
         statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
     logprobs, entropies, *others = statistics
-    values = [value for value in (logprobs, entropies, torch.stack(others)) if value is not None]
+    values = [value for value in (logprobs.t(), entropies, torch.stack(others)) if value is not None]
     if index is not None:
         sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
         values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
-    values = [value.masked_fill_(~kept, 0.0) for value in values]
-    return values[0], values[1] if entropy else torch.empty_like(values[0][:0]), values[-1], d_hidden
+    values = [value.masked_fill_(~rows, 0.0) for value in values]
+    if targets.ndim == 2:
+        values[0] = values[0].t().contiguous().masked_fill_(~kept, 0.0)
+    return values[0], values[1] if entropy else values[-1].new_empty(0), values[-1], d_hidden
 
 
 def _named(wanted: list[bool]) -> dict[str, bool]:
@@ -97,13 +102,9 @@ def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     # len() would specialise the compiled graph to this number of rows.
-    entropy, frozen, count, dtype = (
-        options[4],
-        _takes_gradient(options[8], options[7]),
-        targets.shape[0],
-        compute_dtype(hidden),
-    )
-    logprobs, others = hidden.new_empty(count, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
+    count, dtype = targets.shape[0], compute_dtype(hidden)
+    entropy, frozen = options[4], _takes_gradient(options[8], options[7])
+    logprobs, others = hidden.new_empty(targets.shape, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
     d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
     return logprobs, entropies, others, d_hidden
@@ -137,16 +138,21 @@ def _linear_logprobs_backward(
         grad_entropy = grad_entropy if entropy else None
     elif grad_entropy is not None and not (grad_entropy != 0).any():
         grad_entropy = None  # a compiled graph passes zeros where eager mode passes None
-    if _takes_gradient(wanted, batch_invariant) and grad_entropy is None:
+    frozen = _takes_gradient(wanted, batch_invariant) and grad_entropy is None
+    if frozen and targets.ndim == 1:
         # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
         return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
-    head = Head(hidden, weight, bias, torch.where(kept, targets, 0), temperature, logit_scale, softcap)
+    head = Head(hidden, weight, bias, without_ignored(targets, kept), temperature, logit_scale, softcap)
+    if targets.ndim == 2:
+        logprobs = logprobs.masked_fill(~kept, -torch.inf)
+    if frozen:
+        return [several_targets.hidden_gradient(head, d_hidden, logprobs, g).to(hidden.dtype)]
     gradients = logprob_plans.backward(
         head,
         _dispatch.passes(_dispatch.choose(impl, hidden)),
         Statistics(logprobs, entropies if entropy else None, *others),
         grad_logprobs=g,
-        grad_entropy=None if grad_entropy is None else torch.where(kept, grad_entropy, 0.0),
+        grad_entropy=None if grad_entropy is None else torch.where(rows_with(kept), grad_entropy, 0.0),
         wanted=_named(wanted),
         chunk_bytes=chunk_bytes,
     )

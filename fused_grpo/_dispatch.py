@@ -11,8 +11,9 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,3 +71,9 @@ def announce(chosen: str, device: str, obstacle: str | None) -> None:
 def passes(impl: str) -> ModuleType:
     """The module with the row passes. `fused_grpo.kernels` has those of `torch_passes.py`, and `logprob_forward`."""
     return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")
+
+
+def divergence_pass(impl: str) -> Callable[..., Any]:
+    """The row pass of `torch_divergence.py`, or the one of `fused_grpo.kernels`."""
+    module = importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_divergence")
+    return module.divergence_gradient_  # type: ignore[no-any-return]

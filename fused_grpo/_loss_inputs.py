@@ -3,10 +3,10 @@
 Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
 becomes one weight per token, so that loss = sum(weights * l) for all types:
 
-    bnpo, dapo, cispo, vespo   w = mask / num_tokens
-    grpo, sapo                 w = mask / (tokens of the sequence * num_sequences)
-    luspo                      w = mask / num_sequences
-    dr_grpo                    w = mask / (num_sequences * max_completion_length)
+    bnpo, dapo, cispo, vespo, dppo   w = mask / num_tokens
+    grpo, sapo, gmpo                 w = mask / (tokens of the sequence * num_sequences)
+    luspo                            w = mask / num_sequences
+    dr_grpo                          w = mask / (num_sequences * max_completion_length)
 
 The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
 add up to the loss of the step, for any split into micro-batches.
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from fused_grpo._checks import check_dense, check_same_device, is_number
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo.config import DPPO, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import LARGEST
 from fused_grpo.precision import has_fp64, widest
+
+FLOATING = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,14 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All tokens of a call, their sequences, and the threshold and the normaliser of entropies."""
+    """All tokens of a call, their sequences, and what is of the whole step: threshold and normaliser of entropies, and
+    the tokens that Clip-Cov or KL-Cov selected, [N] bool."""
 
     tokens: TokenInputs
     sequences: Sequences
     entropy_threshold: float | Tensor | None
     num_entropy_tokens: float | Tensor | None
+    covariance_selected: Tensor | None = None
 
 
 def loss_inputs(
@@ -117,17 +121,18 @@ def loss_inputs(
     num_sequences: float | Tensor | None,
     num_entropy_tokens: float | Tensor | None,
     config: GRPOLossConfig,
+    covariance_selected: Tensor | None = None,
 ) -> LossInputs:
     """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
     per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    per_token["sampling_logprobs"] = sampling_logprobs
+    per_token |= {"sampling_logprobs": sampling_logprobs, "covariance_selected": covariance_selected}
     given = {name: x for name, x in {"cu_seqlens": cu_seqlens, **per_token}.items() if x is not None}
     check_dense(advantages=advantages, **given)
     sequences = Sequences(sequence_lengths(shape, cu_seqlens))
     for name, tensor in per_token.items():
         if tensor is not None and tensor.shape != shape:
             raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
-        if tensor is not None and name != "mask" and not tensor.is_floating_point():
+        if tensor is not None and name in FLOATING and not tensor.is_floating_point():
             raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
     if config.beta > 0 and ref_logprobs is None:
         raise InputError(f"got beta={config.beta} without ref_logprobs; fix: pass ref_logprobs, or beta=0.0")
@@ -141,6 +146,7 @@ def loss_inputs(
     flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
     flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in per_token.items()}
+    selected = None if covariance_selected is None else covariance_selected.reshape(-1) != 0
     weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
     tokens = TokenInputs(
         advantages=per_token_advantages(advantages, shape, sequences).to(dtype),
@@ -152,7 +158,7 @@ def loss_inputs(
     )
     if num_entropy_tokens is None and config.top_entropy_quantile == 1.0:
         num_entropy_tokens = flat_mask.sum().clamp_min(1.0) if num_tokens is None else num_tokens
-    return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens)
+    return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens, selected)
 
 
 def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | tuple[int, int]:
@@ -200,7 +206,7 @@ def token_weights(
 ) -> Tensor:
     """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call."""
     on = mask.to(widest(mask.device))
-    if config.loss_type in ("bnpo", "dapo", "cispo", "vespo"):
+    if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
         return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
     num_sequences = max(1, len(sequences)) if num_sequences is None else num_sequences
     if config.loss_type == "luspo":

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fused_grpo import reference
 from fused_grpo._loss_inputs import LossInputs
+from fused_grpo.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
@@ -69,41 +70,53 @@ def chunked_loss(
     entropy: bool = True,
     rounded: bool = True,
     shards: Shards | None = None,
+    teacher: Teacher | None = None,
 ) -> ChunkedLoss:
     """Log-probs, loss and the gradients that are wanted of hidden, weight (in fp32 if not `rounded`) and bias.
 
-    With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it.
+    With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it. With a
+    `teacher`, every unmasked row has a gradient.
     """
     differentiated = any(wanted.values())
     # A rank that wants no gradient visits the same rows in the same order as the other ranks.
-    order, active = _rows_in_order(inputs, config, score, differentiated or shards is not None)
+    moves_alone = (differentiated or shards is not None) and teacher is None
+    order, active = rows_in_order(inputs, config, score, moves_alone)
     rows = head.select(order)
-    memory = rows.chunk_memory(passes, chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
-    how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs), "every_row": False, "rounded": rounded}
+    if teacher is None:
+        visitor = None
+        memory = rows.chunk_memory(passes, chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
+    else:
+        memory, visited = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, chunk_bytes)
+        visitor = replace(teacher, memory=visited)
+        del visited
+    how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs, teacher), "every_row": False, "rounded": rounded}
     how |= {"one_group": len(memory) >= len(rows.targets)}
     gradients = HeadGradients(rows, **how, hidden_dtype=None if shards is None else head.dtype)
     taken = gradients if differentiated else None
-    chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards)
+    chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards, visitor)
     go = chunks.in_two_phases if reference.needs_other_tokens(inputs, config) else chunks.one_by_one
     statistics, seen, upstream = go()
-    del chunks, go, memory  # before dW is rounded beside its accumulator
+    del chunks, go, memory, visitor  # before dW is rounded beside its accumulator
     logprobs, entropies, *upstream_gradients = (
         None if values is None else _scattered(values, order, len(head.targets))
         for values in (seen.logprobs, seen.entropy, upstream.logprobs, upstream.entropy)
     )
+    statistics = statistics if teacher is None else teacher.added_to(statistics)
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
     return ChunkedLoss(statistics, logprobs, entropies, tuple(upstream_gradients), (d_hidden, d_weight, d_bias))  # type: ignore[arg-type]
 
 
-def _needs_all_entropies(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the entropy quantile, or the number of tokens above it, must be computed from all tokens."""
+def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
+    """Whether the entropy quantile, the number of tokens above it, or a selection must be computed from all tokens."""
+    if config.selects_by_covariance and inputs.covariance_selected is None:
+        return True
     unknown = inputs.entropy_threshold is None or (config.entropy_coef > 0 and inputs.num_entropy_tokens is None)
     return config.top_entropy_quantile < 1.0 and unknown
 
 
-def _rows_in_order(
+def rows_in_order(
     inputs: LossInputs, config: GRPOLossConfig, score: Score, differentiated: bool
 ) -> tuple[Tensor | None, int]:
     """The rows to score, None for all of them in order, and how many of the first ones may have a gradient.
@@ -114,9 +127,9 @@ def _rows_in_order(
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
     if not may_synchronize(mask):
         return None, len(mask)
-    needed = score == "needed" and not _needs_all_entropies(inputs, config)
+    needed = score == "needed" and not _needs_all_tokens(inputs, config)
     moves = mask
-    if (needed or differentiated) and not (config.beta or config.entropy_coef):
+    if (needed or differentiated) and not (config.beta or config.entropy_coef or config.kl_cov_ratio):
         moves = mask & (advantages != 0)
         if reference.needs_other_tokens(inputs, config):
             # Through the ratio of a sequence, the gradient of one token reaches all its tokens.
@@ -129,10 +142,11 @@ def _rows_in_order(
     return order[: active if needed else scored], active
 
 
-def _scale(head: Head, inputs: LossInputs) -> Tensor | None:
+def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
     """The scale of fp16 d-logits. Ratios are not known yet: those up to 2^10 must not overflow."""
     tokens = inputs.tokens
     largest = torch.where(tokens.mask, tokens.weights * (tokens.advantages.abs() + 1), 0.0)
+    largest = largest if teacher is None else largest + teacher.weights
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
@@ -149,11 +163,12 @@ class _Chunks:
     active: int  # how many rows, the first ones, may have a gradient
     entropy: bool  # whether it is requested
     shards: Shards | None
+    teacher: Teacher | None
 
     def one_by_one(self) -> tuple[dict[str, Tensor], Statistics, LossGradients]:
         # Softmax weights need whole rows, and the gradient of an entropy is not a multiple of them.
         at_once = self.head.takes_weights and not self.config.entropy_coef and self.shards is None
-        at_once = at_once and self.gradients is not None
+        at_once = at_once and self.gradients is not None and self.teacher is None
         tokens, seen, parts, sums = self.inputs.tokens.of(self.head.index), [], [], []
         for tile in self.head.tiles(self.memory):
             inputs = replace(self.inputs, tokens=tokens.of(tile.rows))
@@ -196,7 +211,7 @@ class _Chunks:
         if self.gradients is not None:
             last = tile.rows
             self._add_known(tile, rows.rows(last), done.of(last))
-            left = done.have_gradient()[: last.start].nonzero()[:, 0]
+            left = (done.have_gradient() | (self.teacher is not None))[: last.start].nonzero()[:, 0]
             recomputed = len(left)
             for tile in self.head.select(left).tiles(self.memory) if recomputed else ():
                 some = left[tile.rows]
@@ -209,12 +224,16 @@ class _Chunks:
             state = self.passes.row_statistics(tile.logits, tile.targets, entropy=self.entropy, **tile.arguments)
         else:
             state = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+        if self.teacher is not None and self.gradients is None:
+            self.teacher.visit_(tile)
         parts = [RowState(*state)] if self.shards is None else self.shards.gather(RowState(*state))
         return Statistics(*self.passes.finish_rows(parts, entropy=self.entropy))
 
     def _add_known(self, tile: Tile, rows: Statistics, done: LossGradients) -> None:
         """Add the gradients of rows whose statistics are known."""
-        if self.gradients is not None and tile.logits.numel():
+        if self.gradients is not None and self.teacher is not None:
+            self.teacher.visit_(tile, self.gradients, done.logprobs)
+        elif self.gradients is not None and tile.logits.numel():
             options: dict[str, Any] = {"grad_logprobs": done.logprobs, "grad_entropy": done.entropy}
             self.gradients.add_known(tile, self.passes, rows, **options)
 

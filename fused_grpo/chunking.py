@@ -27,8 +27,8 @@ DEFAULT_TILE_BYTES = 256 * 2**20
 MOST_ROWS = 4096
 MEMORY_SHARE = 48
 
-# A block that stays in the cache of a CPU core. The row passes of `torch_passes.py` use two of them.
-BLOCK_BYTES = 2 * 2**20
+# A block that stays in the caches of a CPU. The row passes of `torch_passes.py` use two of them.
+BLOCK_BYTES = 4 * 2**20
 
 # The memory on a CPU beside the chunk or tile: those two blocks, and small tensors.
 _SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2

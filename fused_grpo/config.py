@@ -9,11 +9,17 @@ from typing import NamedTuple
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+DPPO = ("dppo_tv", "dppo_kl")
+TRL_LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+LOSS_TYPES = (*TRL_LOSS_TYPES, "gmpo", *DPPO)
+# Those that `delta` bounds the ratio of.
+BOUNDED = (*CLIPPED, *DPPO)
 LEVELS = ("token", "sequence")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+REJECTIONS = ("ratio", "geometric_ratio", *KL_ESTIMATORS)
+ICEPOP = {"sampling_correction": "token_mask", "sampling_clip_min": 0.5, "sampling_clip_max": 5.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +32,19 @@ class GRPOLossConfig:
 
     loss_type: str = "dapo"
     """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
-    "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347) or
-    "vespo" (arXiv:2602.10693). The table is in docs/loss.md."""
+    "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347),
+    "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879). The table is in
+    docs/loss.md."""
     epsilon: float = 0.2
-    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never."""
+    """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never. For
+    "gmpo" the bound of the log-ratio is -epsilon; for "dppo_*" the divergence of a falling probability is bounded."""
     epsilon_high: float | None = None
     """Upper clip: above a ratio of 1 + epsilon_high the loss is constant if the advantage is positive. None: epsilon.
-    For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0)."""
+    For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0), for "gmpo" the log-ratio; for "dppo_*"
+    the divergence of a rising probability is bounded."""
     delta: float | None = None
-    """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291); clipped losses only."""
+    """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291), and of the ratio of
+    "dppo_*"; other losses have no use for it."""
     beta: float = 0.0
     """Weight of the KL term against `ref_logprobs`. With 0, no reference is needed."""
     kl_estimator: str = "k3"
@@ -59,17 +69,38 @@ class GRPOLossConfig:
     sampling_correction: str | None = "token_truncate"
     """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
-    clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. None: rho is only
-    measured."""
+    clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. "icepop" stands for
+    "token_mask" with bounds of 0.5 and 5 (arXiv:2510.18855). None: rho is only measured. "dppo_*" take the sampling
+    log-probs for the old ones instead, unless it is None."""
     sampling_clip_max: float | None = 3.0
     """Upper bound of rho."""
     sampling_clip_min: float | None = None
     """Lower bound of rho."""
+    sequence_rejection: str | None = None
+    """Leave out the policy term of sequences that the sampler and the policy disagree on, where `sampling_logprobs` are
+    given: by the mean over tokens of rho ("ratio"), the exponential of the mean log rho ("geometric_ratio"), or the
+    mean KL divergence ("k1" -log rho, "k2" (log rho)^2 / 2, "k3" rho - log rho - 1)."""
+    sequence_rejection_min: float | None = None
+    """The least value of that statistic that is kept."""
+    sequence_rejection_max: float | None = None
+    """The greatest value of that statistic that is kept."""
     off_policy_mask_threshold: float | None = None
     """Leave out the policy term of sequences with a negative advantage whose mean (sampling log p - log p) is above
     this (DeepSeek-V3.2); `old_logprobs` stand in where `sampling_logprobs` are not given."""
     top_entropy_quantile: float = 1.0
     """Keep the policy term of this share of tokens, those of highest entropy (arXiv:2506.01939). In (0, 1]."""
+    clip_cov_ratio: float = 0.0
+    """Leave out the policy term of this share of tokens, among those whose covariance (log p - mean log p) * (advantage
+    - mean advantage) is within its bounds (Clip-Cov, arXiv:2505.22617, which takes 0.0002)."""
+    clip_cov_lb: float = 1.0
+    """Clip-Cov: lower bound of the covariance."""
+    clip_cov_ub: float = 5.0
+    """Clip-Cov: upper bound of the covariance."""
+    kl_cov_ratio: float = 0.0
+    """Add kl_cov_coef * |log p - old log p| to this share of tokens, those of largest covariance (KL-Cov,
+    arXiv:2505.22617, which takes 0.0002 to 0.002)."""
+    kl_cov_coef: float = 1.0
+    """KL-Cov: the weight of its term."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus: the loss falls by entropy_coef times the mean entropy of the tokens."""
     max_completion_length: int | None = None
@@ -77,11 +108,14 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_option_types(self)
+        if self.sampling_correction == "icepop":
+            self._take_icepop()
         for name, values in {
             "loss_type": LOSS_TYPES,
             "importance_sampling_level": LEVELS,
             "kl_estimator": KL_ESTIMATORS,
-            "sampling_correction": (*CORRECTIONS, None),
+            "sampling_correction": (*CORRECTIONS, "icepop", None),
+            "sequence_rejection": (*REJECTIONS, None),
         }.items():
             if getattr(self, name) not in values:
                 raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
@@ -90,30 +124,70 @@ class GRPOLossConfig:
             raise InputError(
                 "got loss_type='dr_grpo' without max_completion_length; fix: pass the constant it divides by"
             )
-        if self.delta is not None and self.loss_type not in CLIPPED:
+        self._check_together()
+
+    @property
+    def ratio_of_sequence(self) -> bool:
+        """Whether all tokens of a sequence have the same ratio."""
+        return self.importance_sampling_level == "sequence" or self.loss_type == "gmpo"
+
+    @property
+    def selects_by_covariance(self) -> bool:
+        """Whether Clip-Cov or KL-Cov is on."""
+        return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
+
+    def _take_icepop(self) -> None:
+        if (self.sampling_clip_min, self.sampling_clip_max) != (None, 3.0):
+            raise InputError(
+                f"got sampling_clip_min={self.sampling_clip_min} and sampling_clip_max={self.sampling_clip_max} with "
+                "'icepop', which has bounds of its own; fix: 'token_mask' with these bounds"
+            )
+        for name, value in ICEPOP.items():
+            object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        if self.delta is not None and self.loss_type not in BOUNDED:
             raise InputError(
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which has no unclipped branch to bound; "
-                f"fix: delta=None, or one of {CLIPPED}"
+                f"fix: delta=None, or one of {BOUNDED}"
             )
-        if self.loss_type == "vespo" and (self.sampling_correction or "").startswith("sequence"):
+        if self.loss_type in ("vespo", *DPPO) and (self.sampling_correction or "").startswith("sequence"):
+            why = "weight is of the sequence" if self.loss_type == "vespo" else "ratio is to the sampler"
             raise InputError(
-                f"got sampling_correction={self.sampling_correction!r} with loss_type='vespo', whose weight is of the "
-                "sequence already; fix: 'token_truncate' or 'token_mask'"
+                f"got sampling_correction={self.sampling_correction!r} with loss_type={self.loss_type!r}, whose {why} "
+                "already; fix: 'token_truncate' or 'token_mask'"
             )
+        if self.loss_type in DPPO and self.ratio_of_sequence:
+            raise InputError(
+                f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}, whose divergence is of a "
+                "token; fix: 'token'"
+            )
+        bounds = (self.sequence_rejection_min, self.sequence_rejection_max)
+        if (self.sequence_rejection is None) != (bounds == (None, None)):
+            raise InputError(
+                f"got sequence_rejection={self.sequence_rejection!r} with sequence_rejection_min={bounds[0]} and "
+                f"sequence_rejection_max={bounds[1]}, want a statistic and a bound of it; fix: set or leave out both"
+            )
+        if self.clip_cov_ratio and self.kl_cov_ratio:
+            raise InputError(
+                f"got clip_cov_ratio={self.clip_cov_ratio} and kl_cov_ratio={self.kl_cov_ratio}, want one of them; "
+                "fix: leave one at 0"
+            )
+        for low, high in (("clip_cov_lb", "clip_cov_ub"), ("sequence_rejection_min", "sequence_rejection_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if (least is not None and math.isnan(least)) or (most is not None and math.isnan(most)):
+                raise InputError(f"got {low}={least} and {high}={most}, want numbers")
+            if least is not None and most is not None and least > most:
+                raise InputError(f"got {low}={least} above {high}={most}, want a range")
 
     def _check_numbers(self) -> None:
         if not 0.0 < self.top_entropy_quantile <= 1.0:
             raise InputError(f"got top_entropy_quantile={self.top_entropy_quantile}, want a share in (0, 1]")
-        not_negative = (
-            "epsilon",
-            "epsilon_high",
-            "beta",
-            "entropy_coef",
-            "sampling_clip_min",
-            "vespo_k_pos",
-            "vespo_k_neg",
-        )
-        for name in not_negative:
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InputError(f"got {name}={getattr(self, name)}, want a share in [0, 1]; 0 selects no token")
+        not_negative = ("epsilon", "epsilon_high", "beta", "entropy_coef", "kl_cov_coef", "sampling_clip_min")
+        for name in (*not_negative, "vespo_k_pos", "vespo_k_neg"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
                 raise InputError(f"got {name}={value}, want a finite value >= 0")
@@ -141,7 +215,7 @@ class TokenTerms(NamedTuple):
     """The part of a config that decides the loss of one token from its own numbers: the input of the row passes."""
 
     form: str
-    """"clipped", "cispo", "sapo" or "vespo"."""
+    """"clipped", "cispo", "sapo", "vespo", "gmpo", "dppo_tv" or "dppo_kl"."""
     epsilon_low: float
     epsilon_high: float
     delta: float | None
@@ -150,7 +224,8 @@ class TokenTerms(NamedTuple):
     kl_estimator: str
     bias_correction_kl: bool
     correction: str | None
-    """"truncate" or "mask", by the token's own rho; None where there is none, or where a sequence's takes its place."""
+    """"truncate" or "mask", by the token's own rho; "sampler": the sampling log-probs are the denominator of the ratio;
+    None where there is none, or where a sequence's takes its place."""
     clip_min: float | None
     clip_max: float | None
 
@@ -159,6 +234,8 @@ class TokenTerms(NamedTuple):
         """The terms of a config."""
         of_tokens = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
         terms = TokenTerms.correction_of(config)
+        if config.loss_type in DPPO and config.sampling_correction is not None:
+            return terms._replace(correction="sampler")
         return terms if of_tokens else terms._replace(correction=None)
 
     @staticmethod

@@ -42,8 +42,16 @@ class DataError(FusedGRPOError, ValueError):
     """A dataset or a column that cannot be used."""
 
 
+class DatasetTypeError(DataError, TypeError):
+    """Something else than a dataset."""
+
+
 class RewardError(FusedGRPOError, RuntimeError):
     """A reward function that raised or returned something unusable."""
+
+
+class RewardValueError(RewardError, ValueError):
+    """A reward function that returned something unusable."""
 
 
 class WeightSyncError(FusedGRPOError, RuntimeError):

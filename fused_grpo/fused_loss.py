@@ -7,32 +7,28 @@ is never called; use `torch.no_grad()` for evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_grpo import _dispatch, reference
-from fused_grpo._checks import (
-    check_dense,
-    check_differentiated_once,
-    check_plan,
-    check_targets,
-    check_temperature_values,
-)
+from fused_grpo._checks import check_main_grad, check_plan, check_score, check_targets, check_temperature_values
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs, loss_inputs
+from fused_grpo.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.chunked_loss import Score, chunked_loss
 from fused_grpo.config import GRPOLossConfig, loss_config
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.distillation import Distillation, check_together, teacher_of
+from fused_grpo.divergence import reference_divergence
+from fused_grpo.entries import Support, kept_mask, support_of
 from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.loss_gradients import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.precision import full_precision
 from fused_grpo.shards import Shards, shards_of
+from fused_grpo.support import supported_loss
 
 
 @outside_graphs
@@ -56,12 +52,15 @@ def fused_linear_grpo_loss(
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
     num_entropy_tokens: float | Tensor | None = None,
+    covariance_selected: Tensor | None = None,
     config: GRPOLossConfig | None = None,
     score: Score = "all",
     entropy: bool = True,
     weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
+    support: tuple[Tensor, Tensor] | None = None,
+    distillation: Distillation | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of `targets` from hidden states and the head, with gradients for hidden, weight and bias.
@@ -73,20 +72,24 @@ def fused_linear_grpo_loss(
         hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, impl: as in `linear_logprobs`.
             Tokens are padded (hidden [B, T, D]) or packed (hidden [N, D] with `cu_seqlens`).
         advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
-            num_sequences, num_entropy_tokens, config: as in `grpo_loss`. Rows whose target is `ignore_index` are
-            masked.
+            num_sequences, num_entropy_tokens, covariance_selected, config: as in `grpo_loss`. Rows whose target is
+            `ignore_index` are masked.
         score: "all" computes the log-prob of every unmasked token and includes it in the metrics. "needed" leaves out
-            tokens that cannot have a gradient (zero advantage, with beta = 0 and no entropy bonus): they cost nothing,
-            their log-prob is 0, and the metrics leave them out. Loss and gradients are the same.
+            tokens that cannot have a gradient (zero advantage, with beta = 0, no entropy bonus and no KL-Cov): they
+            cost nothing, their log-prob is 0, and the metrics leave them out. Loss and gradients are the same.
         entropy: whether to compute the entropy for the metric. It is always computed where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
         chunk_bytes: budget for the chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU, within
-            a 48th of its memory. A chunk has at least one row.
+            a 48th of its memory. A chunk has at least one row. With a distillation, see `fused_linear_divergence`.
         process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
             `weight`, `bias` and `weight_main_grad` are the same on all ranks, and `targets` count over the whole
             vocabulary. The results and the gradient of `hidden` are the same on all ranks, too: the forward pass sums
             that gradient over the ranks. Budgets are per rank; the largest shard decides the rows of a chunk.
+        support: the kept tokens of each row, as in `linear_logprobs`; of rows that are not scored they are not used.
+        distillation: a teacher's hidden states and head. With the weights of the loss type, the loss gets the sum of
+            weight * coef * divergence over the unmasked tokens, those with an advantage of 0 too, for one GEMM more
+            over the teacher's head; metrics get the mean divergence, "distillation".
 
     Returns:
         `GRPOLossOutput(loss, metrics, logprobs)`; metrics include `recomputed_fraction`, the share of the scored tokens
@@ -106,14 +109,14 @@ def fused_linear_grpo_loss(
     """
     config = loss_config(config)
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, entropy=entropy)
-    if not isinstance(score, str) or score not in ("all", "needed"):
-        raise InputError(f"got score={score!r}, want 'all' or 'needed'")
+    check_score(score)
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
     # Arguments that one rank alone may have wrong are checked before the first collective.
     chosen = _dispatch.choose(impl, hidden)
-    if weight_main_grad is not None:
-        check_main_grad(weight_main_grad, weight, chosen)
+    restricted = support_of(support, head, process_group=process_group)
+    check_main_grad(weight_main_grad, weight, chosen)
+    check_together(distillation, config, score=score, support=support, process_group=process_group)
     shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
     kept = head.targets != ignore_index
     head = replace(head, targets=torch.where(kept, head.targets, 0))
@@ -133,37 +136,29 @@ def fused_linear_grpo_loss(
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         num_entropy_tokens=num_entropy_tokens,
+        covariance_selected=covariance_selected,
         config=config,
     )
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
+    teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
-            loss, logprobs, statistics = _reference_loss(head, inputs, config)
+            loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher)
         else:
             passes = _dispatch.passes(chosen)
             wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
             with torch.no_grad():
-                done = chunked_loss(
-                    head,
-                    inputs,
-                    config,
-                    passes,
-                    chunk_bytes=chunk_bytes,
-                    wanted=wanted,
-                    score=score,
-                    entropy=entropy,
-                    rounded=weight_main_grad is None,
-                    shards=shards,
-                )
-            leaves = (head.hidden, weight, bias, done.statistics["loss"], done.gradients, weight_main_grad, passes)
-            loss = _AttachGradients.apply(*leaves)  # type: ignore[no-untyped-call]
+                how: dict[str, Any] = {"chunk_bytes": chunk_bytes, "wanted": wanted, "score": score, "entropy": entropy}
+                how["rounded"] = weight_main_grad is None
+                if restricted is None:
+                    done = chunked_loss(head, inputs, config, passes, shards=shards, teacher=teacher, **how)
+                else:
+                    done = supported_loss(head, restricted, inputs, config, passes, **how)
+            known = (done.statistics["loss"], done.gradients, weight_main_grad, passes)
+            loss = AttachGradients.apply(*known, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             logprobs, statistics = done.logprobs, done.statistics
-    logprobs = torch.where(inputs.tokens.mask, logprobs, 0.0)
-    metrics = reference.finish_metrics(
-        statistics, has_ref=ref_logprobs is not None, has_sampling=sampling_logprobs is not None, has_entropy=entropy
-    )
-    metrics["recomputed_fraction"] = statistics["recomputed"] / statistics["num_tokens"].clamp_min(1.0)
-    return GRPOLossOutput(loss, metrics, logprobs.view(targets.shape))
+    metrics = _metrics(statistics, inputs, entropy)
+    return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -208,82 +203,29 @@ def _shards(head: Head, group: Any, *, ignore_index: int, impl: str, chunk_bytes
     return None
 
 
-def _reference_loss(head: Head, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _reference_loss(
+    head: Head, inputs: LossInputs, config: GRPOLossConfig, support: Support | None, teacher: Teacher | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss, log-probs [N], statistics) through full logits and autograd."""
+    kept = None if support is None else kept_mask(support, len(head.weight))
     logprobs, entropy = reference.logprobs_and_entropy(
-        head.hidden, head.weight, head.targets, **head.row_arguments(slice(None))
+        head.hidden, head.weight, head.targets, **head.row_arguments(slice(None)), kept=kept
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
     passes = _dispatch.passes("torch")
     done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
+    if teacher is not None:
+        some = inputs.tokens.mask.nonzero()[:, 0]
+        divergence = reference_divergence(TwoHeads(head, teacher.head).select(some), teacher.kind, teacher.beta)
+        loss = loss + (teacher.weights[some] * divergence).sum()
+        teacher.divergence[some] = divergence.detach()
+        statistics = teacher.added_to(statistics)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
 
 
-def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
-    """Check that dW can be added to `main_grad`.
-
-    Raises:
-        InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
-        UnsupportedError: impl="reference".
-    """
-    if impl == "reference":
-        raise UnsupportedError(
-            "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
-        )
-    check_dense(weight_main_grad=main_grad)
-    if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
-        raise InputError(
-            f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "
-            f"want {tuple(weight.shape)} torch.float32 on {weight.device}, as the weight"
-        )
-    if main_grad.requires_grad:
-        raise InputError("got a weight_main_grad that requires a gradient itself; fix: a plain tensor")
-
-
-class _AttachGradients(torch.autograd.Function):
-    """A loss whose gradients are known: the backward pass multiplies them by the upstream gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        loss: Tensor,
-        gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
-        weight_main_grad: Tensor | None,
-        passes: ModuleType,
-    ) -> Tensor:
-        ctx.gradients, ctx.weight_main_grad, ctx.passes = gradients, weight_main_grad, passes
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once()
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "Trying to backward through the loss a second time; its gradients were handed over the first time; "
-                "fix: retain_graph=True on the first backward pass"
-            )
-        d_hidden, d_weight, d_bias = ctx.gradients
-        if ctx.weight_main_grad is not None and d_weight is not None:
-            ctx.weight_main_grad.addcmul_(d_weight, upstream.to(d_weight.dtype))
-            d_weight = None
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.gradients = ctx.gradients if kept else None
-        gradients = scaled((d_hidden, d_weight, d_bias), upstream, ctx.passes, in_place=not kept)
-        return *gradients, None, None, None, None
-
-
-def scaled(
-    gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
-) -> list[Tensor | None]:
-    """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
-    if not in_place:
-        return [None if gradient is None else gradient * factor for gradient in gradients]
-    return [None if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in gradients]
-
-
-def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: ModuleType) -> Tensor:
-    return passes.scale_(gradient, factor) if gradient.is_contiguous() else gradient.mul_(factor)
+def _metrics(statistics: dict[str, Tensor], inputs: LossInputs, entropy: bool) -> dict[str, Tensor]:
+    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy)
+    num_tokens = statistics["num_tokens"].clamp_min(1.0)
+    metrics["recomputed_fraction"] = statistics["recomputed"] / num_tokens
+    return metrics | {name: statistics[name] / num_tokens for name in ("distillation",) if name in statistics}

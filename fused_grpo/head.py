@@ -26,7 +26,7 @@ from fused_grpo.precision import compute_dtype
 logger = logging.getLogger("fused_grpo")
 
 # A slice of W in fp32 on the CPU: large enough for a fast GEMM, small beside any chunk.
-_SLICE_BYTES = 4 * 2**20
+SLICE_BYTES = 4 * 2**20
 
 # The rows of every GEMM where the bits of a row must not depend on the number of rows.
 INVARIANT_ROWS = 64
@@ -41,7 +41,7 @@ class Tile:
     logits: Tensor  # [R, C] in the dtype of accumulators
     hidden: Tensor  # [R, D] in the dtype of the GEMMs
     weight: Tensor  # [C, D], in the dtype of the hidden states
-    targets: Tensor  # [R], relative to `columns`; outside of [0, C) where the target is in another tile
+    targets: Tensor  # [R] or [R, K], relative to `columns`; outside of [0, C) where the target is in another tile
     arguments: dict[str, Any]  # bias, temperature, logit_scale and softcap of these rows and columns
     index: Tensor | None  # [R], the rows of `Head.hidden`; None if they are `rows`
 
@@ -63,7 +63,7 @@ class Head:
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]; of another dtype than `hidden`, it is cast one slice at a time
     bias: Tensor | None  # [V]
-    targets: Tensor  # [N], in [0, V); -1 where the target is in another shard of the vocabulary
+    targets: Tensor  # [N] or [N, K], in [0, V); -1 where the target is in another shard of the vocabulary, or none
     temperature: Tensor  # [N], fp32
     logit_scale: float
     softcap: float | None
@@ -100,12 +100,9 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
-        """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
-
-        If the default budget is more than the device has left, half as many rows are tried, with a warning.
-        """
-        rows = chunking.chunk_rows(
+    def chunk_rows(self, chunk_bytes: int | None, *, vocab_size: int | None = None) -> int:
+        """How many whole rows of logits the budget allows; `vocab_size` of the largest shard."""
+        return chunking.chunk_rows(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
@@ -114,6 +111,13 @@ class Head:
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
         )
+
+    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
+        """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
+
+        If the default budget is more than the device has left, half as many rows are tried, with a warning.
+        """
+        rows = self.chunk_rows(chunk_bytes, vocab_size=vocab_size)
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.hidden.device}
         try:
             return passes.empty_tile(rows, len(self.weight), **where)  # type: ignore[no-any-return]
@@ -160,7 +164,7 @@ class Head:
     @property
     def _slice_bytes(self) -> int:
         """The bytes of the slice of W that a GEMM widens."""
-        return _SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
+        return SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
 
     def tiles(self, memory: Tensor, *, pad: bool = False) -> Iterator[Tile]:
         """All logits, one row group after the other, each from left to right, in tiles of at most `memory` [R, C].
@@ -197,10 +201,14 @@ def flatten_head(
     logit_scale: float,
     softcap: float | None,
     sharded: bool = False,
+    several: bool = False,
 ) -> Head:
-    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked."""
+    """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked.
+
+    With `several`, targets may have one dimension more than rows: [..., K].
+    """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    check_head(hidden, weight, targets, **options, sharded=sharded)
+    check_head(hidden, weight, targets, **options, sharded=sharded, several=several)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -208,12 +216,14 @@ def flatten_head(
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).reshape(-1)
     else:
-        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(targets.numel())
+        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(hidden.shape[:-1].numel())
+    # One target in a last dimension of 1 takes the passes for single targets.
+    single = targets.ndim < hidden.ndim or targets.shape[-1] == 1
     return Head(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
         bias=bias,
-        targets=targets.reshape(-1),
+        targets=targets.reshape(-1) if single else targets.reshape(-1, targets.shape[-1]),
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
@@ -267,5 +277,5 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(rows of W, those rows in `dtype`), one slice at a time."""
     count, hidden_size = weight.shape
-    for columns in chunking.chunks(count, max(1, _SLICE_BYTES // (hidden_size * dtype.itemsize))):
+    for columns in chunking.chunks(count, max(1, SLICE_BYTES // (hidden_size * dtype.itemsize))):
         yield columns, weight[columns].to(dtype)

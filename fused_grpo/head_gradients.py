@@ -10,11 +10,12 @@ multiply smaller tensors:
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers
+from fused_grpo import _cpu_buffers, several_targets
 from fused_grpo.head import Head, Tile, multiply_into, weighted_sum_into
 from fused_grpo.statistics import Statistics
 
@@ -42,7 +43,7 @@ class HeadGradients:
         every_row: bool = True,
         rounded: bool = True,
     ) -> None:
-        self._head, self._scale, self._rounded = head, scale, rounded
+        self._head, self.scale, self._rounded = head, scale, rounded
         # No tile writes the gradient of rows that take no part, nor of any row of an empty shard.
         every_row = every_row and head.index is None and len(head.weight) > 0
         allocate = torch.empty_like if every_row else torch.zeros_like
@@ -64,17 +65,29 @@ class HeadGradients:
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None = None,
     ) -> None:
-        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows."""
-        if grad_entropy is None and self._head.takes_weights:
+        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows.
+
+        With K targets per row those of log-probs are [R, K], and targets are distinct.
+        """
+        several = tile.targets.ndim == 2
+        if grad_entropy is None and self._head.takes_weights and not several:
             options = {"known": known, "dtype": self._head.gemm_dtype, **tile.arguments}
             weights, scale, _ = passes.softmax_weights_(tile.logits, tile.targets, **options)
             self.add_weights(tile, passes, weights, scale, grad_logprobs)
             return
-        if self._scale is not None:
-            grad_logprobs = grad_logprobs * self._scale
-            grad_entropy = None if grad_entropy is None else grad_entropy * self._scale
-        upstream = {"grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy, "dtype": self._head.gemm_dtype}
-        self._add(tile, passes.logits_gradient_(tile.logits, tile.targets, known=known, **upstream, **tile.arguments))
+        if self.scale is not None:
+            grad_logprobs = grad_logprobs * self.scale
+            grad_entropy = None if grad_entropy is None else grad_entropy * self.scale
+        upstream: dict[str, Any] = {"known": known, "grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy}
+        upstream["dtype"] = self._head.gemm_dtype
+        if several:
+            self._add(tile, several_targets.logits_gradient_(tile, passes, **upstream))
+        else:
+            self._add(tile, passes.logits_gradient_(tile.logits, tile.targets, **upstream, **tile.arguments))
+
+    def add_gradient(self, tile: Tile, gradient: Tensor) -> None:
+        """Add d-logits [R, C], which include the scale."""
+        self._add(tile, gradient)
 
     def add_weights(
         self, tile: Tile, passes: ModuleType, weights: Tensor, scale: Tensor, grad_logprobs: Tensor
@@ -118,7 +131,7 @@ class HeadGradients:
         assert hidden is not None
         out = self._weight[tile.columns]
         # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
-        direct = out.dtype == self._head.dtype or (out.dtype == values.dtype and self._scale is None)
+        direct = out.dtype == self._head.dtype or (out.dtype == values.dtype and self.scale is None)
         product = out if direct else torch.empty_like(out, dtype=self._head.dtype)
         multiply_into(product, values.t(), hidden, accumulate=tile.columns.start in self._started)
         self._started.add(tile.columns.start)
@@ -137,8 +150,8 @@ class HeadGradients:
             multiply_into(columns[:, None], values.t(), factor[:, None].to(values.dtype), accumulate=True)
 
     def _unscale(self, gradient: Tensor | None) -> None:
-        if self._scale is not None and gradient is not None and gradient.dtype == self._head.dtype:
-            gradient.div_(self._scale)
+        if self.scale is not None and gradient is not None and gradient.dtype == self._head.dtype:
+            gradient.div_(self.scale)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dH, dW, db), each in the dtype of its input unless the constructor said otherwise. To be called once."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking
+from fused_grpo import chunking, several_targets
 from fused_grpo.head import INVARIANT_ROWS, Head, local_targets
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.precision import full_precision
@@ -38,8 +38,9 @@ _SPLIT_BYTES = 128 * 3 * 4
 def forward(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> Statistics:
     """Log-probs, the entropy on request, and the row statistics for a backward pass; `how` as in `fold`."""
     with full_precision(head.hidden):
-        groups = [passes.finish_rows(parts, entropy=entropy) for parts in _parts(head, passes, entropy=entropy, **how)]
-    return Statistics.joined([Statistics(*group) for group in groups]).rows(slice(len(head.targets)))
+        parts = _parts(head, passes, entropy=entropy, **how)
+        groups = [several_targets.finish_rows(of_rows, passes, entropy=entropy) for of_rows in parts]
+    return Statistics.joined(groups).rows(slice(len(head.targets)))
 
 
 def fold(head: Head, passes: ModuleType, *, entropy: bool, **how: Any) -> RowState:
@@ -72,8 +73,7 @@ def _parts(
     memory = head.tile_memory(passes, chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
     parts = list[RowState]()
     for tile in head.tiles(memory, pad=batch_invariant and len(head.targets) > 0):
-        state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
-        parts = with_part(parts, RowState(*state))
+        parts = with_part(parts, several_targets.row_statistics(tile, passes, entropy=entropy))
         if tile.columns.stop == len(head.weight):
             yield parts
             parts = []
@@ -82,9 +82,11 @@ def _parts(
 def _in_kernel(
     head: Head, passes: ModuleType, chunk_bytes: int | None, *, batch_invariant: bool, wanted: dict[str, bool] | None
 ) -> bool:
-    """Whether the kernel without tiles is used. Its rows are batch-invariant."""
-    if batch_invariant or not hasattr(passes, "logprob_forward"):
-        return hasattr(passes, "logprob_forward")
+    """Whether the kernel without tiles is used, for one target per row. Its rows are batch-invariant."""
+    if head.targets.ndim == 2 or not hasattr(passes, "logprob_forward"):
+        return False
+    if batch_invariant:
+        return True
     return wanted is None and not (chunk_bytes is None and passes.prefers_tiles(head.hidden))
 
 
@@ -117,18 +119,28 @@ def backward(
     wanted: dict[str, bool],
     chunk_bytes: int | None = None,
     hidden_dtype: torch.dtype | None = None,
+    rounded: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, where wanted, recomputing the logits tile by tile."""
-    index = rows_of(grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0))
+    """Gradients of hidden, weight and bias, where wanted, recomputing the logits tile by tile.
+
+    `grad_logprobs` has the targets' shape. Unless `rounded`, dW stays in the dtype of its accumulator.
+    """
+    some = several_targets.rows_with(grad_logprobs != 0)
+    index = rows_of(some if grad_entropy is None else some | (grad_entropy != 0))
     head = head.select(index)
     if index is not None:
         statistics, grad_logprobs = statistics.rows(index), grad_logprobs[index]
         grad_entropy = None if grad_entropy is None else grad_entropy[index]
+    upstream = grad_logprobs.abs()
+    if grad_logprobs.ndim == 2:
+        upstream = upstream.sum(1)
+        head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
+    upstream = upstream if grad_entropy is None else upstream + grad_entropy.abs()
     memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted["weight"])
-    upstream = grad_logprobs.abs() if grad_entropy is None else grad_logprobs.abs() + grad_entropy.abs()
     scale = power_of_two_scale(head, upstream, exponent=_FP16_EXPONENT)
     one_group = len(memory) >= len(head.targets)
-    gradients = HeadGradients(head, one_group=one_group, **wanted, scale=scale, hidden_dtype=hidden_dtype)
+    how: dict[str, Any] = {**wanted, "scale": scale, "hidden_dtype": hidden_dtype, "rounded": rounded}
+    gradients = HeadGradients(head, one_group=one_group, **how)
     with full_precision(head.hidden):
         for tile in head.tiles(memory) if len(head.weight) else ():
             rows = tile.rows
@@ -141,7 +153,7 @@ def backward(
 def forward_with_gradient(
     head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None
 ) -> tuple[Statistics, Tensor]:
-    """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators."""
+    """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators; of the largest target if there are K."""
     memory, ones = head.chunk_memory(passes, chunk_bytes), torch.ones_like(head.temperature)
     scale = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT)
     alone = {"hidden": True, "weight": False, "bias": False}
@@ -149,16 +161,19 @@ def forward_with_gradient(
     groups = []
     with full_precision(head.hidden):
         for tile in head.tiles(memory):
-            upstream = ones[tile.rows]
+            upstream, below = ones[tile.rows], None
+            if tile.targets.ndim == 2:
+                tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
                 options = {"entropy": entropy, "dtype": head.gemm_dtype, **tile.arguments}
-                weights, factor, statistics = passes.softmax_weights_(tile.logits, tile.targets, **options)
+                weights, factor, known = passes.softmax_weights_(tile.logits, tile.targets, **options)
+                statistics = Statistics(*known)
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
                 state = passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments)
                 statistics = Statistics(*passes.finish_rows([state], entropy=entropy))
                 gradients.add_known(tile, passes, statistics, grad_logprobs=upstream)
-            groups.append(statistics)
+            groups.append(statistics if below is None else several_targets.for_each_target(statistics, below))
     (gradient, _, _) = gradients.finish()
     assert gradient is not None
     return Statistics.joined(groups), gradient

@@ -7,7 +7,8 @@ With U = 2*N*D*V FLOP, one GEMM over the head, the cost depends on the gradients
     trainable head  4U    the backward pass recomputes the logits, tile by tile
 
 A log-prob op does not know its upstream gradient in the forward pass; recomputation keeps its memory at one tile. A
-loss that is known in the forward pass needs 3U: see `fused_loss.py`.
+loss that is known in the forward pass needs 3U: see `fused_loss.py`. K targets per row cost what one does: see
+`several_targets.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
 from fused_grpo._checks import check_plan, check_targets, check_temperature_values
+from fused_grpo.entries import Support, kept_mask, support_of
 from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.precision import full_precision
+from fused_grpo.several_targets import rows_with
+from fused_grpo.support import supported_logprobs
 
 
 class LogProbs(NamedTuple):
@@ -29,7 +33,7 @@ class LogProbs(NamedTuple):
     logprobs: Tensor
     """fp32 (fp64 for fp64 inputs), never positive, 0 where the target is `ignore_index`."""
     entropy: Tensor
-    """The entropy of the whole distribution, in nats, 0 where the target is `ignore_index`."""
+    """The entropy of the whole distribution of a row, in nats, 0 where all of its targets are `ignore_index`."""
 
 
 def linear_logprobs(
@@ -45,23 +49,25 @@ def linear_logprobs(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> Tensor:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
     Equals: `logits = softcap(logit_scale * (hidden.float() @ weight.float().t() + bias)) / temperature`
-            `logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]`
+            `logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]`, or `.gather(-1, targets)` for [..., K]
 
     Args:
         hidden: [..., D], fp32, bf16 or fp16 (fp64 without Triton), any strides.
         weight: [V, D], nn.Linear's layout, tied embeddings included. A weight of another dtype than `hidden` (an fp32
             master weight) is cast to that of `hidden` once; its gradient has its own dtype and is not rounded.
-        targets: [...] int64 in [0, V), or `ignore_index`.
+        targets: [...] int64 in [0, V), or `ignore_index`; or [..., K], K of them for each row of hidden, in any order
+            and with repetitions: candidates, the top-k of a teacher.
         bias: [V], any floating dtype.
-        temperature: a number, or one per token in the shape of `targets`. Not differentiated.
+        temperature: a number, or one per row of hidden, [...]. Not differentiated.
         logit_scale: multiplies h.w + b.
         softcap: c of c * tanh(x / c), before the temperature.
-        ignore_index: rows with this target give 0 and no gradient.
+        ignore_index: such a target gives 0 and no gradient.
         process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
             `weight` and `bias` are the same on all ranks, and `targets` count over the whole vocabulary. The results
             are the same on all ranks.
@@ -69,8 +75,12 @@ def linear_logprobs(
             a CPU, where more gains little), and with a frozen head as for `fused_linear_grpo_loss`.
         batch_invariant: guarantee that the bits of a row's results do not depend on the other rows. Without it they
             may: a vendor's GEMM may sum in another order for another N. All plans use such GEMMs, except Triton's
-            kernel for log-probs without a gradient. With it, that kernel or GEMMs of 64 rows are used; a frozen head
-            costs 3U.
+            kernel for log-probs of one target per row without a gradient. With it, that kernel or GEMMs of 64 rows are
+            used; a frozen head costs 3U.
+        support: (token_ids [K], offsets [N + 1]), int64 or int32, over the N rows of flat `targets`: the softmax of row
+            n is over token_ids[offsets[n] : offsets[n + 1]], each id once, its target among them unless it is ignored.
+            Where two offsets are equal, it is over the whole vocabulary. Cost and memory are those of the kept tokens:
+            see docs/support.md. On a GPU the host waits for the offsets. Not with `process_group`, `batch_invariant`.
         impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
 
     Returns:
@@ -80,7 +90,7 @@ def linear_logprobs(
         two runs are bitwise equal. Under autocast, inputs are cast as those of nn.Linear are, and nothing else is.
     Memory: the chunk or tile of logits, O(N), the requested gradients and their fp32 accumulators: [N, D] for a 16-bit
         `hidden` or a frozen head; [V, D] for a 16-bit `weight` only where N is more than the height of a tile (16384
-        rows for 256 MiB).
+        rows for 256 MiB). O(N K) for K targets.
 
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.
@@ -88,9 +98,9 @@ def linear_logprobs(
         UnsupportedError: options that do not go with a process_group.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
-    return _linear_logprobs(head, plan, entropy=False)[0].view(targets.shape)
+    return _linear_logprobs(head, plan, support, entropy=False)[0].reshape(targets.shape)
 
 
 def linear_logprobs_and_entropy(
@@ -106,22 +116,25 @@ def linear_logprobs_and_entropy(
     process_group: Any = None,
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> LogProbs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
     Equals, beside the log-probs: `torch.distributions.Categorical(logits=logits).entropy()`
 
-    Arguments, numerics and memory are those of `linear_logprobs`. With a frozen head, a gradient through the entropy
-    costs another 2U in the backward pass; an entropy without a gradient costs nothing more.
+    Arguments, numerics and memory are those of `linear_logprobs`; the entropy is [...], one per row of hidden, also for
+    targets [..., K]. With a frozen head, a gradient through the entropy costs another 2U in the backward pass; an
+    entropy without a gradient costs nothing more.
 
     Raises:
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs`.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
-    return LogProbs(*(values.view(targets.shape) for values in _linear_logprobs(head, plan, entropy=True)))
+    logprobs, entropies = _linear_logprobs(head, plan, support, entropy=True)
+    return LogProbs(logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1]))
 
 
 class _Plan(NamedTuple):
@@ -134,23 +147,22 @@ class _Plan(NamedTuple):
     impl: str
 
 
-def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor, ...]:
-    """(log p,) or (log p, entropy), each [N]; the targets of `head` may be `ignore_index`."""
+def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) -> tuple[Tensor, ...]:
+    """(log p,) or (log p, entropy), each [N], log p of K targets [N, K]; these may be `ignore_index`."""
     ignore_index, process_group, chunk_bytes, batch_invariant, impl = plan
-    check_plan(
-        impl,
-        chunk_bytes,
-        ignore_index=ignore_index,
-        process_group=process_group,
-        batch_invariant=batch_invariant,
-    )
+    refused: dict[str, Any] = {"process_group": process_group, "batch_invariant": batch_invariant}
+    check_plan(impl, chunk_bytes, ignore_index=ignore_index, **refused)
+    restricted = None if support is None else support_of(support, head, **refused)
     if process_group is not None:
         from fused_grpo.vocab_parallel import vocab_parallel_logprobs
 
         options: dict[str, Any] = {"impl": impl, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
         values = vocab_parallel_logprobs(head, process_group, ignore_index=ignore_index, entropy=entropy, **options)
     elif impl == "reference":
-        values = _reference(head, ignore_index)
+        values = _reference(head, ignore_index, restricted)
+    elif restricted is not None:
+        how: dict[str, Any] = {"chunk_bytes": chunk_bytes, "impl": impl}
+        values = supported_logprobs(head, restricted, ignore_index=ignore_index, entropy=entropy, **how)
     else:
         wanted = [needs_gradient(x) for x in (head.hidden, head.weight, head.bias)]
         inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
@@ -160,14 +172,15 @@ def _linear_logprobs(head: Head, plan: _Plan, *, entropy: bool) -> tuple[Tensor,
     return values[: 2 if entropy else 1]
 
 
-def _reference(head: Head, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], through full logits and autograd."""
+def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
+    """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
     if not torch.compiler.is_compiling():
         check_targets(head.targets, len(head.weight), ignore_index)
         check_temperature_values(head.temperature)
     kept = head.targets != ignore_index
+    mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
         logprobs, entropy = reference.logprobs_and_entropy(
-            head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None))
+            head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None)), kept=mask
         )
-    return torch.where(kept, logprobs, 0.0), torch.where(kept, entropy, 0.0)
+    return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fused_grpo import _dispatch, reference
-from fused_grpo._checks import check_dense, check_differentiated_once, check_plan, check_same_device
+from fused_grpo._checks import check_dense, check_plan, check_same_device
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import loss_inputs
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError
-from fused_grpo.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.loss_gradients import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.precision import compute_dtype
 
 
@@ -47,6 +46,7 @@ def grpo_loss(
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
     num_entropy_tokens: float | Tensor | None = None,
+    covariance_selected: Tensor | None = None,
     config: GRPOLossConfig | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> GRPOLossOutput:
@@ -64,15 +64,17 @@ def grpo_loss(
         cu_seqlens: [B+1] int32, the start of each packed sequence, and N.
         old_logprobs: log-probs under the policy that sampled. None: on policy, `logprobs.detach()`.
         ref_logprobs: log-probs under the reference model; needed where `config.beta > 0`.
-        sampling_logprobs: the log-probs of the sampler, for `config.sampling_correction`. A token with NaN is not
-            corrected.
+        sampling_logprobs: the log-probs of the sampler, for `config.sampling_correction`, `config.sequence_rejection`
+            and "dppo_*". A token with NaN is not corrected.
         entropy: per-token entropy (nats), for the metric, `config.entropy_coef` and `config.top_entropy_quantile`.
         entropy_threshold: the least entropy of a token in the loss, for a `config.top_entropy_quantile` over the whole
             optimizer step. None: the quantile of this call's tokens.
-        num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo"). None: of this call.
+        num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo", "dppo_*"). None: of this call.
         num_sequences: sequences of the whole step (the other loss types). None: of this call.
         num_entropy_tokens: tokens of the whole step with an entropy bonus: those above `config.top_entropy_quantile`.
             None: `num_tokens`, or with a quantile the tokens of this call.
+        covariance_selected: shape of `logprobs`, non-zero for the tokens that `config.clip_cov_ratio` or
+            `config.kl_cov_ratio` selects from the whole step. None: from the tokens of this call.
         config: the variant and its constants. None: `GRPOLossConfig()`.
         impl: "auto", "triton", "torch" (any device) or "reference" (autograd through the formulas).
 
@@ -100,6 +102,7 @@ def grpo_loss(
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         num_entropy_tokens=num_entropy_tokens,
+        covariance_selected=covariance_selected,
         config=config,
     )
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
@@ -111,14 +114,9 @@ def grpo_loss(
     if chosen == "reference":
         loss = reference.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
-        gradients = (done.logprobs, done.entropy)
-        loss = _AttachGradients.apply(flat, flat_entropy, statistics["loss"], gradients)  # type: ignore[no-untyped-call]
-    metrics = reference.finish_metrics(
-        statistics,
-        has_ref=ref_logprobs is not None,
-        has_sampling=sampling_logprobs is not None,
-        has_entropy=entropy is not None,
-    )
+        known = (statistics["loss"], done, None, passes)
+        loss = AttachGradients.apply(*known, flat, flat_entropy)  # type: ignore[no-untyped-call]
+    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy is not None)
     return GRPOLossOutput(loss, metrics, logprobs.detach())
 
 
@@ -141,20 +139,3 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
             f"got entropy_coef={config.entropy_coef} and top_entropy_quantile={config.top_entropy_quantile} without "
             "entropy; fix: pass entropy, which linear_logprobs_and_entropy gives"
         )
-
-
-class _AttachGradients(torch.autograd.Function):
-    """A loss whose gradients are known: the backward pass multiplies them by the upstream gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logprobs: Tensor, entropy: Tensor | None, loss: Tensor, gradients: tuple[Tensor, Tensor | None]
-    ) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once()
-        of_logprobs, of_entropy = ctx.gradients
-        return upstream * of_logprobs, None if of_entropy is None else upstream * of_entropy, None, None

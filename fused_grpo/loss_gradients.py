@@ -1,7 +1,7 @@
 """The gradient of the GRPO loss in the log-probs, taken together with its value. Both public losses use it.
 
 The derivatives have a closed form (`reference.py`), so one pass over the tokens gives the loss, its metrics and
-d loss / d log p. Autograd then only scales that gradient by the upstream one.
+d loss / d log p. The backward pass (`AttachGradients`) only scales the gradients by the upstream one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo import reference
+from fused_grpo._checks import check_differentiated_once
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 
@@ -41,24 +42,20 @@ def value_and_gradient(
     # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
     # of activation checkpointing would run the whole region again to recompute them.
     with torch.no_grad(), saved_tensors_hooks(_unchanged, _unchanged):
-        weights, entropy_weights = reference.policy_weights(logprobs, entropy, inputs, config)
-        of_sequence = config.importance_sampling_level == "sequence"
+        logprobs, factors = logprobs.detach(), reference.token_factors(logprobs, entropy, inputs, config)
+        of_sequence, entropy_weights = config.ratio_of_sequence, factors["entropy_weights"]
         gradient, of_ratio, sums = passes.grpo_token_loss(
-            logprobs.detach(),
-            log_ratio=reference.sequence_log_ratio(logprobs.detach(), inputs) if of_sequence else None,
+            logprobs,
+            log_ratio=reference.sequence_log_ratio(logprobs, inputs, config) if of_sequence else None,
             inputs={
                 **inputs.tokens.rows(slice(None)),
+                **factors,
                 "entropy": None if entropy is None else entropy.detach(),
-                "entropy_weights": entropy_weights,
-                "policy_weights": weights,
             },
             terms=TokenTerms.of(config),
         )
         if of_ratio is not None:
-            # The log-ratio of a sequence is a mean over its tokens: each token gets an equal share of its gradient.
-            mask, sequences = inputs.tokens.mask, inputs.sequences
-            shares = sequences.sum(of_ratio) / sequences.sum(mask).clamp_min(1.0)
-            gradient = gradient + torch.where(mask, sequences.spread(shares, len(mask)), 0.0).to(gradient.dtype)
+            gradient = gradient + reference.share_of_ratio(logprobs, of_ratio, inputs, config)
         upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
         return LossGradients(gradient, upstream), sums
 
@@ -71,3 +68,48 @@ def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes
     """The statistics of all tokens, and the number of unmasked ones without a gradient."""
     zero = (mask & ~done.have_gradient()).sum()
     return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
+
+
+class AttachGradients(torch.autograd.Function):
+    """A loss whose gradients in `leaves` are known: the backward pass multiplies them by the upstream gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        gradients: Sequence[Tensor | None],
+        weight_main_grad: Tensor | None,
+        passes: ModuleType,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        ctx.gradients, ctx.weight_main_grad, ctx.passes = list(gradients), weight_main_grad, passes
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "Trying to backward through the loss a second time; its gradients were handed over the first time; "
+                "fix: retain_graph=True on the first backward pass"
+            )
+        gradients = ctx.gradients.copy()
+        if ctx.weight_main_grad is not None and gradients[1] is not None:
+            ctx.weight_main_grad.addcmul_(gradients[1], upstream.to(gradients[1].dtype))
+            gradients[1] = None
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.gradients = ctx.gradients if kept else None
+        return None, None, None, None, *scaled(gradients, upstream, ctx.passes, in_place=not kept)
+
+
+def scaled(
+    gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
+) -> list[Tensor | None]:
+    """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
+    if not in_place:
+        return [None if gradient is None else gradient * factor for gradient in gradients]
+    return [None if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in gradients]
+
+
+def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: ModuleType) -> Tensor:
+    return passes.scale_(gradient, factor) if gradient.is_contiguous() else gradient.mul_(factor)

@@ -4,7 +4,7 @@ Three parts of the project use it:
 
 - `impl="reference"` computes full logits and the loss with these functions (`logprobs_and_entropy`, `grpo_loss`).
 - The tests compare every fast path with that, in fp64.
-- Production code: the torch path of the loss is `token_loss` (`torch_passes.py`), all paths take `policy_weights`,
+- Production code: the torch path of the loss is `token_loss` (`torch_passes.py`), all paths take `token_factors`,
   `sequence_log_ratio` and `finish_metrics` from here (`loss_gradients.py`), and the drop-in for Liger uses `kl_term`,
   `policy_term` and `vespo_phi`. So the tests compare `token_loss` also with TRL's own loss.
 
@@ -29,8 +29,13 @@ advantage A, and an upper bound delta (infinite unless given), the policy term o
     cispo            l = -stop(min(r, epsilon_high)) * A * log p
     sapo             l = -sigmoid(tau * (r - 1)) * 4 / tau * A            tau by the sign of A
     vespo            l = -stop(phi) * A * log p                           phi of the sequence, in `vespo_weights`
+    gmpo             l = -r * A                                           r of the sequence, in `sequence_log_ratio`
+    dppo             l = -min(r, delta) * A, 0 for tokens that D masks    its gradient: -stop(min(r, delta)) * A
 
-times the sampling correction, the off-policy mask and the entropy mask (`policy_weights`). Added to it is
+where D is the binary divergence of the old probability mu and p: |p - mu|, or mu log(mu / p) + (1 - mu) log((1 - mu) /
+(1 - p)). It masks tokens that are farther from mu than epsilon (A < 0) or epsilon_high (A > 0), where A would move them
+on. The policy term is multiplied by the sampling correction, the off-policy mask, the rejection of sequences, the
+entropy mask and Clip-Cov's mask (`token_factors`). Added to it are KL-Cov's term, its weight times |d|, and
 
     beta * kl        kl = -q (k1), q^2 / 2 (k2), exp(q) - q - 1 (k3)      q = log p_ref - log p
 
@@ -39,7 +44,7 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
 
     dl/d log r = -r A where the branch taken is not a constant, 0 where it is (clipped losses)
                = -4 sigmoid * (1 - sigmoid) * r A (sapo),   0 (cispo, vespo)          + beta * r * kl, bias-corrected
-    dl/d log p = -stop(..) * A (cispo, vespo),              0 (the others)            + beta * kl' (* r)
+    dl/d log p = -stop(..) * A (cispo, vespo, dppo),        0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
 The loss is sum(weights * l) - sum(entropy_weights * H). The weights contain the mask and the normaliser of the loss
@@ -51,12 +56,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.covariance import select_by_covariance
 from fused_grpo.precision import compute_dtype, widest
 
 
@@ -78,15 +85,21 @@ def logprobs_and_entropy(
     temperature: Tensor,
     logit_scale: float,
     softcap: float | None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p of the targets and the entropy, both [N], through full logits [N, V] and autograd."""
+    """log p of the targets, [N] or [N, K], and the entropy [N], through full logits [N, V] and autograd.
+
+    With `kept` [N, V] the softmax of each row is over the tokens where it is True.
+    """
     dtype = compute_dtype(hidden)
     raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
     z = transform_logits(raw, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap)
+    z = z if kept is None else z.masked_fill(~kept, -torch.inf)
     log_p = torch.log_softmax(z, dim=-1)
     # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
+    of_targets = log_p.gather(1, targets[:, None])[:, 0] if targets.ndim == 1 else log_p.gather(1, targets)
+    return of_targets, -(log_p.exp() * finite).sum(-1)
 
 
 def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,6 +108,30 @@ def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight
     # The difference to the rounded value is exact, so the sum is the rounded value, bit for bit.
     return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())
+
+
+def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tensor:
+    """The divergence [N] of the softmax p of the student's logits and q of the teacher's, both [N, V].
+
+    KL(q | p) for "forward_kl", KL(p | q) for "reverse_kl", and for "jsd" with m = (1 - beta) p + beta q
+
+        beta KL(q | m) + (1 - beta) KL(p | m)
+    """
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    if kind == "forward_kl":
+        return _kl(log_q, log_p)
+    if kind == "reverse_kl":
+        return _kl(log_p, log_q)
+    never = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_p, log_q = log_p.masked_fill(never, -1e4), log_q.masked_fill(never, -1e4)
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p | q) [N]. A token without probability adds 0; 0 * (-inf) would be NaN."""
+    never = log_p == -torch.inf
+    return (log_p.exp() * (log_p.masked_fill(never, 0.0) - log_q.masked_fill(never, 0.0))).sum(-1)
 
 
 def token_loss(
@@ -109,6 +146,7 @@ def token_loss(
     entropy: Tensor | None = None,
     entropy_weights: Tensor | None = None,
     policy_weights: Tensor | None = None,
+    kl_cov_weights: Tensor | None = None,
     log_ratio: Tensor | None = None,
     terms: TokenTerms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,8 +158,9 @@ def token_loss(
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()
     old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
+    old = denominator(old, sampling_logprobs, mask, terms)
     ratio = torch.exp(logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0))
-    policy, clipped = policy_term(logprobs, ratio, advantages, terms)
+    policy, clipped = policy_term(logprobs, ratio, advantages, terms, old=old)
     left = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
         left = left * torch.where(mask, policy_weights, 0.0)
@@ -132,6 +171,8 @@ def token_loss(
         kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
     # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
     regulariser = terms.beta * (kl * ratio if terms.bias_correction_kl else kl) if terms.beta else 0.0
+    if kl_cov_weights is not None:
+        regulariser = regulariser + torch.where(mask, kl_cov_weights, 0.0) * (logprobs - old).abs()
     loss = (weights * (policy + regulariser)).sum()
     entropies = torch.zeros_like(current) if entropy is None else torch.where(mask, entropy, 0.0)
     if entropy_weights is not None:
@@ -159,8 +200,13 @@ def token_loss(
     return loss, statistics
 
 
-def policy_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-    """(the policy term [N], without weights; whether the token is clipped [N])."""
+def policy_term(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: TokenTerms, *, old: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(the policy term [N], without weights; whether the token is clipped [N]).
+
+    `old` is the log-prob in the denominator of the token's own ratio, which "gmpo" and "dppo_*" need.
+    """
     if terms.form == "clipped":
         lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
         bounded = ratio if terms.delta is None else ratio.clamp(max=terms.delta)
@@ -169,11 +215,47 @@ def policy_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: Toke
     if terms.form == "cispo":
         capped = ratio.clamp(max=terms.epsilon_high).detach()
         return -capped * advantages * logprobs, (ratio > terms.epsilon_high) & (advantages > 0)
+    if terms.form == "gmpo":
+        assert old is not None
+        return -ratio * advantages, clipped_change(logprobs.detach() - old, advantages, terms)[1]
+    if terms.form.startswith("dppo"):
+        assert old is not None
+        masked = masked_by_divergence(logprobs.detach(), old, advantages, terms)
+        bounded = ratio.detach() if terms.delta is None else ratio.detach().clamp(max=terms.delta)
+        own = torch.exp(logprobs - logprobs.detach())  # 1, with the gradient of log p
+        return torch.where(masked, 0.0, -bounded * advantages * own), masked
     never = torch.zeros_like(advantages, dtype=torch.bool)
     if terms.form == "sapo":
         tau = torch.where(advantages > 0, *terms.sapo_temperatures)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never
     return -advantages * logprobs, never
+
+
+def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+    """(log-ratios [N] clipped as in "gmpo": from above where A > 0, from below where A < 0; whether they are, [N])."""
+    high, low = change.clamp(max=terms.epsilon_high), change.clamp(min=-terms.epsilon_low)
+    clipped = torch.where(advantages > 0, change > terms.epsilon_high, (advantages < 0) & (change < -terms.epsilon_low))
+    return torch.where(advantages > 0, high, torch.where(advantages < 0, low, 0.0)), clipped
+
+
+def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, terms: TokenTerms) -> Tensor:
+    """Which tokens [N] "dppo_*" mask: too far from the old probability, and A would move them farther."""
+    moved = logprobs.exp() - old.exp()
+    if terms.form == "dppo_tv":
+        divergence = moved.abs()
+    else:
+        # 1 - mu and 1 - p, where their logarithms are finite.
+        rest, left = ((-torch.expm1(values)).clamp_min(1e-37) for values in (old, logprobs))
+        divergence = old.exp() * (old - logprobs) + rest * (rest.log() - left.log())
+    falls = (advantages < 0) & (moved < 0) & (divergence > terms.epsilon_low)
+    return falls | ((advantages > 0) & (moved > 0) & (divergence > terms.epsilon_high))
+
+
+def denominator(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
+    """The log-probs [N] in the denominator of a token's ratio: the old ones, or the sampler's where it has one."""
+    if sampling_logprobs is None or terms.correction != "sampler":
+        return old
+    return torch.where(mask & ~sampling_logprobs.isnan(), sampling_logprobs, old)
 
 
 def kl_term(q: Tensor, estimator: str) -> Tensor:
@@ -183,7 +265,7 @@ def kl_term(q: Tensor, estimator: str) -> Tensor:
 
 def sampling_weights(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
     """rho [N] of the token-level corrections, 1 without a correction."""
-    if sampling_logprobs is None or terms.correction is None:
+    if sampling_logprobs is None or terms.correction in (None, "sampler"):
         return torch.ones_like(old)
     return bounded_ratio(log_rho(old, sampling_logprobs, mask), terms.correction, terms.clip_min, terms.clip_max)
 
@@ -205,28 +287,29 @@ def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max:
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
-    corrected = inputs.tokens.sampling_logprobs is not None and config.sampling_correction is not None
+    of_sequence = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
     return bool(
-        config.importance_sampling_level == "sequence"
+        config.ratio_of_sequence
         or config.loss_type == "vespo"
         or config.off_policy_mask_threshold is not None
         or config.top_entropy_quantile < 1.0
-        or (corrected and str(config.sampling_correction).startswith("sequence"))
+        or config.selects_by_covariance
+        or (of_sequence and inputs.tokens.sampling_logprobs is not None)
     )
 
 
-def policy_weights(
+def token_factors(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
-) -> tuple[Tensor | None, Tensor | None]:
-    """(policy_weights, entropy_weights) of `token_loss`, each [N] and detached, None for 1 and for 0 everywhere.
+) -> dict[str, Tensor | None]:
+    """`policy_weights`, `entropy_weights` and `kl_cov_weights` of `token_loss`: [N], detached, None for 1, 0 and 0.
 
-    They hold the factors of a policy term that depend on more than its token: on its sequence, or on an entropy
-    threshold over all tokens.
+    They hold what depends on more than a token: on its sequence, or on thresholds and selections over all tokens.
     """
     tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
     sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
+    found: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
     if not (config.entropy_coef or needs_other_tokens(inputs, config)):
-        return None, None
+        return found
     current, wide = torch.where(mask, logprobs.detach(), 0.0), widest(mask.device)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
     if sampling is not None and correction is not None and correction.startswith("sequence"):
@@ -240,16 +323,58 @@ def policy_weights(
         drift = -log_rho(current, old if sampling is None else sampling, mask)
         close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
         factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).to(wide))
+    if config.sequence_rejection is not None and sampling is not None:
+        kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
+        factors.append(sequences.spread(kept, len(mask)).to(wide))
+    if config.selects_by_covariance:
+        selected = covariance_selection(current, inputs, config)
+        if config.clip_cov_ratio:
+            factors.append((~selected).to(wide))
+        else:
+            found["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
     on = mask
     if config.top_entropy_quantile < 1.0:
         assert entropy is not None
         on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
         factors.append(on.to(wide))
-    weights = None if not factors else torch.stack(factors).prod(0).to(current.dtype)
-    if not config.entropy_coef:
-        return weights, None
-    count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
-    return weights, (config.entropy_coef * on.to(wide) / count).to(current.dtype)
+    if factors:
+        found["policy_weights"] = torch.stack(factors).prod(0).to(current.dtype)
+    if config.entropy_coef:
+        count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
+        found["entropy_weights"] = (config.entropy_coef * on.to(wide) / count).to(current.dtype)
+    return found
+
+
+def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """Which sequences [B] `sequence_rejection` keeps, from log rho [N]."""
+    name, mask = config.sequence_rejection, inputs.tokens.mask
+    if name == "geometric_ratio":
+        statistic = inputs.sequences.mean(log_ratio, mask).exp()
+    else:
+        of_tokens = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
+        statistic = inputs.sequences.mean(of_tokens, mask)
+    low, high = config.sequence_rejection_min, config.sequence_rejection_max
+    return (statistic >= (-torch.inf if low is None else low)) & (statistic <= (torch.inf if high is None else high))
+
+
+def covariance_selection(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """Which tokens [N] Clip-Cov or KL-Cov selects: those given for the whole step, or of these tokens."""
+    if inputs.covariance_selected is not None:
+        return inputs.covariance_selected & inputs.tokens.mask
+    mask, selected = inputs.tokens.mask, torch.zeros_like(inputs.tokens.mask)
+    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
+    selected[mask] = select_by_covariance(logprobs[mask], inputs.tokens.advantages[mask], clipped[mask], config)
+    return selected
+
+
+def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
+    """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
+    tokens, terms = inputs.tokens, TokenTerms.of(config)
+    old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
+    old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
+    log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
+    ratio = log_ratio.exp()
+    return ratio, policy_term(logprobs, ratio, tokens.advantages, terms, old=old)[1]
 
 
 def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
@@ -279,25 +404,44 @@ def entropy_threshold(entropies: Tensor, inputs: LossInputs, config: GRPOLossCon
     return torch.quantile(entropies, 1 - config.top_entropy_quantile)
 
 
-def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    """The mean of log p - log p_old over the unmasked tokens of its sequence, at each token: [N], differentiable."""
+def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """The mean of log p - log p_old over the unmasked tokens of its sequence, at each token: [N], differentiable.
+
+    For "gmpo" it is the mean of the clipped log-ratios: r is the geometric mean of the clipped ratios.
+    """
     tokens, sequences = inputs.tokens, inputs.sequences
-    old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-    return sequences.spread(sequences.mean(logprobs - old, tokens.mask), len(logprobs)).to(logprobs.dtype)
+    change = logprobs - (logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs)
+    if config.loss_type == "gmpo":
+        change, _ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
+    return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
+
+
+def share_of_ratio(logprobs: Tensor, of_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """The gradient in log p [N] that comes from one in the log-ratios of sequences, [N]: the backward of the above.
+
+    Each token gets an equal share of its sequence's, but for those that "gmpo" clips.
+    """
+    tokens, sequences = inputs.tokens, inputs.sequences
+    shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask).clamp_min(1.0)
+    moves = tokens.mask
+    if config.loss_type == "gmpo":
+        old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+        moves = moves & (tokens.advantages != 0)
+        moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]
+    return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(of_ratio.dtype)
 
 
 def grpo_loss(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (0-d) and its statistics from log p and entropy [N], for autograd."""
-    weights, entropy_weights = policy_weights(logprobs, entropy, inputs, config)
+    factors: dict[str, Any] = {**token_factors(logprobs, entropy, inputs, config)}
     return token_loss(
         logprobs,
         **inputs.tokens.rows(slice(None)),
+        **factors,
         entropy=entropy,
-        entropy_weights=entropy_weights,
-        policy_weights=weights,
-        log_ratio=sequence_log_ratio(logprobs, inputs) if config.importance_sampling_level == "sequence" else None,
+        log_ratio=sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
         terms=TokenTerms.of(config),
     )
 
@@ -314,9 +458,7 @@ def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
 
 
-def finish_metrics(
-    statistics: dict[str, Tensor], *, has_ref: bool, has_sampling: bool, has_entropy: bool
-) -> dict[str, Tensor]:
+def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_entropy: bool) -> dict[str, Tensor]:
     """The metrics: means over tokens, without those whose inputs were not given. Extremes of no tokens are infinite."""
     num_tokens = statistics["num_tokens"]
     per_token = 1.0 / num_tokens.clamp_min(1.0)
@@ -334,9 +476,9 @@ def finish_metrics(
     }
     if has_entropy:
         metrics["entropy"] = statistics["entropy"] * per_token
-    if has_ref:
+    if inputs.tokens.ref_logprobs is not None:
         metrics["kl"] = statistics["kl"] * per_token
-    if has_sampling:
+    if inputs.tokens.sampling_logprobs is not None:
         metrics["sampling_difference_mean"] = statistics["sampling_difference"] * per_token
         metrics["sampling_difference_max"] = statistics["sampling_difference_max"]
     return metrics

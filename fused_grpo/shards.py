@@ -38,10 +38,12 @@ class Shards(NamedTuple):
 
     def gather(self, own: RowState) -> list[RowState]:
         """The states of the rows from all ranks, bitwise the same on each rank. A collective."""
-        mine, count = torch.stack(own), len(self.sizes)
+        several, count = own.target_logit.ndim == 2, len(self.sizes)
+        mine = torch.cat([torch.stack(own[:3]), torch.atleast_2d(own.target_logit.t())])
         parts = mine.new_empty((count * len(mine), mine.shape[1]))
         gather_into(parts, mine, self.group)
-        return [RowState(*part) for part in parts.view(count, *mine.shape)]
+        of_ranks = parts.view(count, *mine.shape)
+        return [RowState(x[0], x[1], x[2], x[3:].t() if several else x[3]) for x in of_ranks]
 
     def sum_over_ranks(self, d_hidden: Tensor) -> Tensor:
         """dH as the sum of the parts of all shards, in place. A collective."""

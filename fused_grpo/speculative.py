@@ -25,10 +25,10 @@ from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.chunked_loss import ChunkedLoss, chunked_loss
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.fused_loss import scaled
 from fused_grpo.head import Head
 from fused_grpo.logprob_plans import rows_of
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
+from fused_grpo.loss_gradients import scaled
 from fused_grpo.precision import full_precision
 
 TOLERANCE = 1e-4

@@ -40,13 +40,13 @@ class RowState(NamedTuple):
     weighted: Tensor
     """w, if the entropy is requested; else undefined."""
     target_logit: Tensor
-    """z_t; -inf where the target is not among these columns."""
+    """z_t; -inf where the target is not among these columns. [N, K] of K targets, the largest of which is t."""
 
 
 class Statistics(NamedTuple):
     """The statistics of whole rows, each [N]: the results, and the shift and total that a gradient needs."""
 
-    logprobs: Tensor
+    logprobs: Tensor  # [N, K] of K targets per row
     entropy: Tensor | None
     shift: Tensor
     total: Tensor
@@ -76,6 +76,12 @@ def merge_rows(parts: Sequence[RowState]) -> RowState:
     if len(parts) == 1:
         return parts[0]
     shifts, totals, weighted, targets = map(torch.stack, zip(*parts, strict=True))
+    if targets.ndim == 3:
+        # Of the targets that the parts leave out, only the largest stays out.
+        left_out = targets.amax(2)
+        returned = left_out.scatter(0, left_out.argmax(0, keepdim=True), -torch.inf)
+        shifts, totals = torch.cat([shifts, returned]), torch.cat([totals, torch.ones_like(returned)])
+        weighted = torch.cat([weighted, torch.zeros_like(returned)])
     shift = shifts.amax(0)
     drop = shifts - finite(shift)
     rescale = drop.exp()

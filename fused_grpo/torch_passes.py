@@ -11,6 +11,7 @@ A tile is column-major: a GEMM then packs the hidden states, which fit a cache, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,10 @@ from fused_grpo.statistics import (
     share_of_others,
     with_part,
 )
+from fused_grpo.support_passes import entry_logits, weighted_rows_  # noqa: F401 - part of the passes
 
 _PARTS = 4
+_LOG2E = math.log2(math.e)
 
 
 def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -73,7 +76,8 @@ def softmax_weights_(
     else:
         shift, total = finite(known.shift)[:, None], known.total
         for block in tile.blocks(out):
-            block.write(torch.sub(block.z, shift, out=block.place()).exp_())
+            centred = torch.sub(block.z, shift, out=block.place())
+            block.write(_exp(centred, out=centred))
     tile.put_at_target_(out, -total if tile.slope_at_target is None else -total * tile.slope_at_target)
     lost = ~torch.isfinite(total)
     if not tile.on_cpu or lost.any():
@@ -93,7 +97,7 @@ def _fold(tile: _Tile, *, entropy: bool, out: Tensor | None = None) -> tuple[Row
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = shift if top is None else top
         centred = torch.sub(block.z, finite(centre)[:, None], out=block.scratch(0) if entropy else block.place())
-        e = torch.exp(centred, out=block.place(1) if entropy else centred)
+        e = _exp(centred, out=block.place(1) if entropy else centred)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = _sums(centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts = with_part(parts, RowState(centre, _sums(e), weighted, tile.target_logit))
@@ -116,6 +120,11 @@ def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None)
     if before is not None and before.numel():
         before.mul_(torch.exp(shift - finite(raised))[:, None])
     return raised
+
+
+def _exp(x: Tensor, *, out: Tensor) -> Tensor:
+    """e^x by exp2, which PyTorch vectorises on every CPU. Its exp may be MKL's, which is slow on some."""
+    return torch.mul(x, _LOG2E, out=out).exp2_()
 
 
 def _sums(values: Tensor) -> Tensor:
@@ -161,7 +170,7 @@ def logits_gradient_(
     at_target = at_target * slope if tile.slope_at_target is None else at_target * slope * tile.slope_at_target[:, None]
     for block in tile.blocks(out):
         centred = torch.sub(block.z, shift, out=block.place() if of_entropy is None else block.scratch(0))
-        e = torch.exp(centred, out=centred if of_entropy is None else block.place(1))
+        e = _exp(centred, out=centred if of_entropy is None else block.place(1))
         if of_entropy is not None:
             e.mul_(centred.clamp_min_(-128.0).add_(of_entropy[1]).mul_(of_entropy[0]).sub_(upstream))
         block.write(e.mul_(factor))
@@ -273,7 +282,7 @@ class _Tile:
         at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
         z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)
         self.target_logit = torch.where(self.has_target, z[:, 0], -torch.inf)
-        self.slope_at_target = None if softcap is None else _slope(at_target[:, 0] * (logit_scale / softcap))
+        self.slope_at_target = None if softcap is None else cap_slope(at_target[:, 0] * (logit_scale / softcap))
 
     def blocks(self, out: Tensor | None) -> Iterator[_Block]:
         """One cache-sized block at a time. Only writes to `out`, in the memory of the tile, change the tile."""
@@ -331,7 +340,7 @@ def _all_equal(temperature: Tensor, value: float) -> bool:
     return temperature.device.type == "cpu" and bool((temperature == value).all())
 
 
-def _slope(x: Tensor) -> Tensor:
+def cap_slope(x: Tensor) -> Tensor:
     """1 - tanh^2(x) as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
     e = torch.exp(-2 * x.abs())
     return 4 * e / (1 + e).square()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo import _dispatch, logprob_plans
+from fused_grpo import _dispatch, logprob_plans, several_targets
 from fused_grpo.head import Head
 from fused_grpo.shards import Shards, shards_of
 from fused_grpo.statistics import Statistics, no_columns
@@ -26,14 +26,14 @@ def vocab_parallel_logprobs(
     batch_invariant: bool,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, entropy), each [N], of `head` whose weight and bias are this rank's shard."""
+    """(log p [N] or [N, K], entropy [N]) of `head` whose weight and bias are this rank's shard."""
     shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
     kept = head.targets != ignore_index
-    head = shards.own(replace(head, targets=torch.where(kept, head.targets, 0)))
+    head = shards.own(replace(head, targets=several_targets.without_ignored(head.targets, kept)))
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
     passes, tensors = _dispatch.passes(_dispatch.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
     logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
-    return tuple(torch.where(kept, value, 0.0) for value in (logprobs, entropies))  # type: ignore[return-value]
+    return torch.where(kept, logprobs, 0.0), torch.where(several_targets.rows_with(kept), entropies, 0.0)
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -55,12 +55,13 @@ class _VocabParallel(torch.autograd.Function):
             own = logprob_plans.fold(head, passes, **options, wanted=needs if any(needs.values()) else None)
         else:
             own = no_columns(rows, dtype=head.dtype, device=hidden.device)
-        statistics = Statistics(*passes.finish_rows(shards.gather(own), entropy=options["entropy"]))
+            own = own._replace(target_logit=own.shift.new_full(head.targets.shape, -torch.inf))
+        statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options["entropy"])
         ctx.needs, ctx.plan = needs, (passes, shards, options["chunk_bytes"], head.logit_scale, head.softcap)
         ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
         ctx.set_materialize_grads(False)
         entropy = statistics.entropy
-        return statistics.logprobs, torch.zeros_like(statistics.logprobs) if entropy is None else entropy
+        return statistics.logprobs, torch.zeros_like(statistics.shift) if entropy is None else entropy
 
     @staticmethod
     @once_differentiable

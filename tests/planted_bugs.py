@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -93,8 +94,8 @@ BUGS = {
     "dH without its factors": Bug("fused_grpo/head_gradients.py", "self._rows.mul_(factor[:, None])", "pass", LAYOUT),
     "rows with nothing but an entropy gradient are left out": Bug(
         "fused_grpo/logprob_plans.py",
-        "(grad_logprobs != 0) | (grad_entropy != 0)",
-        "(grad_logprobs != 0)",
+        "some | (grad_entropy != 0)",
+        "some",
         EXACT,
     ),
     "small gradients vanish in fp16": Bug(
@@ -193,7 +194,7 @@ BUGS = {
     ),
     "ignored rows keep their log-prob": Bug(
         "fused_grpo/_custom_ops.py",
-        "value.masked_fill_(~kept, 0.0)",
+        "value.masked_fill_(~rows, 0.0)",
         "value",
         ["tests/ops/test_error_grid.py", "-k", "nan_in_ignored and triton"],
     ),
@@ -255,9 +256,9 @@ BUGS = {
         "fused_grpo/_loss_inputs.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
     ),
     "a sequence's gradient is not shared out": Bug(
-        "fused_grpo/loss_gradients.py",
-        "shares = sequences.sum(of_ratio) / sequences.sum(mask)",
-        "shares = sequences.sum(of_ratio) * sequences.sum(mask)",
+        "fused_grpo/reference.py",
+        "shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask)",
+        "shares = sequences.sum(of_ratio) * sequences.sum(tokens.mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(
@@ -273,7 +274,10 @@ BUGS = {
         "fused_grpo/loss_gradients.py", "(self.logprobs != 0) | (self.entropy != 0)", "self.logprobs != 0", VARIANTS
     ),
     "a main gradient without the upstream one": Bug(
-        "fused_grpo/fused_loss.py", "addcmul_(d_weight, upstream.to(d_weight.dtype))", "add_(d_weight)", PROMISES
+        "fused_grpo/loss_gradients.py",
+        "addcmul_(gradients[1], upstream.to(gradients[1].dtype))",
+        "add_(gradients[1])",
+        PROMISES,
     ),
     "the kernel clips a falling advantage from above": Bug(
         f"{KERNELS}/grpo_loss.py",
@@ -360,6 +364,9 @@ BUGS = {
         f"{KERNELS}/softmax_weights.py", '(row_total < float("inf")) == 0', "row_total < 0.0", KERNEL_NO_NUMBERS
     ),
 }
+
+for more in sorted(Path(__file__).parent.glob("planted_bugs_of_*.py")):
+    BUGS |= {name: Bug(*bug) for name, bug in runpy.run_path(str(more))["BUGS"].items()}
 
 
 def copy_of_the_project(folder: Path) -> None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, get_scheduler
 from fused_grpo.errors import UnavailableError
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
+from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.ragged import joined_rows
@@ -122,6 +123,9 @@ class Learner:
         batch = self._with_reference(batch)
         packed = self._pack(batch)
         options, of_uncertain = self._entropy_options(packed)
+        if self.loss_config.selects_by_covariance:
+            measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
+            packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
         options |= self._counts(packed, batch)
         self.policy.train()
         try:
@@ -161,6 +165,18 @@ class Learner:
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
             batch = dataclasses.replace(batch, old_logprobs=old)
         return batch, metrics
+
+    def evaluate(self, batch: EffectiveBatch) -> float:
+        """The loss of a step with this batch, without gradients and without dropout. A collective."""
+        batch = self._with_reference(batch)
+        packed = self._pack(batch)
+        options, _ = self._entropy_options(packed)
+        policy = self.accelerator.unwrap_model(self.policy)
+        if self.loss_config.selects_by_covariance:
+            measured = self._measured(policy, "logprobs", packed)
+            packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
+        outputs = self._measured(policy, "loss", packed, **options, **self._counts(packed, batch))
+        return self._metrics(batch, packed, outputs)["loss"]
 
     def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
@@ -212,14 +228,14 @@ class Learner:
         numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         return int(numbers.max().item())
 
-    def _measured(self, policy: PolicyLoss, what: str, packed: Sequence[MicroBatch]) -> list[Tensor]:
-        """`policy.logprobs` or `policy.entropies` of each micro-batch, without gradients and without dropout."""
+    def _measured(self, policy: PolicyLoss, what: str, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
+        """`policy.logprobs`, `entropies` or `loss` of each micro-batch, without gradients and without dropout."""
         was_training = policy.training
         policy.eval()
         try:
             # FSDP2 has a mixed precision of its own.
             with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
-                return [getattr(policy, what)(part) for part in packed]
+                return [getattr(policy, what)(part, **options) for part in packed]
         finally:
             policy.train(was_training)
             reshard(policy)

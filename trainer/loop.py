@@ -52,7 +52,7 @@ from fused_grpo.trainer.collect.collector import Collector, make_rewards, make_s
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
-from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
@@ -135,6 +135,7 @@ class GRPOTrainer(WithCheckpoints):
         missing["environment_factory"] = environment_factory
         check_arguments(args, rollout_func=rollout_func, eval_dataset=eval_dataset, **missing)
         self.train_dataset = self.dataset = check_dataset(train_dataset, name="train_dataset")
+        fill_loader_options(args, stream=is_stream(self.dataset))
         self.eval_dataset = eval_dataset
         eval_sets(eval_dataset, check=True)
         self.accelerator = make_accelerator(args)
@@ -165,17 +166,18 @@ class GRPOTrainer(WithCheckpoints):
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             loaded = model_for(model, args, self.accelerator, pad_token_id=self.processing_class.pad_token_id)
             self.model = adapt(loaded, peft_config, args, self.accelerator)
+            # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
+            own_weights = rollout_engine is not None or self.engine_name != "transformers"
             self.learner = Learner(
                 self.model,
                 args,
                 self.accelerator,
                 max_steps=self.max_steps,
                 optimizers=optimizers,
-                # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
-                corrected=rollout_engine is not None or self.engine_name != "transformers",
+                corrected=own_weights,
             )
             self.collector = self._make_collector()
-            self.weight_check = WeightCheck(args, self.model, self.accelerator.device)
+            self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
             self.buffer, self.last_metrics = None, {}
             self.stop = StopOnSigterm()
             self.output = RunOutput.silent(args)
@@ -236,7 +238,7 @@ class GRPOTrainer(WithCheckpoints):
 
         Returns:
             `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
-            them; after the prefix `<set>_` where sets have names. There is no `eval_loss` (collect/evaluation.py).
+            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/evaluation.py).
 
         Raises:
             DataError: no eval set, or one that cannot be used.
@@ -250,6 +252,7 @@ class GRPOTrainer(WithCheckpoints):
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
                 self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
+            result.metrics["loss"] = self.learner.evaluate(result.batch)
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
             self._log_evaluation(entry, result.num_prompts)
             results |= entry
@@ -373,9 +376,10 @@ class GRPOTrainer(WithCheckpoints):
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the next part of the buffer."""
         on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
-        batch, metrics = self.learner.learn(
-            buffer.current, check=self._check_agreement if on_policy else None, event=self.event
-        )
+        sampling, has_support = self.collector.sampling(seed=0), buffer.current.support_ids is not None
+        comparable = on_policy and (sampling.is_plain_within_support if has_support else sampling.is_plain)
+        check = self._check_agreement if comparable else None
+        batch, metrics = self.learner.learn(buffer.current, check=check, event=self.event)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
@@ -384,7 +388,7 @@ class GRPOTrainer(WithCheckpoints):
         """Raise where the engine cannot have sampled from the trainer's weights."""
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
-        if comparable and "sampling_difference_mean" in metrics and self.collector.sampling(seed=0).is_plain:
+        if comparable and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)
 

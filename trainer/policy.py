@@ -106,6 +106,7 @@ class PolicyLoss(nn.Module):
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs,
             sampling_logprobs=batch.sampling_logprobs,
+            covariance_selected=batch.covariance_selected,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             entropy_threshold=entropy_threshold,
@@ -120,6 +121,12 @@ class PolicyLoss(nn.Module):
         metrics = {**output.metrics, "aux_loss": aux_loss.detach()}
         loss = (output.loss + self.router_aux_loss_coef * aux_loss).to(output.loss.dtype)
         return output._replace(loss=loss, metrics=metrics)
+
+    @torch.no_grad()
+    def loss(self, batch: MicroBatch, **step: Any) -> GRPOLossOutput:
+        """The loss of `_loss`, without gradients."""
+        found: GRPOLossOutput = self(batch, "loss", **step)
+        return found
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -153,7 +160,8 @@ class PolicyLoss(nn.Module):
         return backbone(**inputs, position_ids=batch.position_ids, use_cache=False, **options)
 
     def _head_inputs(self, batch: MicroBatch, states: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and the logit transform."""
+        """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and what makes log-probs of
+        their logits: the transform, and the tokens that the sampler kept."""
         model = base_model(self.model)
         head = model.get_output_embeddings()
         hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
@@ -162,6 +170,8 @@ class PolicyLoss(nn.Module):
             "temperature": self.temperature,
             **logit_transform(model.config),
         }
+        if batch.support is not None:
+            options["support"] = batch.support
         return hidden, head_weight(head), options
 
 

@@ -2,6 +2,10 @@
 
 Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, R rows of L tokens in a
 micro-batch (prompts and completions), N its completion tokens.
+
+The support of a token is the set of ids that top_p, top_k and min_p left for the sampler to draw from. It travels as
+two tensors for each sequence of T tokens: the sizes [T] of its supports, 0 for the whole vocabulary, and their ids [K],
+K = sum of the sizes, end to end, ascending within a token. Both are int32 on the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
+SupportChoice = Literal["auto", "require", "off"]
 
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
@@ -35,13 +40,28 @@ class SamplingParams:
     seed: int | None = None  # the same seed, prompts and weights give the same completions
     first_prompt: int = 0  # the place of a call's first prompt among those that share the seed, where ranks share them
     extra: dict[str, Any] = field(default_factory=dict)  # further options, under the engine's own names
+    sampling_support: SupportChoice = "off"  # whether to return the support of each token, where it is truncated
+
+    @property
+    def is_truncated(self) -> bool:
+        """True where the least likely tokens are left out."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def wants_support(self) -> bool:
+        """True where an engine that can is to return the support of each token."""
+        return self.sampling_support != "off" and self.is_truncated and self.temperature > 0
 
     @property
     def is_plain(self) -> bool:
-        """True where tokens come from softmax(logits / temperature) itself, as the trainer's log-probs assume."""
-        untruncated = self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+        """True where tokens come from softmax(logits / temperature) itself."""
+        return not self.is_truncated and self.is_plain_within_support
+
+    @property
+    def is_plain_within_support(self) -> bool:
+        """True where they come from softmax(logits / temperature) over the support of each token."""
         unforced = self.structured_outputs_regex is None and self.extra.keys() <= _PLAIN_EXTRAS
-        return self.temperature > 0 and untruncated and unforced and self.repetition_penalty == 1.0
+        return self.temperature > 0 and unforced and self.repetition_penalty == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +76,8 @@ class Rollouts:
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values for the reward functions
     failures: dict[int, str] = field(default_factory=dict)  # by prompt: why its group cannot be used, and is dropped
+    support_ids: list[Tensor] | None = None  # B, [K] int32; None: the engine cannot say, or keeps all tokens
+    support_sizes: list[Tensor] | None = None  # B, [T] int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +93,8 @@ class EffectiveBatch:
     skipped: Tensor | None = None  # [B] bool, True: in the loss, but without a gradient, so not in the forward pass
     old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
     ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
+    support_ids: list[Tensor] | None = None  # B, [K] int32; None: the whole vocabulary for all tokens
+    support_sizes: list[Tensor] | None = None  # B, [T] int32
 
     @property
     def in_forward(self) -> Tensor:
@@ -94,6 +118,8 @@ class EffectiveBatch:
             skipped=None if self.skipped is None else self.skipped[list(indices)],
             old_logprobs=some(self.old_logprobs),
             ref_logprobs=some(self.ref_logprobs),
+            support_ids=some(self.support_ids),
+            support_sizes=some(self.support_sizes),
         )
 
     @classmethod
@@ -110,7 +136,7 @@ class EffectiveBatch:
 
         names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")
         return cls(
-            **{name: lists(name) for name in names},
+            **{name: lists(name) for name in (*names, "support_ids", "support_sizes")},
             **{name: tensors(name) for name in ("advantages", "rewards", "in_loss", "skipped")},
         )
 
@@ -130,6 +156,9 @@ class MicroBatch:
     sampling_logprobs: Tensor | None = None  # [N] fp32; None: the engine does not say
     old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term
+    # Ids [K] int32 and offsets [N+1] int64, equal where a token's support is the whole vocabulary; None: of all tokens.
+    support: tuple[Tensor, Tensor] | None = None
+    covariance_selected: Tensor | None = None  # [N] bool, of the whole step; None: no Clip-Cov or KL-Cov
     # Of one row: where each of its sequences starts, [b+1] int32, and the length of the longest; None of several rows.
     row_cu_seqlens: Tensor | None = None
     longest: int = 0

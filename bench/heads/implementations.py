@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 import os
 import re
 import shlex
@@ -25,13 +26,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fused_grpo
-from fused_grpo import fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.bench.heads.work import Batch, Work
+from fused_grpo import fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs
+from fused_grpo.bench.heads.work import Batch, Work, kept_tokens, logprobs_of
 
 EPSILON = 0.2
 
 LogprobOp = Callable[[Tensor, Tensor, Tensor, Work], Tensor]
-"""(hidden [N, D], weight [V, D], targets [N], work) -> log-probs [N]."""
+"""(hidden [N, D], weight [V, D], targets [N] or [N, K], work) -> log-probs in the shape of targets."""
 LossOp = Callable[[Batch, Work], Tensor]
 
 
@@ -53,9 +54,12 @@ class Implementation:
     logprobs: LogprobOp | None = None
     loss: LossOp | None = None
     """None: the log-probs, followed by TRL's formula."""
+    divergence: LossOp | None = None
+    several: bool = False
+    """Whether its op takes K targets per row."""
     missing: str | None = None
     floor: bool = False
-    """Whether it is the bare products, a lower bound whose result has no meaning and is not checked."""
+    """Whether it is a lower bound, such as the bare products, whose result is not that of the work and not checked."""
     limits: Callable[[Work, str], str | None] = lambda work, device: None
     """The reason why it cannot do a work on a device; None if it can."""
 
@@ -65,6 +69,12 @@ class Implementation:
             return self.missing
         if work.kind == "logprobs" and self.logprobs is None:
             return "has no op for log-probs"
+        if work.kind == "loss" and self.loss is None and self.logprobs is None:
+            return "has no op for log-probs or for the loss"
+        if work.kind == "divergence" and self.divergence is None:
+            return "has no op for a divergence"
+        if work.several is not None and not self.several:
+            return "takes one target per row"
         return self.limits(work, device)
 
     def run(self, batch: Batch, work: Work) -> Result:
@@ -77,7 +87,7 @@ class Implementation:
         """The log-probs [B, T] or the loss. Old gradients are dropped, as in a trainer."""
         batch.hidden.grad = batch.weight.grad = None
         with torch.set_grad_enabled(work.gradients != "no_grad"):
-            if work.kind == "loss":
+            if work.kind != "logprobs":
                 return self._loss(batch, work)
             assert self.logprobs is not None
             return over_scored(self.logprobs, batch, work)
@@ -88,6 +98,9 @@ class Implementation:
             value.backward(batch.upstream if work.kind == "logprobs" else None)
 
     def _loss(self, batch: Batch, work: Work) -> Tensor:
+        if work.kind == "divergence":
+            assert self.divergence is not None
+            return self.divergence(batch, work)
         if self.loss is not None:
             return self.loss(batch, work)
         assert self.logprobs is not None
@@ -95,10 +108,11 @@ class Implementation:
 
 
 def over_scored(op: LogprobOp, batch: Batch, work: Work) -> Tensor:
-    """Log-probs [B, T] by an op that takes rows: it gets the scored rows."""
+    """Log-probs in the shape of targets by an op that takes rows: it gets the scored rows."""
     kept = batch.mask.bool()
     values = op(batch.hidden[kept], batch.weight, batch.targets[kept], work)
-    return values.new_zeros(kept.shape).masked_scatter(kept, values)
+    where = kept.view(*kept.shape, *(1 for _ in values.shape[1:])).expand(*kept.shape, *values.shape[1:])
+    return values.new_zeros(where.shape).masked_scatter(where, values)
 
 
 def dapo(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -114,8 +128,37 @@ def dapo(logprobs: Tensor, batch: Batch) -> Tensor:
     return (per_token_loss * mask).sum() / normalizer
 
 
+def full_divergence(batch: Batch, work: Work) -> Tensor:
+    """The ops of a trainer with both models' logits: the mean of the Jensen-Shannon divergence."""
+    assert batch.teacher_hidden is not None
+    assert batch.teacher_weight is not None
+    kept, softcap, found = batch.mask.bool(), work.shape.softcap, []
+    for hidden, weight in ((batch.hidden, batch.weight), (batch.teacher_hidden, batch.teacher_weight)):
+        logits = linear(hidden[kept], weight)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+    mixed = torch.logaddexp(*found) - math.log(2.0)
+    return sum((x.exp() * (x - mixed)).sum(-1).mean() for x in found) / 2  # type: ignore[return-value]
+
+
+def ours_divergence(batch: Batch, work: Work) -> Tensor:
+    assert batch.teacher_hidden is not None
+    assert batch.teacher_weight is not None
+    models = (batch.hidden, batch.weight, batch.teacher_hidden, batch.teacher_weight)
+    caps: dict[str, Any] = {"student_softcap": work.shape.softcap, "teacher_softcap": work.shape.softcap}
+    return fused_linear_divergence(*models, kind="jsd", mask=batch.mask, **caps).loss
+
+
 def ours_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
-    return linear_logprobs(hidden, weight, targets, softcap=work.shape.softcap)
+    return linear_logprobs(hidden, weight, targets, softcap=work.shape.softcap, support=support_of(targets, work))
+
+
+def support_of(targets: Tensor, work: Work) -> tuple[Tensor, Tensor] | None:
+    """The kept tokens of all rows, as our ops take them."""
+    kept = kept_tokens(targets.flatten(), work)
+    if kept is None:
+        return None
+    return kept.flatten(), torch.arange(0, kept.numel() + 1, kept.shape[1], device=kept.device)
 
 
 def ours_loss(**options: Any) -> LossOp:
@@ -124,6 +167,7 @@ def ours_loss(**options: Any) -> LossOp:
     def loss(batch: Batch, work: Work) -> Tensor:
         given: dict[str, Any] = {"advantages": batch.advantages, "mask": batch.mask, "entropy": False, **options}
         given |= {"old_logprobs": batch.old_logprobs, "softcap": work.shape.softcap}
+        given["support"] = support_of(batch.targets, work)
         return fused_linear_grpo_loss(batch.hidden, batch.weight, batch.targets, **given).loss
 
     return loss
@@ -131,11 +175,7 @@ def ours_loss(**options: Any) -> LossOp:
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
     """The ops of a causal LM and its trainer: logits in the model's dtype, log_softmax in fp32."""
-    logits = linear(hidden, weight)
-    if work.shape.softcap is not None:
-        logits = work.shape.softcap * torch.tanh(logits / work.shape.softcap)
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return log_p.gather(-1, targets[:, None])[:, 0]
+    return logprobs_of(linear(hidden, weight), targets, work)
 
 
 def full_logits_compiled(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
@@ -151,11 +191,29 @@ def _compiler() -> LogprobOp:
 def exact(batch: Batch, work: Work) -> Result:
     """The reference: full logits in fp64 from the same inputs."""
     leaves = {name: getattr(batch, name).detach().double() for name in ("hidden", "weight")}
-    wide = {name: getattr(batch, name).double() for name in ("advantages", "old_logprobs", "upstream")}
+    names = ["advantages", "old_logprobs", "upstream"]
+    names += ["teacher_hidden", "teacher_weight"] if work.kind == "divergence" else []
+    wide = {name: getattr(batch, name).double() for name in names}
     leaves["hidden"].requires_grad_(work.gradients != "no_grad")
     leaves["weight"].requires_grad_(work.gradients == "trainable")
-    reference = Implementation(name="fp64", version=None, setting="", logprobs=full_logits)
+    ops: dict[str, Any] = {"logprobs": full_logits, "divergence": full_divergence}
+    reference = Implementation(name="fp64", version=None, setting="", several=True, **ops)
     return reference.run(batch._replace(**leaves, **wide), work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneTarget(Implementation):
+    """Ours for the first of K targets, to show what the others cost. Its result is that of another work."""
+
+    def why_not(self, work: Work, device: str) -> str | None:
+        return None if work.several is not None else "differs for several targets only"
+
+    def forward(self, batch: Batch, work: Work) -> Tensor:
+        batch.hidden.grad = batch.weight.grad = None
+        return over_scored(ours_logprobs, batch._replace(targets=batch.targets[..., 0]), work)
+
+    def backward(self, value: Tensor, batch: Batch, work: Work) -> None:
+        value.backward(batch.upstream[..., 0])
 
 
 def ours() -> list[Implementation]:
@@ -163,8 +221,15 @@ def ours() -> list[Implementation]:
     version = fused_grpo.__version__
     return [
         Implementation(
-            name="fused-grpo", version=version, setting="defaults", logprobs=ours_logprobs, loss=ours_loss()
+            name="fused-grpo",
+            version=version,
+            setting="defaults",
+            logprobs=ours_logprobs,
+            loss=ours_loss(),
+            divergence=ours_divergence,
+            several=True,
         ),
+        OneTarget(name="fused-grpo, one target", version=version, setting="the first of K targets", floor=True),
         Implementation(
             name="fused-grpo, needed",
             version=version,
@@ -182,7 +247,12 @@ def plain() -> list[Implementation]:
     version = torch.__version__
     return [
         Implementation(
-            name="full logits", version=version, setting="F.linear, log_softmax in fp32", logprobs=full_logits
+            name="full logits",
+            version=version,
+            setting="F.linear, log_softmax in fp32",
+            logprobs=full_logits,
+            divergence=full_divergence,
+            several=True,
         ),
         Implementation(
             name="full logits, compiled",

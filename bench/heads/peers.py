@@ -67,6 +67,8 @@ class Products(Implementation):
 
     def forward(self, batch: Batch, work: Work) -> Tensor:
         memory = self._memory(batch, work)
+        if batch.teacher_weight is not None:
+            torch.mm(memory.rows, batch.teacher_weight.t(), out=memory.logits)
         return torch.mm(memory.rows, batch.weight.detach().t(), out=memory.logits)
 
     def backward(self, value: Tensor, batch: Batch, work: Work) -> None:
@@ -131,6 +133,45 @@ def _width_of_trl() -> int:
         sys.modules[stand_in.__name__] = stand_in
         return 32768
     return int(_CHUNKED_LOGPROB_CHUNK_SIZE)
+
+
+def trl_divergence() -> Implementation:
+    """The op of TRL's DistillationTrainer, given the scored rows, as that does where it has Triton."""
+
+    def load() -> dict[str, Any]:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+        def divergence(batch: Batch, work: Work) -> Tensor:
+            assert batch.teacher_hidden is not None
+            kept, softcap = batch.mask.bool(), work.shape.softcap
+            models = (batch.hidden[kept], batch.weight, None, batch.teacher_hidden[kept], batch.teacher_weight, None)
+            found: Tensor = ChunkedDivergenceFunction.apply(*models, 0.5, 1.0, 1.0, softcap, 1.0, softcap)[0]
+            return found.mean()
+
+        return {"divergence": divergence}
+
+    return peer("TRL divergence", TRL, "ChunkedDivergenceFunction, tiles of 4096 x 32768, given the scored rows", load)
+
+
+def liger_jsd() -> Implementation:
+    """Liger's distillation loss without its term for hard labels, in its default chunks of 1024 rows."""
+
+    def load() -> dict[str, Any]:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False)
+
+        def divergence(batch: Batch, work: Work) -> Tensor:
+            assert batch.teacher_hidden is not None
+            kept = batch.mask.bool()
+            student, teacher = (batch.hidden[kept], batch.weight), (batch.teacher_hidden[kept], batch.teacher_weight)
+            found: Tensor = module(*student, *teacher, batch.targets[kept])
+            return found
+
+        return {"divergence": divergence}
+
+    setting = "LigerFusedLinearJSDLoss, compiled=False, given the scored rows"
+    return peer("Liger JSD", LIGER, setting, load, limits=_no_softcap)
 
 
 def liger_grpo() -> Implementation:
@@ -289,7 +330,9 @@ def _cce_kernels(work: Work, device: str) -> str | None:
 PEERS: dict[str, Callable[[], Implementation]] = {
     "TRL": trl,
     "TRL, cast_lm_head_to_fp32": functools.partial(trl, cast_lm_head_to_fp32=True),
+    "TRL divergence": trl_divergence,
     "Liger GRPO": liger_grpo,
+    "Liger JSD": liger_jsd,
     "Liger FSLCE": liger_fslce,
     "CCE": lambda: cce("CCE", 'impl="cce", filter_eps="high", its default', limits=_cce_kernels, impl="cce"),
     "CCE, exact": lambda: cce(

@@ -17,6 +17,7 @@ FLOOR = "products alone"
 OURS = ("fused-grpo", "fused-grpo, needed")
 FULL = ("full logits", "full logits, compiled")
 PEERS = ("TRL", "Liger GRPO", "Liger FSLCE", "CCE", "CCE, exact", "CCE, torch", "torch core", "verl", "quack")
+DISTILLERS = (FLOOR, "fused-grpo", "full logits", "TRL divergence", "Liger JSD")
 EVERYONE = (FLOOR, *OURS, *FULL, *PEERS)
 
 
@@ -77,16 +78,34 @@ TRAINABLE = Case(
 FROZEN = Case(
     Work(kind="logprobs", head="GPT-2", tokens=2048, gradients="frozen"), (FLOOR, "fused-grpo", "TRL"), 2, memory=False
 )
+KEPT = Case(
+    Work(kind="loss", head="GPT-2", tokens=2048, kept=20),
+    ("fused-grpo", "full logits"),
+    6,
+    slow=("full logits",),
+    memory=False,
+)
+ONE_TARGET = "fused-grpo, one target"
+SEVERAL = Case(
+    Work(kind="logprobs", head="GPT-2", tokens=1024, several=8),
+    (ONE_TARGET, "fused-grpo", "full logits"),
+    3,
+    slow=("full logits",),
+    memory=False,
+)
 
 CPU: list[Case] = [
     LOSS,
     TRAINABLE,
     FROZEN,
+    KEPT,
+    SEVERAL,
     Case(Work(kind="logprobs", head="GPT-2", tokens=256), rounds=2),
     Case(Work(kind="loss", head="GPT-2", tokens=512, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
     Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
     Case(Work(kind="logprobs", head="Qwen3-0.6B", tokens=192, gradients="no_grad"), UNCOMPILED, rounds=3),
     Case(Work(kind="loss", head="GPT-2", tokens=256), PROMISED, rounds=2),
+    Case(Work(kind="divergence", head="GPT-2", tokens=512), DISTILLERS, rounds=2, memory=False),
 ]
 
 PROMISES = [
@@ -99,6 +118,8 @@ PROMISES = [
     Promise(TRAINABLE, "TRL", "fused-grpo", ">= 1.8"),
     Promise(FROZEN, "fused-grpo", FLOOR, "<= 1.15"),
     Promise(FROZEN, "TRL", "fused-grpo", ">= 1.8"),
+    Promise(KEPT, "fused-grpo", "full logits", "<= 0.04"),
+    Promise(SEVERAL, "fused-grpo", ONE_TARGET, "<= 1.1"),
 ]
 
 GPU_KINDS: list[tuple[Kind, Gradients]] = [("logprobs", "frozen"), ("logprobs", "no_grad"), ("loss", "frozen")]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["logprobs", "loss"]
+Kind = Literal["logprobs", "loss", "divergence"]
 Gradients = Literal["no_grad", "frozen", "trainable"]
 
 
@@ -44,7 +44,8 @@ class Work:
     """One measurement."""
 
     kind: Kind
-    """Log-probs and gradients for a given upstream gradient; or the GRPO loss (dapo, off policy) and its gradients."""
+    """Log-probs and gradients for a given upstream gradient; the GRPO loss (dapo, off policy) and its gradients; or the
+    Jensen-Shannon divergence (beta 0.5) from a teacher with the same shape, and its gradients."""
     head: str
     """A name in `HEADS`."""
     tokens: int
@@ -57,8 +58,12 @@ class Work:
     """Mean entropy of the softmax, in nats; None for logits with a standard deviation of 2.5."""
     idle: float = 0.0
     """Share of sequences with an advantage of zero, as in groups whose rewards are equal."""
+    several: int | None = None
+    """K targets per token, for log-probs; None for one."""
     uneven: bool = False
     """Whether lengths differ like those of samples, with the longest twice the mean; else all are equal."""
+    kept: int | None = None
+    """The tokens of each row that its sampler kept, the target first; None for the whole vocabulary."""
 
     @property
     def shape(self) -> Head:
@@ -68,19 +73,22 @@ class Work:
     def name(self) -> str:
         parts = [self.kind, self.head, f"N={self.tokens}", self.dtype, self.gradients]
         parts += [f"entropy {self.entropy:g}"] if self.entropy is not None else []
+        parts += [f"K={self.several}"] if self.several is not None else []
         parts += [f"{self.idle:.0%} idle"] if self.idle else []
+        parts += [f"{self.kept} kept"] if self.kept else []
         return ", ".join([*parts, "uneven"] if self.uneven else parts)
 
     @property
     def unit(self) -> int:
-        """U, the FLOP of one product over the head."""
-        return 2 * self.tokens * self.shape.hidden * self.shape.vocab
+        """U, the FLOP of one product over the head, or over the kept tokens."""
+        return 2 * self.tokens * self.shape.hidden * (self.kept or self.shape.vocab)
 
     @property
     def products(self) -> int:
-        """Products over the head that every plan needs: logits, dH, dW; and the logits once more for log-probs with a
-        trainable head, whose upstream gradient is not known in the forward pass."""
-        return {"no_grad": 1, "frozen": 2, "trainable": 4 if self.kind == "logprobs" else 3}[self.gradients]
+        """Products over the head that every plan needs: logits, dH, dW; the logits once more for log-probs with a
+        trainable head, whose upstream gradient is not known in the forward pass; and those of a teacher."""
+        products = {"no_grad": 1, "frozen": 2, "trainable": 4 if self.kind == "logprobs" else 3}[self.gradients]
+        return products + (self.kind == "divergence")
 
     @property
     def flop(self) -> int:
@@ -109,11 +117,21 @@ class Batch(NamedTuple):
 
     hidden: Tensor  # [B, T, D]
     weight: Tensor  # [V, D]
-    targets: Tensor  # [B, T]
+    targets: Tensor  # [B, T], or [B, T, K]
     mask: Tensor  # [B, T], 1 for the tokens that are scored
     advantages: Tensor  # [B]
     old_logprobs: Tensor  # [B, T], 0 where masked
-    upstream: Tensor  # [B, T], the gradient of each log-prob for "logprobs": that of GRPO on policy
+    upstream: Tensor  # as targets, the gradient of each log-prob for "logprobs": that of GRPO on policy, split over K
+    teacher_hidden: Tensor | None = None  # [B, T, D], for "divergence" alone
+    teacher_weight: Tensor | None = None  # [V, D]
+
+
+def kept_tokens(targets: Tensor, work: Work) -> Tensor | None:
+    """[*targets, kept], the target first and the others far apart; None for the whole vocabulary."""
+    if work.kept is None:
+        return None
+    vocab = work.shape.vocab
+    return (targets[..., None] + torch.arange(work.kept, device=targets.device) * (vocab // work.kept)) % vocab
 
 
 def batch_of(work: Work, device: str = "cpu") -> Batch:
@@ -127,17 +145,25 @@ def batch_of(work: Work, device: str = "cpu") -> Batch:
     spread = 2.5 if work.entropy is None else spread_for(work.entropy, head)
     weight = weight.mul_(spread / math.sqrt(head.hidden)).to(dtype)
     hidden = hidden.to(dtype)
-    targets = torch.randint(0, head.vocab, (b, t), generator=generator, device=device)
-    targets[-1, :2] = torch.tensor([0, head.vocab - 1], device=device)
+    k = () if work.several is None else (work.several,)
+    targets = torch.randint(0, head.vocab, (b, t, *k), generator=generator, device=device)
+    targets[-1, :2, ...] = torch.tensor([0, head.vocab - 1], device=device).view(2, *(1 for _ in k))
     advantages = torch.randn(b, generator=generator, device=device).sign() * torch.linspace(0.5, 1.5, b, device=device)
     advantages[: int(work.idle * b)] = 0.0
     with torch.no_grad():
-        current = _logprobs(hidden, weight, targets, head.softcap)
+        current = _logprobs(hidden, weight, targets if not k else targets[..., 0], work)
     old_logprobs = (current - log_ratios(b, t).to(device)) * mask
     upstream = (-advantages[:, None] / work.tokens) * mask
+    if k:
+        upstream = upstream[..., None] * torch.linspace(1.0, -0.5, *k, device=device)
     hidden.requires_grad_(work.gradients != "no_grad")
     weight.requires_grad_(work.gradients == "trainable")
-    return Batch(hidden, weight, targets, mask, advantages, old_logprobs, upstream)
+    teacher: tuple[Tensor, ...] = ()
+    if work.kind == "divergence":
+        others = torch.randn(b, t, head.hidden, generator=generator, device=device)
+        vectors = torch.randn(head.vocab, head.hidden, generator=generator, device=device)
+        teacher = (others.to(dtype), vectors.mul_(spread / math.sqrt(head.hidden)).to(dtype))
+    return Batch(hidden, weight, targets, mask, advantages, old_logprobs, upstream, *teacher)
 
 
 def mask_of(work: Work) -> Tensor:
@@ -173,11 +199,20 @@ def spread_for(entropy: float, head: Head) -> float:
     return middle
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+def _logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
     """Log-probs from logits in fp32, a few rows at a time."""
-    found, wide = [], weight.float()
+    found, wide = list[Tensor](), weight.float()
     for rows, ids in zip(hidden.flatten(0, 1).split(256), targets.flatten().split(256), strict=True):
         logits = rows.float() @ wide.t()
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        found.append(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+        found.append(logprobs_of(logits, ids, work))
     return torch.cat(found).view(targets.shape)
+
+
+def logprobs_of(logits: Tensor, targets: Tensor, work: Work) -> Tensor:
+    """Log-probs of the targets, [N] or [N, K], among the kept tokens where there are such, from raw logits [N, V]."""
+    if (softcap := work.shape.softcap) is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if (kept := kept_tokens(targets, work)) is not None:
+        return logits.gather(-1, kept).to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[:, 0]
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(-1, targets) if targets.ndim == 2 else log_p.gather(-1, targets[:, None])[:, 0]

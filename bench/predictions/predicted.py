@@ -37,7 +37,7 @@ def of_work(implementation: str, work: Mapping[str, Any], device: str) -> float 
     """Seconds for a row of a result file, by `Work.described` and the device name of torch."""
     machine, file = machine_of(device), content()
     asked = (work["vocab"], work["dtype"], work["sequences"], work["idle"], work["uneven"])
-    if machine is None or asked != (file["vocab"], file["dtype"], file["sequences"], 0.0, False):
+    if machine is None or work.get("kept") or asked != (file["vocab"], file["dtype"], file["sequences"], 0.0, False):
         return None
     ms = predicted(plan_of(implementation, work["kind"], work["gradients"]), work["hidden"], work["tokens"], machine)
     return None if ms is None else ms / 1000

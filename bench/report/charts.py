@@ -110,6 +110,7 @@ def size(group: Group, *, without: str = "") -> str:
     parts += [work["dtype"].replace("bfloat", "bf").replace("float", "fp")]
     parts += [f"mean entropy {work['entropy']:g}"] if work["entropy"] is not None else []
     parts += [f"{work['idle']:.0%} of sequences idle"] if work["idle"] else []
+    parts += [f"{work['kept']} tokens kept per row"] if work.get("kept") else []
     return ", ".join([*parts, "uneven lengths"] if work["uneven"] else parts)
 
 

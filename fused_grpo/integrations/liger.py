@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
+from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.logprobs import linear_logprobs
@@ -91,6 +91,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
+        if loss_type not in TRL_LOSS_TYPES:
+            raise InputError(f"got loss_type={loss_type!r}, want one of Liger's: {TRL_LOSS_TYPES}")
         bounds = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
         for name, value in {**bounds, "delta": delta}.items():
             if value is not None and value <= 0:

@@ -27,6 +27,11 @@ WORKS = [
         ("logprobs", "loss"), ("GPT-2", "Gemma-2-2B"), ("float32", "bfloat16"), ("no_grad", "frozen", "trainable")
     )
 ]
+WORKS[:0] = [Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True, several=3)]
+WORKS += [
+    Work(kind="divergence", head=head, tokens=2048, gradients=gradients, uneven=True)
+    for head, gradients in product(("GPT-2", "Gemma-2-2B"), ("no_grad", "frozen", "trainable"))
+]
 # Each compilation takes seconds: all that differs in what is compiled, once.
 FEW = [
     Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True),
@@ -41,6 +46,13 @@ def nothing_compiled():
     """Past eight shapes of a function torch.compile gives up."""
     yield
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["fused-grpo", "full logits"])
+@pytest.mark.parametrize("kind", ["logprobs", "loss"])
+def test_kept_tokens_alone_are_in_the_softmax(name, kind):
+    work = Work(kind=kind, head="Gemma-2-2B", tokens=2048, kept=20)
+    assert not errors_of(named(name), work, "cpu").too_large(work)
 
 
 def works_of(implementation: Implementation) -> list[Work]:
@@ -182,7 +194,7 @@ def test_a_small_work_has_sequences_with_an_advantage():
 def test_ops_on_rows_get_no_padding(name):
     implementation = named(name)
     works_of(implementation)
-    if implementation.loss is not None:
+    if implementation.loss is not None or implementation.logprobs is None:
         pytest.skip("takes the padded batch, and the mask with it")
     batch = batch_of(TRAINABLE)
     right, padding = exact(batch, TRAINABLE), ~batch.mask.bool()
@@ -237,10 +249,21 @@ def test_the_floor_follows_when_the_work_changes():
 def test_names_are_unique_and_the_floor_comes_first():
     everyone = peers.everyone()
     names = [implementation.name for implementation in everyone]
-    assert set(names) == {*NAMES, "products alone"}
+    floors = ["products alone", "fused-grpo, one target"]
+    assert set(names) == {*NAMES, *floors}
     assert len(set(names)) == len(names)
     assert names[0] == "products alone"
-    assert [implementation.floor for implementation in everyone] == [True] + [False] * (len(names) - 1)
+    assert [implementation.name for implementation in everyone if implementation.floor] == floors
+
+
+def test_one_target_is_the_first_of_several():
+    work = WORKS[0].small()
+    batch, implementation = batch_of(work), named("fused-grpo, one target")
+    found = implementation.run(batch, work)
+    alone = batch._replace(targets=batch.targets[..., 0], upstream=batch.upstream[..., 0])
+    expected = named("fused-grpo").run(alone, work)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert implementation.why_not(TRAINABLE, "cpu") is not None
 
 
 def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):

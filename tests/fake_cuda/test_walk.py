@@ -68,6 +68,17 @@ def test_nothing_is_held_but_a_chunk_and_gradients_with_their_accumulators(seen:
             assert facts["peak"] <= max(4 * head + CHUNK, 6 * head) + 8192 * 4096 * 8, name
 
 
+def test_a_divergence_waits_for_the_unmasked_rows_alone_and_holds_two_chunks(seen: dict[str, Facts]) -> None:
+    head = 151936 * 4096
+    calls = {name: facts for name, facts in seen.items() if name.startswith("divergence")}
+    assert len(calls) >= 30
+    for name, facts in calls.items():
+        assert facts["waits"] == ["nonzero"], name
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        peak = calls[f"divergence, trainable, bf16, {kind}"]["peak"]
+        assert peak <= max(4 * head + 2 * CHUNK, 6 * head) + 8192 * 4096 * 12, kind
+
+
 def test_launches_of_a_chunk_are_few(seen: dict[str, Facts]) -> None:
     """Half of the tokens are scored: one chunk, or four. Joining what they found is five launches a call."""
     few, many = (seen[f"loss, trainable, N={tokens}, KL"]["launches"] for tokens in (8192, 32768))

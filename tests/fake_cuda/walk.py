@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 import compile_all
 
-from fused_grpo import GRPOLossConfig, _custom_ops, fused_linear_grpo_loss, grpo_loss
+from fused_grpo import GRPOLossConfig, _custom_ops, fused_linear_divergence, fused_linear_grpo_loss, grpo_loss
 from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu
 
 N, D, V = 8192, 4096, 151936
@@ -53,8 +53,12 @@ def head(dtype: str, options: str, **sizes: int) -> tuple[dict[str, Tensor], dic
     return tensors, given
 
 
-def call_logprobs(dtype: str, options: str, wanted: str, entropy: bool, **sizes: int) -> Callable[[], Any]:
+def call_logprobs(
+    dtype: str, options: str, wanted: str, entropy: bool, *several: int, **sizes: int
+) -> Callable[[], Any]:
+    """With `several`, K targets per row."""
     tensors, given = head(dtype, options, **sizes)
+    tensors["targets"] = torch.empty(len(tensors["targets"]), *several, dtype=torch.int64, device="cuda")
     temperature = torch.empty(len(tensors["targets"]), device="cuda")
     flags = [wanted != "no_grad", wanted == "trainable", wanted == "trainable" and "bias" in given]
     inputs = (tensors["hidden"], tensors["weight"], given.get("bias"), tensors["targets"], temperature)
@@ -64,7 +68,7 @@ def call_logprobs(dtype: str, options: str, wanted: str, entropy: bool, **sizes:
         out = _custom_ops._linear_logprobs(*inputs, *rest)
         if wanted == "no_grad":
             return out
-        grads = (torch.empty_like(out[0]), torch.empty_like(out[0]) if entropy else None)
+        grads = (torch.empty_like(out[0]), torch.empty_like(out[1]) if entropy else None)
         return _custom_ops._linear_logprobs_backward(*inputs, *out, *grads, *rest)
 
     return call
@@ -77,6 +81,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy bonus": {"entropy_coef": 0.01},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "quantile": {"top_entropy_quantile": 0.2},
+    "dppo": {"loss_type": "dppo_kl", "epsilon": 0.05},
+    "gmpo, of a sequence": {"loss_type": "gmpo", "epsilon": 0.4},
 }
 
 
@@ -113,6 +119,16 @@ def call_grpo_loss(loss: str, given: str) -> Callable[[], Any]:
     return lambda: grpo_loss(logprobs, **rest, config=GRPOLossConfig(**LOSSES[loss]))
 
 
+def call_divergence(dtype: str, wanted: str, kind: str, **options: Any) -> Callable[[], Any]:
+    """A teacher of half the hidden size, in bf16."""
+    student, teacher = head(dtype, "plain")[0], head("bf16", "plain", D=D // 2)[0]
+    student["hidden"].requires_grad_(wanted != "no_grad")
+    student["weight"].requires_grad_(wanted == "trainable")
+    models = [models[name] for models in (student, teacher) for name in ("hidden", "weight")]
+    given: dict[str, Any] = {"kind": kind, "mask": torch.empty(N, dtype=torch.bool, device="cuda"), **options}
+    return lambda: fused_linear_divergence(*models, num_tokens=1e4, **given)
+
+
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     def capturing() -> Any:
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
@@ -128,6 +144,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
     ):
         name = f"log-probs, {wanted}, {dtype}, {options}{', entropy' * entropy}"
         yield name, lambda a=(dtype, options, wanted, entropy): call_logprobs(*a)
+    for dtype, options, wanted in itertools.product(DTYPES, OPTIONS, ("no_grad", "frozen", "trainable")):
+        for entropy in (False, True) if options == "plain" else (False,):
+            name = f"log-probs, {wanted}, {dtype}, {options}{', entropy' * entropy}, 8 targets"
+            yield name, lambda a=(dtype, options, wanted, entropy, 8): call_logprobs(*a)
     for dtype, wanted, loss in itertools.product(DTYPES, ("no_grad", "frozen", "trainable"), LOSSES):
         for given in ("on policy", "old", "sampler") if dtype == "bf16" else ("sampler",):
             yield (
@@ -147,6 +167,14 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
             f"loss, trainable, N={tokens}, KL",
             lambda n=tokens: call_loss("bf16", "plain", "trainable", "grpo, KL", "old", N=n),
         )
+    for dtype, wanted, kind in itertools.product(
+        DTYPES, ("no_grad", "frozen", "trainable"), ("reverse_kl", "forward_kl", "jsd")
+    ):
+        yield f"divergence, {wanted}, {dtype}, {kind}", lambda a=(dtype, wanted, kind): call_divergence(*a)
+    yield (
+        "divergence, trainable, bf16, soft caps",
+        lambda: call_divergence("bf16", "trainable", "jsd", student_softcap=30.0, teacher_softcap=50.0),
+    )
     for sizes in ({"N": 64}, {"N": 1024}, {"V": 151665}, {"D": 1024}, {"N": 1, "V": 50257, "D": 768}):
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
         yield f"loss, trainable, {shown}", lambda s=sizes: call_loss("bf16", "plain", "trainable", "dapo", "old", **s)

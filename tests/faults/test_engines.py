@@ -198,6 +198,22 @@ def test_stale_weights_are_a_warning_where_the_run_says_so(make_trainer, caplog)
     assert caplog.text.count("got a max difference") == 1
 
 
+def test_a_difference_to_the_trainers_own_model_is_a_warning(make_trainer, monkeypatch, caplog) -> None:
+    sampled = TransformersEngine.generate
+
+    def rounded(self: TransformersEngine, *arguments: Any) -> Any:
+        rollouts = sampled(self, *arguments)
+        return replace(rollouts, sampling_logprobs=[[p - 0.01 for p in row] for row in rollouts.sampling_logprobs])
+
+    monkeypatch.setattr(TransformersEngine, "generate", rounded)
+    trainer = make_trainer(use_vllm=False)
+    trainer.train()
+    assert trainer.step == 3
+    assert caplog.text.count("got a max difference") == 1
+    with pytest.raises(WeightSyncError, match="got a max difference"):
+        make_trainer(use_vllm=False, logprob_mismatch="fail", overwrite_output_dir=True).train()
+
+
 @pytest.mark.engine
 def test_vllm_in_process_evaluates_after_training(make_trainer) -> None:
     trainer = make_trainer(use_vllm=True, max_steps=1)

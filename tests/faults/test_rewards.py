@@ -35,7 +35,7 @@ def hanging(prompts: list[str], **_: Any) -> list[float]:
 FAULTS = {
     "raises": (raising, "raised KeyError: 'answer'; at prompt 'bad'"),
     "returns NaN": (no_number, "returned nan at prompt 'bad'"),
-    "returns the wrong number of values": (too_few, "returned 3 values for 4 completions"),
+    "returns the wrong number of values": (too_few, "returned 3 rewards for 4 completions"),
     "hangs": (hanging, "took longer than 2.0 s"),
 }
 

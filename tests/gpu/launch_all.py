@@ -41,8 +41,16 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
         upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "known": known}
         kernels.logits_gradient_(normal(N, V), targets, dtype=dtype, **upstream, **given)
     kernels.softmax_weights_(normal(N, V), targets, known=known, dtype=dtype, **given)
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        heads = {"student_head": given, "teacher_head": given, "targets": targets, "grad_logprobs": rows}
+        how = {"kind": kind, "beta": 0.5, "upstream": rows, "dtype": dtype}
+        kernels.divergence_gradient_(normal(N, V), normal(N, V), **how, **heads)
     kernels.scale_hidden(hidden, rows, rows)
     kernels.scale_(hidden, rows[0])
+    tokens = targets.unique()
+    kernels.entry_logits(hidden, weight, targets % N, targets, dtype=torch.float32)
+    ends = torch.tensor([0, *[1] * (len(tokens) - 1), N], device=device)
+    kernels.weighted_rows_(weight, tokens, ends, targets % N, rows, hidden, cast=dtype, accumulate=True)
     inputs = {"advantages": rows, "weights": rows.abs(), "mask": targets % 3 > 0, "old_logprobs": -rows.abs()}
     terms = ("clipped", 0.2, 0.28, None, (1.0, 1.05), 0.1, "k3", True, None, None, None)
     kernels.token_statistics([kernels.grpo_token_loss(-rows.abs(), inputs=inputs, terms=terms)[-1]])

@@ -11,7 +11,7 @@ from device_under_test import DEVICE
 from gpu_problems import SIZES, Problem, assert_gradient, fused_linear_grpo_loss, loss_of, make_problem
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.config import CORRECTIONS, LEVELS, LOSS_TYPES
+from fused_grpo.config import CORRECTIONS, DPPO, LEVELS, TRL_LOSS_TYPES
 
 pytestmark = [pytest.mark.rehearsed, pytest.mark.grid]
 
@@ -24,6 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bonus": {"entropy_coef": 0.1},
     "quantile and bonus": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
     "off-policy mask": {"off_policy_mask_threshold": 0.1},
+    "clip-cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01},
+    "kl-cov": {"kl_cov_ratio": 0.2},
+    "rejection": {"sequence_rejection": "ratio", "sequence_rejection_max": 1.05},
     **{name: {"sampling_correction": name, "sampling_clip_max": 1.3, "sampling_clip_min": 0.7} for name in CORRECTIONS},
 }
 
@@ -33,7 +36,8 @@ def config_of(loss_type: str, level: str, **options: Any) -> GRPOLossConfig:
     return GRPOLossConfig(loss_type=loss_type, **({"epsilon_high": 1.1} if loss_type == "cispo" else {}) | options)
 
 
-CONFIGS = {f"{loss}, {level}": config_of(loss, level) for loss in LOSS_TYPES for level in LEVELS}
+CONFIGS = {f"{loss}, {level}": config_of(loss, level) for loss in TRL_LOSS_TYPES for level in LEVELS}
+CONFIGS |= {f"{loss}, token": config_of(loss, "token") for loss in ("gmpo", *DPPO)}
 CONFIGS |= {
     f"{loss}, {name}": config_of(loss, "token", **OPTIONS[name])
     for loss in ("dapo", "vespo")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from device_under_test import DEVICE, rounds
@@ -43,6 +45,17 @@ def test_every_plan_and_dtype(dtypes, plan, entropy):
     N, _, V = SIZES.shape
     problem = make_problem(*SIZES.shape, dtypes, off_policy=False)
     for chunk_bytes in (None, 2 * N * V):  # of half of the logits
+        check(problem, plan, entropy=entropy, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.parametrize("dtypes", SIZES.dtypes)
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_targets_per_row(dtypes, plan):
+    N, _, V = SIZES.shape
+    problem = make_problem(*SIZES.shape, dtypes, off_policy=False)
+    others = torch.arange(5 * N, device=DEVICE).view(N, 5) * 7 % V
+    problem = replace(problem, targets=torch.cat([problem.targets[:, None], others, others[:, :2]], 1))
+    for entropy, chunk_bytes in ((False, None), (True, 2 * N * V)):
         check(problem, plan, entropy=entropy, chunk_bytes=chunk_bytes)
 
 

@@ -29,6 +29,7 @@ CALLS: Counter[str] = Counter()
 """Of each wrapped function, the calls whose tensors were moved."""
 
 OPS = {
+    "divergence": ("fused_linear_divergence",),
     "fused_loss": ("fused_linear_grpo_loss",),
     "logprobs": ("linear_logprobs", "linear_logprobs_and_entropy"),
     "loss": ("grpo_loss",),

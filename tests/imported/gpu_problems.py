@@ -141,6 +141,7 @@ def loss_of(problem: Problem, plan: str = "trainable", **options: Any) -> dict[s
 def logprobs_of(problem: Problem, plan: str, *, entropy: bool = False, **options: Any) -> dict[str, Tensor]:
     """Log-probs, the entropy if asked for, and the gradients of the plan under upstream ones that differ by row."""
     leaves, steps = problem.leaves(plan), torch.arange(len(problem.targets), device=DEVICE)
+    of_targets = torch.arange(problem.targets.numel(), device=DEVICE).view(problem.targets.shape)
     if entropy:
         found = linear_logprobs_and_entropy(**leaves, targets=problem.targets, **options)._asdict()
     else:
@@ -148,7 +149,7 @@ def logprobs_of(problem: Problem, plan: str, *, entropy: bool = False, **options
     wanted = {name: leaves[name] for name in PLANS[plan]}
     if not wanted:
         return found
-    total = (found["logprobs"] * torch.sin(1 + steps)).sum()
+    total = (found["logprobs"] * torch.sin(1 + of_targets)).sum()
     if entropy:
         total = total + (found["entropy"] * torch.cos(3 * steps)).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()))

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     without: tuple[str, ...] = ()  # leaves that need no gradient
     options: tuple[tuple[str, Any], ...] = ()  # of the loss
     tokens: int = N
+    several: tuple[int, ...] = ()  # (K,) for K targets per row
 
 
 EVEN, ODD, EMPTY = (60, 41), (37, 1, 63), (50, 0, 51)
@@ -37,6 +38,8 @@ CASES = {
         "log-probs": Case(EVEN, dtype=torch.float32),
         "log-probs by kernels": Case(EVEN, dtype=torch.float32, impl="triton"),
         "log-probs in bf16": Case((37, 64), dtype=torch.bfloat16),
+        "several targets": Case(EVEN, several=(4,)),
+        "several targets by kernels": Case(EVEN, dtype=torch.float32, impl="triton", several=(3,)),
         "tokens": Case(EVEN, {"beta": 0.1}),
         "tokens in fp32": Case(EVEN, {}, dtype=torch.float32),
         "tokens in bf16": Case(EVEN, {"beta": 0.1}, dtype=torch.bfloat16),
@@ -52,6 +55,9 @@ CASES = {
         "log-probs": Case(ODD, dtype=torch.float32),
         "log-probs of an empty shard": Case(EMPTY, dtype=torch.float32),
         "log-probs of no tokens": Case(ODD, tokens=0),
+        "several targets": Case(ODD, dtype=torch.float32, several=(4,)),
+        "several targets of an empty shard": Case(EMPTY, several=(5,)),
+        "several targets of no tokens": Case(ODD, tokens=0, several=(2,)),
         "sequences": Case(ODD, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         "sequences of an empty shard": Case(EMPTY, {"importance_sampling_level": "sequence"}),
         "tokens of an empty shard": Case(EMPTY, {}),
@@ -77,10 +83,17 @@ def problem(case: Case, rows: slice) -> tuple[dict[str, Tensor], dict[str, Any],
     near = linear_logprobs_and_entropy(**leaves, **head).logprobs
     rest = {name: near + 0.2 * normal(N) for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")}
     rest |= {"mask": torch.rand(N, generator=generator) > 0.1, "upstream": normal(2, N) * (normal(N) > -1.0)}
+    if case.several:
+        head["targets"] = torch.randint(0, V, (N, *case.several), generator=generator)
+        head["targets"][::4, 0], head["targets"][3], head["targets"][5] = -100, -100, head["targets"][6, 1]
+        rest["of_targets"] = normal(N, *case.several)
     leaves = {name: leaf[: case.tokens if name == "hidden" else None].to(case.dtype) for name, leaf in leaves.items()}
     leaves |= {name: leaves[name][rows] for name in ("weight", "bias")}
     leaves = {name: leaf.clone().requires_grad_(name not in case.without) for name, leaf in leaves.items()}
-    head, rest = ({name: x[..., : case.tokens] for name, x in tensors.items()} for tensors in (head, rest))
+    head, rest = (
+        {name: x[: case.tokens] if name.endswith("targets") else x[..., : case.tokens] for name, x in tensors.items()}
+        for tensors in (head, rest)
+    )
     return leaves, {**head, "logit_scale": 1.5, "softcap": 20.0}, rest
 
 
@@ -93,7 +106,8 @@ def solve(case: Case, group: Any = None, chunk_bytes: int | None = None) -> dict
     how = {"process_group": group, "impl": case.impl, "chunk_bytes": chunk_bytes}
     if case.config is None:
         values = linear_logprobs_and_entropy(**leaves, **head, **how)
-        found, loss = values._asdict(), (torch.stack(values) * upstream).sum()
+        of_targets = rest.get("of_targets", upstream[0])
+        found, loss = values._asdict(), (values.logprobs * of_targets).sum() + (values.entropy * upstream[1]).sum()
     else:
         cu_seqlens = torch.tensor(STARTS, dtype=torch.int32).clamp_max(case.tokens)
         rest |= {"advantages": torch.tensor(ADVANTAGES), "cu_seqlens": cu_seqlens, **dict(case.options)}

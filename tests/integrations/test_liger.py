@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo.config import CLIPPED, LEVELS, LOSS_TYPES
+from fused_grpo.config import CLIPPED, LEVELS, TRL_LOSS_TYPES
 from fused_grpo.errors import InputError
 from fused_grpo.integrations import liger
 
 pytestmark = pytest.mark.grid
 
 B, T, V, D = 6, 7, 29, 6
-KINDS = [(x, level) for x in LOSS_TYPES for level in LEVELS if level == "token" or x in CLIPPED]
+KINDS = [(x, level) for x in TRL_LOSS_TYPES for level in LEVELS if level == "token" or x in CLIPPED]
 REF_LOGPS, REF_HEAD = ("ref_per_token_logps",), ("ref_input", "ref_weight", "ref_bias")
 REFERENCES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no KL": ({"beta": 0.0, "use_ref_model": False}, ()),

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_grpo import speculative
-from fused_grpo.config import LEVELS, LOSS_TYPES
+from fused_grpo.config import LEVELS, TRL_LOSS_TYPES
 from fused_grpo.errors import UnavailableError
 
 pytestmark = pytest.mark.grid
 
 pytest.importorskip("trl", reason="TRL is not installed")
-GRID = [(x, level, option) for x in LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
+GRID = [(x, level, option) for x in TRL_LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
 GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
 
 
@@ -164,7 +164,7 @@ def options_of(loss_type: str, beta: float) -> dict:
 @pytest.mark.parametrize(
     ("loss_type", "beta"),
     [("dapo", 0.0), *((x, 0.04) for x in ("grpo", "cispo", "vespo"))]
-    + [pytest.param(x, 0.0, marks=pytest.mark.full) for x in LOSS_TYPES if x != "dapo"]
+    + [pytest.param(x, 0.0, marks=pytest.mark.full) for x in TRL_LOSS_TYPES if x != "dapo"]
     + [pytest.param(x, 0.04, marks=pytest.mark.full) for x in ("dapo", "bnpo", "dr_grpo", "luspo", "sapo")],
 )
 def test_five_steps_are_trls(ours, calls, loss_type, beta):

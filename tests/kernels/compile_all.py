@@ -52,8 +52,10 @@ USUAL = (
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
 FP64 = re.compile(r"\bD(?:ADD|MUL|FMA|SETP)\b")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
-FORMS = ("clipped", "cispo", "sapo", "vespo")
+# "dppo_tv" and "gmpo" have no instruction that the others lack.
+FORMS = ("clipped", "cispo", "sapo", "vespo", "dppo_kl")
 GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
+GIVEN += ("kl_cov_weights",)
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
@@ -82,6 +84,18 @@ def call_head(dtype: torch.dtype, layout: str, *, full: bool) -> None:
     kernels.logprob_forward(hidden, weight, targets, temperature=row, entropy=full, **options)
 
 
+def call_divergence(dtype: torch.dtype, *, full: bool) -> None:
+    N, V = 512, 151936
+    with torch.device("meta"):
+        logits, row, bias = (torch.empty(*shape) for shape in ((N, V), (N,), (V,)))
+        given = {"targets": torch.empty(N, dtype=torch.int64), "grad_logprobs": row} if full else {}
+    head = {"temperature": row} | ({"bias": bias.to(dtype), "softcap": 30.0} if full else {})
+    heads = {"student_head": head, "teacher_head": head}
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        given |= {"kind": kind, "beta": 0.5, "upstream": row, "dtype": dtype}
+        kernels.divergence_gradient_(logits, torch.empty_like(logits), **heads, **given)
+
+
 def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     N, V = 512, 151936
     with torch.device("meta"):
@@ -99,8 +113,21 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     kernels.scale_(hidden, row[0])
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}
     for form in FORMS:
-        terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, "truncate" if full else None, 0.5, 3.0)
+        correction = "sampler" if form.startswith("dppo") else "truncate"
+        terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, correction if full else None, 0.5, 3.0)
         kernels.grpo_token_loss(row, log_ratio=optional, inputs=given, terms=terms)
+
+
+def call_support(dtype: torch.dtype, layout: str, *, full: bool) -> None:
+    """With `full` a weight in fp32, and sums that are added to what is there."""
+    N, D, V, E = 512, 4095 if layout == "odd" else 4096, 151936, 10240
+    with torch.device("meta"):
+        hidden, factors, numbers = torch.empty(N, D, dtype=dtype), torch.empty(E), torch.empty(E, dtype=torch.int64)
+        weight = torch.empty(V, D, dtype=torch.float32 if full else dtype)
+    kernels.entry_logits(hidden, weight, numbers, numbers, dtype=torch.float32)
+    places, offsets = numbers[:N], numbers[: N + 1]
+    kernels.weighted_rows_(hidden, places, offsets, numbers, factors, weight, cast=dtype, accumulate=full)
+    kernels.weighted_rows_(weight, places, offsets, numbers, factors, hidden, cast=dtype, accumulate=full)
 
 
 def specialise(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], str]:
@@ -186,7 +213,9 @@ def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
         dtype, full = DTYPES[name], options == "all"
         calls = [functools.partial(call_head, dtype, layout, full=full)]
         if layout == "aligned":
-            calls.append(functools.partial(call_passes, dtype, full=full))
+            calls += [functools.partial(call, dtype, full=full) for call in (call_passes, call_divergence)]
+        if layout != "columns":
+            calls.append(functools.partial(call_support, dtype, layout, full=full))
         for call in calls:
             yield from ((facts, launch) for launch in record_launches(call, arch))
 

@@ -40,6 +40,18 @@ def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     kernels.scale_hidden(hidden, vector(N, offset), vector(N, offset))
     kernels.scale_(hidden, vector(N, offset)[0])
     kernels.finish_rows([known], entropy=True)
+    heads = {f"{model}_head": {"temperature": vector(N, offset)} for model in ("student", "teacher")}
+    given = {"targets": targets, "grad_logprobs": vector(N, offset), "upstream": vector(N, offset)}
+    kernels.divergence_gradient_(torch.ones(N, V), torch.ones(N, V), kind="jsd", beta=0.3, **given, **heads)
+
+
+def call_support(N: int, offset: int, dtype: torch.dtype) -> None:
+    """As many entries as there are rows, each a segment of its own."""
+    hidden, weight = torch.ones(N, D, dtype=dtype), torch.ones(V, D, dtype=dtype)
+    rows, tokens = (vector(N, offset, torch.int64) for _ in range(2))
+    kernels.entry_logits(hidden, weight, rows, tokens, dtype=torch.float32)
+    ends = vector(N + 1, offset, torch.int64)
+    kernels.weighted_rows_(weight, tokens, ends, rows, vector(N, offset), hidden, cast=dtype)
 
 
 def describe(launch: Any, arch: str) -> dict[str, str]:
@@ -51,7 +63,7 @@ def main(arch: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for N in (512, 513, 1000, 1):
             for offset in (0, 1, 2, 5):
-                for call in (call_head, call_passes):
+                for call in (call_head, call_passes, call_support):
                     launches = record_launches(lambda: call(N, offset, dtype), arch)  # noqa: B023
                     for number, launch in enumerate(launches):
                         facts = {"dtype": str(dtype), "N": N, "offset": offset, "number": number}

@@ -78,6 +78,11 @@ VARIANTS = {
     "cispo": {"form": "cispo", "epsilon_high": 1.1},
     "sapo": {"form": "sapo"},
     "vespo": {"form": "vespo"},
+    "gmpo": {"form": "gmpo"},
+    "dppo_tv": {"form": "dppo_tv", "epsilon_low": 0.05, "epsilon_high": 0.1},
+    "dppo_kl, corrected kl": {"form": "dppo_kl", "epsilon_low": 0.02, "epsilon_high": 0.05, "bias_correction_kl": True},
+    "dppo_tv, of the sampler": {"form": "dppo_tv", "correction": "sampler", "delta": 1.1, "epsilon_low": 0.05},
+    "dppo_kl, of the sampler": {"form": "dppo_kl", "correction": "sampler", "epsilon_high": 0.03},
     "delta below the clip": {"delta": 1.1},
     "delta above the clip": {"delta": 1.5},
     "k1": {"kl_estimator": "k1"},
@@ -97,6 +102,7 @@ def test_every_variant_matches_autograd(oracle: Any, name: str, of_sequence: boo
     inputs["sampling_logprobs"][3] = float("nan")
     inputs["policy_weights"] = torch.rand(65, generator=generator) * (torch.arange(65) % 4 > 0)
     inputs["entropy_weights"] = torch.rand(65, generator=generator)
+    inputs["kl_cov_weights"] = torch.rand(65, generator=generator) * (torch.arange(65) % 3 > 0)
     if of_sequence:
         inputs["log_ratio"] = 0.3 * torch.randn(65, generator=generator)
     check(oracle, inputs, **VARIANTS[name])

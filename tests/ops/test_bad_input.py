@@ -117,6 +117,17 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
         ({"loss_type": "dr_grpo"}, "fix: pass the constant it divides by"),
         ({"loss_type": "sapo", "delta": 2.0}, "which has no unclipped branch to bound"),
         ({"loss_type": "vespo", "sampling_correction": "sequence_mask"}, "whose weight is of the sequence already"),
+        ({"loss_type": "dppo_tv", "sampling_correction": "sequence_mask"}, "whose ratio is to the sampler already"),
+        ({"loss_type": "dppo_kl", "importance_sampling_level": "sequence"}, "whose divergence is of a token"),
+        ({"sampling_correction": "icepop", "sampling_clip_max": 2.0}, "sampling_clip_max=2.0 with 'icepop'"),
+        ({"sequence_rejection": "k4"}, "sequence_rejection='k4'"),
+        ({"sequence_rejection": "k3"}, "want a statistic and a bound of it"),
+        ({"sequence_rejection_max": 0.1}, "want a statistic and a bound of it"),
+        ({"sequence_rejection": "k3", "sequence_rejection_max": math.nan}, "sequence_rejection_max=nan, want numbers"),
+        ({"clip_cov_lb": 2.0, "clip_cov_ub": 1.0}, "clip_cov_lb=2.0 above clip_cov_ub=1.0"),
+        ({"clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1}, "want one of them"),
+        ({"kl_cov_ratio": 1.5}, r"kl_cov_ratio=1.5, want a share in \[0, 1\]"),
+        ({"kl_cov_coef": -1.0}, "kl_cov_coef=-1.0"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(options, message):

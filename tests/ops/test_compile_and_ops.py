@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -24,19 +26,26 @@ def targets(count: int = N) -> torch.Tensor:
     return (torch.arange(count) * 7 % V).index_fill(0, torch.tensor([1]), -100)
 
 
+def several() -> torch.Tensor:
+    """[N, 3], one row without any, one with a repetition."""
+    return torch.stack([targets(), targets().roll(3), targets()], 1).index_fill(0, torch.tensor([1]), -100)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's, from torch 2.15 on
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_opcheck_finds_nothing(entropy, frozen, bias):
+@pytest.mark.parametrize(
+    ("entropy", "frozen", "bias", "ids"),
+    [(*how, targets()) for how in product([False, True], repeat=3)]
+    + [(False, True, False, several()), (True, False, True, several())],
+)
+def test_opcheck_finds_nothing(entropy, frozen, bias, ids):
     hidden, weight, b = leaves(frozen=frozen)
-    inputs = (hidden, weight, b if bias else None, targets(), torch.full((N,), 0.7))
+    inputs = (hidden, weight, b if bias else None, ids, torch.full((N,), 0.7))
     wanted = [True, not frozen, bias and not frozen]
     options = (1.5, 4.0, -100, entropy, "torch", None, False, wanted)
     torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, *options))
     saved = [x.detach() for x in OPS.linear_logprobs(*inputs, *options)]
     inputs = [None if x is None else x.detach() for x in inputs]
-    upstream = (torch.randn(N), torch.randn(N) if entropy else None)
+    upstream = (torch.randn(ids.shape), torch.randn(N) if entropy else None)
     torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, *options))
 
 
@@ -46,15 +55,24 @@ def step(hidden, weight, bias, targets):
     return out.logprobs.exp().sum() + out.entropy.square().sum()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen):
+@pytest.mark.parametrize(
+    ("backend", "frozen", "ids"),
+    [
+        ("aot_eager", False, targets()),
+        ("aot_eager", True, targets()),
+        ("aot_eager", False, several()),
+        ("inductor", False, targets()),
+        ("inductor", True, targets()),
+        ("inductor", True, several()),
+    ],
+)
+def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen, ids):
     inputs = leaves(frozen=frozen)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     found = []
     for function, given in ((compiled, inputs), (step, inputs), (step, wide)):
-        value = function(*given, targets())
+        value = function(*given, ids)
         found.append([value.detach(), *torch.autograd.grad(value, [x for x in given if x.requires_grad])])
     for ours, eager, exact in zip(*found, strict=True):
         assert_as_exact(ours, eager, exact, what=str(tuple(exact.shape)))

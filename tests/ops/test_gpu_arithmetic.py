@@ -43,16 +43,17 @@ def solve(inputs, dtypes, *, frozen, impl, **options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("chunk_bytes", [None, 40_000])
 @pytest.mark.parametrize("plan", ["trainable", "frozen", "frozen, entropy not used"])
-def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes, plan):
+@pytest.mark.parametrize("several", [(), (3,)])
+def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes, plan, several):
     """As in a step of a million tokens: upstream gradients of 1e-6, most probabilities below 1e-4."""
     generator, (N, V, D) = torch.Generator().manual_seed(0), (21, 4001, 16)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).double()
 
-    targets = torch.randint(0, V, (N,), generator=generator)
+    targets = torch.randint(0, V, (N, *several), generator=generator)
     used = 0.0 if "not used" in plan else 1e-6
-    inputs = (normal(N, D), normal(V, D) / 4, normal(V), targets, 1e-6 * normal(N), used * normal(N))
+    inputs = (normal(N, D), normal(V, D) / 4, normal(V), targets, 1e-6 * normal(N, *several), used * normal(N))
     options = {"frozen": "frozen" in plan}
     exact = solve(inputs, [torch.float64] * 3, impl="reference", **options)
     # Master weights: their gradients come back in fp32, where what fp16 lost on the way can be seen.

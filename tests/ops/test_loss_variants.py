@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs_and_entropy
-from fused_grpo.config import CORRECTIONS, LEVELS, LOSS_TYPES
+from fused_grpo.config import BOUNDED, CORRECTIONS, DPPO, LEVELS, LOSS_TYPES
 
 pytestmark = pytest.mark.grid
 
@@ -29,6 +29,14 @@ OPTIONS = {
     "quantile": {"top_entropy_quantile": 0.4},
     "quantile and bonus": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
     "off-policy mask": {"off_policy_mask_threshold": 0.1},
+    "clip-cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.01},
+    "kl-cov": {"kl_cov_ratio": 0.3},
+    "rejection": {
+        "sequence_rejection": "geometric_ratio",
+        "sequence_rejection_min": 0.9,
+        "sequence_rejection_max": 1.1,
+    },
+    "rejection by k3": {"sequence_rejection": "k3", "sequence_rejection_max": 0.06},
     "only measured": {"sampling_correction": None},
     **{name: {"sampling_correction": name, "sampling_clip_max": 1.3, "sampling_clip_min": 0.7} for name in CORRECTIONS},
 }
@@ -42,9 +50,11 @@ FEW = ("plain", "corrected kl", "quantile and bonus", "sequence_mask")
 def configs():
     for loss_type, level, name in itertools.product(LOSS_TYPES, LEVELS, OPTIONS):
         options = OPTIONS[name]
-        if loss_type in ("cispo", "sapo", "vespo") and name == "delta":
+        if loss_type not in BOUNDED and name == "delta":
             continue
-        if loss_type == "vespo" and name.startswith("sequence"):
+        if loss_type in ("vespo", *DPPO) and name.startswith("sequence"):
+            continue
+        if loss_type in ("gmpo", *DPPO) and level == "sequence":
             continue
         options = {"max_completion_length": 9, "importance_sampling_level": level, **options}
         if loss_type == "cispo":
@@ -128,6 +138,12 @@ def test_triton_gives_them_too(config):
         assert_close([our_metrics[name]], [metrics[name]], 1e-5)
 
 
+def of_the_step(rest, config):
+    """Which tokens of the whole step a covariance selects, whatever it is: a call on a part of it needs to be told."""
+    selected = torch.arange(B * T).view(B, T) % 3 == 0
+    return {**rest, "covariance_selected": selected} if config.selects_by_covariance else rest
+
+
 def counts_of_the_step(rest, config):
     """The normalisers that a call on a part of a step needs."""
     counts = {"num_tokens": rest["mask"].sum(), "num_sequences": B}
@@ -139,7 +155,7 @@ def counts_of_the_step(rest, config):
 @pytest.mark.parametrize("config", configs())
 def test_the_cut_into_calls_and_the_layout_leave_no_trace(config):
     leaves, rest = step()
-    counts = counts_of_the_step(rest, config)
+    counts, rest = counts_of_the_step(rest, config), of_the_step(rest, config)
     whole, _ = solve(leaves, rest, config=config, **counts)
     cuts = [slice(0, 1), slice(1, 4), slice(4, 6)]
     parts = []
@@ -167,7 +183,8 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
     everyone, metrics = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24)
     needed, fewer = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24, score="needed")
     assert_close(needed, everyone, 1e-14)
-    if not (config.beta or config.entropy_coef or config.top_entropy_quantile < 1.0):
+    of_every_token = config.beta or config.entropy_coef or config.selects_by_covariance
+    if not (of_every_token or config.top_entropy_quantile < 1.0):
         assert fewer["num_tokens"] == metrics["num_tokens"] - rest["mask"][2].sum()
 
 
@@ -187,6 +204,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
             "off_policy_mask_threshold": st.floats(0, 0.3),
             "top_entropy_quantile": st.floats(0.2, 1),
             "entropy_coef": st.floats(0, 1),
+            "kl_cov_ratio": st.floats(0, 1),
         },
     ),
     without=st.sets(st.sampled_from(["old_logprobs", "sampling_logprobs", "mask"])),
@@ -199,6 +217,8 @@ def test_options_in_any_company_are_those_of_the_reference(loss_type, options, w
     rest = {name: x for name, x in rest.items() if name not in without}
     if per_token:
         rest["advantages"] = rest["advantages"][:, None] * torch.arange(T).remainder(3)
+    if loss_type in DPPO:
+        options["importance_sampling_level"] = "token"
     config = GRPOLossConfig(loss_type=loss_type, **options)
     expected, _ = solve(leaves, rest, config=config, impl="reference")
     for score in ("all", "needed"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fused_grpo import fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo import fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 
 pytestmark = [pytest.mark.grid, pytest.mark.cpu_only(reason="allocations of a CPU; tests/gpu counts those of a GPU")]
 
@@ -81,6 +81,20 @@ def test_nothing_is_held_but_gradients_the_budget_and_64_bytes_a_row(plan, dtype
         accumulators += 4 * tensors[1].numel() if plan == "loss" and dtype == "bfloat16" else 0
         extra = peak - sum(x.nbytes for x in gradients) - accumulators
         print(f"{plan} {dtype}: {extra / MIB:.2f} MiB of {budget / MIB:.0f}")
+        assert extra <= budget + 64 * N
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_divergence_holds_gradients_the_budget_and_64_bytes_a_row(kind, softcap):
+    """Two chunks of logits, and one for the slopes of a soft cap; full logits of both models are 125 MiB here."""
+    for budget in (16 * MIB, 48 * MIB):
+        student, teacher = ([torch.randn(rows, D) for rows in (N, V)] for _ in range(2))
+        leaves = [x.mul_(0.3).requires_grad_() for x in student]
+        given = {"kind": kind, "student_softcap": softcap, "chunk_bytes": budget}
+        peak = peak_of_allocations(lambda: fused_linear_divergence(*leaves, *teacher, **given).loss.backward())  # noqa: B023
+        extra = peak - sum(x.grad.nbytes for x in leaves)
+        print(f"{kind}: {extra / MIB:.2f} MiB of {budget / MIB:.0f}")
         assert extra <= budget + 64 * N
 
 

@@ -10,13 +10,17 @@ import torch
 import trl_loss
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss
-from fused_grpo.config import CLIPPED, LEVELS, LOSS_TYPES
+from fused_grpo.config import CLIPPED, LEVELS, TRL_LOSS_TYPES
 
 pytestmark = pytest.mark.grid
 
 B, T, V, RHO, OPTIONS = trl_loss.B, trl_loss.T, trl_loss.V, trl_loss.RHO, trl_loss.OPTIONS
 EVERYTHING = [
-    (x, level, option) for x in LOSS_TYPES for level in LEVELS for option in OPTIONS if trl_loss.goes_with(x, option)
+    (x, level, option)
+    for x in TRL_LOSS_TYPES
+    for level in LEVELS
+    for option in OPTIONS
+    if trl_loss.goes_with(x, option)
 ]
 
 
@@ -163,7 +167,7 @@ def step_of_trl(
     return [trl_loss.of_trl(trainer_class, part, config, **options) for part in parts]
 
 
-@pytest.mark.parametrize("loss_type", [x for x in LOSS_TYPES if x != "bnpo"])
+@pytest.mark.parametrize("loss_type", [x for x in TRL_LOSS_TYPES if x != "bnpo"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_micro_batches_of_as_many_sequences_add_up_to_trls_step(trainer_class, loss_type, level):
     (batch, parts), config = micro_batches(2), trl_loss.config_of(loss_type, level, "kl")

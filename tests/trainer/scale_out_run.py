@@ -26,9 +26,15 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import accelerator
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.support import Support, support_fields
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import Rollouts
+
+
+def kept_with(completion: list[int]) -> list[list[int]]:
+    """The tokens that are kept at each place of a completion: 1 to 6 of 14, or all of them (no ids)."""
+    return [sorted({(token + 3 * i) % 14 for i in range(token % 7)}) for token in completion]
 
 
 class EngineByPrompt(RolloutEngine):
@@ -54,18 +60,22 @@ class EngineByPrompt(RolloutEngine):
                 failed.add(len(completions))
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
+        kept = [kept_with(ids) if sampling.wants_support else None for ids in completions]
         return Rollouts(
             prompt_ids=[list(ids) for ids in prompt_ids],
             completion_ids=completions,
-            sampling_logprobs=[[] if i in failed else self.logprobs(*pair) for i, pair in enumerate(pairs)],
+            sampling_logprobs=[[] if i in failed else self.logprobs(*pair, kept[i]) for i, pair in enumerate(pairs)],
             finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
+            **support_fields([None if some is None else Support.of(some) for some in kept]),
         )
 
     @torch.no_grad()
-    def logprobs(self, prompt, completion) -> list[float]:
+    def logprobs(self, prompt, completion, kept) -> list[float]:
         logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        for row, tokens in zip(logits, kept or [[]] * len(logits), strict=True):
+            row[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
         return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
     def load_weights(self, named_weights, version) -> None:

@@ -79,7 +79,7 @@ def test_options_for_loading_a_loaded_model_are_a_warning(make_trainer, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"importance_sampling_level": "sequence"}, "loss_type='dapo', which sums over tokens"),
+        ({"importance_sampling_level": "sequence"}, "loss_type='dapo', which weights each sequence"),
         ({"importance_sampling_level": "sequence", "loss_type": "vespo"}, "fix: importance_sampling_level='token'"),
         ({"loss_type": "luspo"}, "fix: importance_sampling_level='sequence'"),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, None),

@@ -126,7 +126,7 @@ def raising(prompts, completions, **columns):
     ("reward", "message"),
     [
         (raising, r"reward function 'raising' raised ZeroDivisionError: no answer; at prompt '3\+1='"),
-        (lambda completions, **_: [1.0], r"'<lambda>' returned 1 values for 64 completions \(first prompt '.*='\)"),
+        (lambda completions, **_: [1.0], r"'<lambda>' returned 1 rewards for 64 completions \(first prompt '.*='\)"),
         (lambda completions, **_: [float("nan")] * 64, "'<lambda>' returned nan at prompt '"),
         (lambda completions, **_: ["good"] * 64, "'<lambda>' returned 'good' at prompt '"),
     ],

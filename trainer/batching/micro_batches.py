@@ -164,6 +164,7 @@ def pack(
         sampling_logprobs=_of_tokens(some.sampling_logprobs, device),
         old_logprobs=_of_tokens(some.old_logprobs, device),
         ref_logprobs=_of_tokens(some.ref_logprobs, device),
+        support=_support(some, device),
         row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
         longest=max(lengths, default=1),
     )
@@ -205,6 +206,15 @@ def _of_tokens(values: Sequence[Sequence[float] | Tensor] | None, device: torch.
         return None
     pieces = [torch.as_tensor(numbers, dtype=torch.float32) for numbers in values]
     return torch.cat([torch.zeros(0), *pieces]).to(device)
+
+
+def _support(batch: EffectiveBatch, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The supports of all tokens, end to end: token ids [K] int32 and offsets [N+1] int64."""
+    if batch.support_ids is None or batch.support_sizes is None:
+        return None
+    zero = torch.zeros(1, dtype=torch.int32)
+    ids = torch.cat([zero[:0], *batch.support_ids])
+    return ids.to(device), torch.cat([zero, *batch.support_sizes]).cumsum(0).to(device)
 
 
 def _flat(lists: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:

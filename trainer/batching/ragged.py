@@ -13,15 +13,17 @@ from torch import Tensor
 
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
-# Fields of batches and rollouts with a row for each sequence: a list, or a tensor for the last two.
+# Fields of batches and rollouts with a row for each sequence: a list, or a tensor for those of _TENSORS.
 _DTYPES = {
     "prompt_ids": torch.int64,
     "completion_ids": torch.int64,
     "sampling_logprobs": torch.float64,
     "old_logprobs": torch.float32,
     "ref_logprobs": torch.float32,
+    "support_ids": torch.int32,
+    "support_sizes": torch.int32,
 }
-_TENSORS = ("old_logprobs", "ref_logprobs")
+_TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes")
 
 
 def rows_as_tensors(source: EffectiveBatch | Rollouts) -> dict[str, Tensor]:

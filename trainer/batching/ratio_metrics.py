@@ -1,8 +1,8 @@
 """What TRL measures of ratios that the loss op does not: by sequence, times the ratio, or of the sampler.
 
 `ratio_sums` measures a micro-batch, `merge_metrics` merges the micro-batches of a step and of all ranks, and
-`ratio_metrics` makes of them TRL's metrics. The ratio of a sequence (`importance_sampling_level="sequence"`) counts
-once, the ratio of a token once for each token.
+`ratio_metrics` makes of them TRL's metrics. The ratio of a sequence (`importance_sampling_level="sequence"`, "gmpo")
+counts once, the ratio of a token once for each token.
 
     clip_ratio/low_min, high_max           extremes over sequences of the share of a sequence's tokens that is clipped
     kl                                     mean over tokens of the KL estimate (use_bias_correction_kl: times the ratio)
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from fused_grpo._loss_inputs import LossInputs, loss_inputs
-from fused_grpo.config import CLIPPED, GRPOLossConfig, TokenTerms
+from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.reference import (
     bounded_ratio,
     kl_term,
     log_rho,
-    policy_term,
+    ratio_and_clipped,
     sampling_weights,
-    sequence_log_ratio,
     vespo_weights,
 )
 from fused_grpo.trainer.types import MicroBatch
@@ -39,27 +38,11 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     """Sums and extremes over a micro-batch, 0-d, from the policy's log-probs [N]; empty for one without sequences."""
     if not len(part.advantages):
         return {}
-    given = (part.old_logprobs, part.ref_logprobs, part.sampling_logprobs)
-    inputs = loss_inputs(
-        logprobs.shape,
-        dtype=torch.float32,
-        device=logprobs.device,
-        advantages=part.advantages,
-        mask=None,
-        cu_seqlens=part.cu_seqlens,
-        **dict(zip(("old_logprobs", "ref_logprobs", "sampling_logprobs"), given, strict=True)),
-        entropy_threshold=None,
-        num_tokens=None,
-        num_sequences=None,
-        num_entropy_tokens=None,
-        config=config,
-    )
+    inputs = inputs_of(part, config)
     current, tokens, terms = logprobs.float(), inputs.tokens, TokenTerms.of(config)
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
-    of_sequence = config.importance_sampling_level == "sequence"
-    ratio = (sequence_log_ratio(current, inputs) if of_sequence else current - old).exp()
-    clipped = policy_term(current, ratio, tokens.advantages, terms)[1]
-    sums = _clipped(clipped, inputs, of_sequence=of_sequence)
+    ratio, clipped = ratio_and_clipped(current, inputs, config)
+    sums = _clipped(clipped, inputs, of_sequence=config.ratio_of_sequence)
     if tokens.ref_logprobs is not None:
         kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
         sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
@@ -68,6 +51,25 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     if tokens.sampling_logprobs is not None:
         sums |= _sampling(old, tokens.sampling_logprobs, inputs, config)
     return sums
+
+
+def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
+    """The inputs of the loss of a micro-batch, without the counts of its step."""
+    names = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
+    return loss_inputs(
+        part.targets.shape,
+        dtype=torch.float32,
+        device=part.targets.device,
+        advantages=part.advantages,
+        mask=None,
+        cu_seqlens=part.cu_seqlens,
+        **{name: getattr(part, name) for name in names},
+        entropy_threshold=None,
+        num_tokens=None,
+        num_sequences=None,
+        num_entropy_tokens=None,
+        config=config,
+    )
 
 
 def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]:
@@ -79,7 +81,7 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         return sums[f"{name}_sum"] / max(1.0, sums[f"{count}_sum"])
 
     metrics: dict[str, float] = {}
-    if loss_type in CLIPPED:
+    if loss_type in (*BOUNDED, "gmpo"):
         low, high = mean("low", "ratios"), mean("high", "ratios")
         metrics |= {"clip_ratio/low_mean": low, "clip_ratio/low_min": sums["low_min"]}
         metrics |= {"clip_ratio/high_mean": high, "clip_ratio/high_max": sums["high_max"]}

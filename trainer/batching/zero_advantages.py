@@ -7,6 +7,7 @@ completion has no gradient, unless something else gives it one or lets other tok
     entropy_coef                  the bonus, too
     use_adaptive_entropy          the next coefficient follows from the entropy of every token
     top_entropy_quantile < 1      every token decides which entropies are high
+    clip_cov_ratio, kl_cov_ratio  every token is in the means of covariances
     a router loss                 every token has its share in the load of the experts
 
 Whatever else the loss does (clipping, the ratio and the weight of a sequence, sampling correction, off-policy mask)
@@ -33,8 +34,9 @@ Metrics = dict[str, float]
 
 def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     """Whether a completion with advantage 0 has no gradient and no effect on others, and may be left out."""
-    of_every_token = args.beta or args.entropy_coef or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
-    return args.skip_zero_advantages and not of_every_token and router_coefficient == 0.0
+    weights = (args.beta, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio, router_coefficient)
+    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any(weights)
+    return args.skip_zero_advantages and not of_every_token
 
 
 def skip_zero_advantages(batch: EffectiveBatch, accelerator: Accelerator) -> EffectiveBatch:
@@ -61,7 +63,7 @@ def skipped_metrics(batch: EffectiveBatch, config: GRPOLossConfig) -> tuple[Metr
     lengths = skipped_lengths(batch)
     if not lengths:
         return {}, {}
-    tokens, of_sequence = float(sum(lengths)), config.importance_sampling_level == "sequence"
+    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
     unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
     ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
     return {"num_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios

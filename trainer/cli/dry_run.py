@@ -24,7 +24,6 @@ from fused_grpo.trainer.collect.plan import SAMPLED_PROMPTS, warnings_of
 from fused_grpo.trainer.data.prompts import longest_prompt
 from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.logging.formatting import bytes_text
-from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
 
 
@@ -50,16 +49,10 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
     shape, tokenizer = described_model(options)
     sampled = list(islice(iter(rows), SAMPLED_PROMPTS))
     prompt_tokens = longest_prompt(sampled, tokenizer, chat_template_kwargs=options.chat_template_kwargs)
-    terms = memory_terms(
-        shape,
-        options,
-        prompt_tokens=prompt_tokens,
-        sequences=options.prompts_per_process(processes) * options.group_part(processes),
-        bf16=wants_bf16(options),
-        engine=engine_name(options),
-    )
+    how: dict[str, Any] = {"processes": processes, "engine": engine_name(options)}
+    terms = memory_terms(shape, options, prompt_tokens=prompt_tokens, **how)
     yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
-    for text in warnings_of(options, tokenizer, engine=engine_name(options), processes=processes):
+    for text in warnings_of(options, tokenizer, **how):
         yield textwrap.fill(f"warning: {text}", 80)
 
 

@@ -8,6 +8,15 @@ With several functions there are two orders. "sum_then_normalize" (GRPO) compare
 values spread widely dominates the sum. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
 by themselves, so that each contributes in proportion to its weight, and brings the weighted sum to the scale of the
 batch.
+
+`advantage_estimator` has other baselines and scales for the weighted sum, with the mean of the group m and n of its
+completions scored:
+
+    dr_grpo                        r - m                                                 arXiv:2503.20783
+    rloo                           r - mean of the other n - 1 = (r - m) * n / (n - 1)   arXiv:2402.14740
+    maxrl                          (r - m) / m, 0 where m is 0; no reward is negative    arXiv:2602.02710
+    reinforce_plus_plus            (r - mean of the batch) / std of the batch            arXiv:2501.03262
+    reinforce_plus_plus_baseline   (r - m) / std of r - m over the batch                 arXiv:2501.03262
 """
 
 from __future__ import annotations
@@ -17,7 +26,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fused_grpo.errors import InputError
+
 EPSILON = 1e-4
+# Of a whole batch: a division by 0 is all that it prevents.
+EPSILON_OF_BATCH = 1e-8
 
 
 def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
@@ -33,6 +46,7 @@ def multi_objective_advantages(
     *,
     scale: Literal["group", "batch", "none"],
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+    estimator: str = "grpo",
 ) -> Tensor:
     """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
 
@@ -40,7 +54,10 @@ def multi_objective_advantages(
         total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
         (total - mean_batch(total)) / (std_batch(total) + 1e-4)
     """
+    if estimator not in ("grpo", "dr_grpo"):
+        return estimated_advantages(total_rewards(per_function, weights), num_generations, estimator)
     if aggregation == "sum_then_normalize":
+        scale = "none" if estimator == "dr_grpo" else scale
         return group_advantages(total_rewards(per_function, weights), num_generations, scale=scale)
     columns = per_function.T
     groups = columns.reshape(-1, num_generations)
@@ -61,6 +78,31 @@ def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["g
     elif scale == "batch":
         centred = centred / (nanstd(rewards[None]) + EPSILON)
     return centred.nan_to_num(0.0).flatten()
+
+
+def estimated_advantages(rewards: Tensor, num_generations: int, estimator: str) -> Tensor:
+    """Advantages [B] by an estimator other than GRPO's, from rewards [B] as in `group_advantages`.
+
+    Raises:
+        InputError: a negative reward with "maxrl".
+    """
+    groups = rewards.view(-1, num_generations)
+    centred, mean = _centred(groups), groups.nanmean(1, keepdim=True)
+    if estimator == "rloo":
+        count = (~groups.isnan()).sum(1, keepdim=True)
+        advantages = centred * count / (count - 1).clamp_min(1)
+    elif estimator == "maxrl":
+        if (groups < 0).any():
+            raise InputError(
+                f"got a reward of {groups.nan_to_num(0.0).min().item():g} with advantage_estimator='maxrl', want "
+                "rewards >= 0, whose mean is a rate of success; fix: shift them, or another estimator"
+            )
+        advantages = torch.where(mean > 0, centred / mean, 0.0)
+    else:
+        # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
+        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(rewards[None])
+        advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)
+    return advantages.nan_to_num(0.0).flatten()
 
 
 def _centred(groups: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class Collector:
         """
         scored, metrics = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
-            advantages = self._advantages(scored)
+            advantages = self._advantages(gather_object([scored.per_function]), self.args.num_generations)
         metrics = self._metrics(gather_object([RolloutFacts.of(scored)]), self.args.num_generations) | metrics
         self.num_tokens += sum(gather_object([self._sampled_tokens]))
         self._sampled_tokens = 0
@@ -181,18 +181,21 @@ class Collector:
         count, seed = self.args.num_generations_eval, self.args.seed
         greedy = self.sampling(seed=seed, n=1, temperature=0.0)
         sampling = greedy if count is None else self.sampling(seed=seed, n=count)
+        sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"):
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
-            facts, mine = RolloutFacts.none(len(self.rewards.names)), rows[first:end]
+            facts, mine, scored = RolloutFacts.none(len(self.rewards.names)), rows[first:end], None
             if mine:
                 placed = replace(sampling, first_prompt=first)
                 rollouts = self._complete(engine, mine, placed, range(first, end))
                 scored = score_rollouts(rollouts, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
                 facts = RolloutFacts.of(scored)
-        metrics = self._metrics(gather_object([facts]), sampling.n) | {"num_tokens": float(self.num_tokens)}
-        return Evaluation(metrics, len(rows), started)
+        processes = gather_object([facts])
+        metrics = self._metrics(processes, sampling.n) | {"num_tokens": float(self.num_tokens)}
+        advantages = self._advantages([process.per_function for process in processes], sampling.n)
+        return Evaluation(metrics, len(rows), started, self._evaluated_batch(scored, advantages))
 
     def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:
         """Token ids of the rows' prompts.
@@ -301,6 +304,7 @@ class Collector:
     def _metrics(self, processes: Sequence[RolloutFacts], num_generations: int) -> dict[str, float]:
         args = self.args
         of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
+        of_batch = of_batch or args.advantage_estimator == "reinforce_plus_plus"
         names = self.rewards.names
         return rollout_metrics(processes, names, num_generations=num_generations, of_batch=of_batch)
 
@@ -324,17 +328,24 @@ class Collector:
         options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
         return checked_generate(engine, self.encode(rows, row_numbers), sampling, **options)
 
-    def _advantages(self, scored: ScoredRollouts) -> Tensor:
-        """Advantages [B] of this rank, by the rewards of all ranks: one after the other, they are whole groups."""
-        parts = gather_object([scored.per_function])
+    def _advantages(self, parts: Sequence[Tensor], num_generations: int) -> Tensor:
+        """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
         advantages = multi_objective_advantages(
-            torch.cat(parts),
+            torch.cat(list(parts)),
             self.rewards.weights,
-            self.args.num_generations,
+            num_generations,
             scale=self.args.scale_rewards,  # type: ignore[arg-type]
             aggregation=self.args.multi_objective_aggregation,
+            estimator=self.args.advantage_estimator,
         )
         return self._mine(advantages, parts)
+
+    def _evaluated_batch(self, scored: ScoredRollouts | None, advantages: Tensor) -> EffectiveBatch:
+        """The batch that the loss of an evaluation is of. Its sampler's log-probs may be of another temperature."""
+        if scored is None:
+            return EffectiveBatch(prompt_ids=[], completion_ids=[], sampling_logprobs=None, advantages=advantages)
+        batch = replace(self._effective_batch(scored, advantages), sampling_logprobs=None)
+        return replace(batch, skipped=batch.in_forward & (batch.advantages == 0)) if self.can_skip else batch
 
     def _effective_batch(self, scored: ScoredRollouts, advantages: Tensor) -> EffectiveBatch:
         batch = scored.effective_batch(advantages)

@@ -3,8 +3,9 @@
 `GRPOTrainer.evaluate` returns all of them as transformers does, `<prefix>_<metric>`, and `<prefix>_<set>_<metric>`
 where eval sets have names. `metrics.jsonl` and `TrainResult` have the mean rewards, as `eval/<metric>` and `<metric>`.
 
-There is no `eval_loss`: the loss of a policy on its own fresh samples is 0 plus the KL term, whatever the policy is.
-The metric to choose a model by is `eval_reward`.
+`eval_loss` is there as in TRL: the loss of a step with these completions, on policy, without the correction for the
+sampler. That is about 0 plus the KL term less the entropy bonus, whatever the policy is: the metric to choose a model
+by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.types import EffectiveBatch
 
 
 class Evaluation(NamedTuple):
@@ -23,6 +25,7 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]  # names of `rollout_metrics`
     num_prompts: int
     started: float  # by time.time
+    batch: EffectiveBatch  # of this rank
 
     def named(self, prefix: str) -> dict[str, float]:
         """All numbers as `<prefix>_<metric>`, with `<prefix>_runtime` (s), `_samples_per_second` (prompts) and
@@ -55,8 +58,8 @@ def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
     """
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
         raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {_some(metrics)}; an evaluation "
-            "samples and scores, and computes no loss; fix: metric_for_best_model='eval_reward', greater_is_better=True"
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {_some(metrics)}; "
+            "fix: metric_for_best_model='eval_reward', greater_is_better=True"
         )
 
 

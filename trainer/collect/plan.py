@@ -22,7 +22,6 @@ from fused_grpo.trainer.logging.advice import at_start
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.formatting import bytes_text, short_number
 from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.memory_estimate import ModelShape, memory_terms, model_shape, shape_of
 
 SAMPLED_PROMPTS = 256
@@ -148,8 +147,7 @@ def _memory(
         shape,
         args,
         prompt_tokens=prompt_tokens,
-        sequences=args.prompts_per_process(processes) * args.group_part(processes),
-        bf16=wants_bf16(args),
+        processes=processes,
         engine=engine if engine in get_args(EngineName) else "server",  # the memory of the user's own is unknown
     )
     known = bytes_text(sum(term.size or 0 for term in terms))

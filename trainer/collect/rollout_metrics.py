@@ -35,6 +35,7 @@ class RolloutFacts(NamedTuple):
     failed: int  # completions of groups for which the engine failed
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
+    supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
 
     @classmethod
     def of(cls, scored: ScoredRollouts) -> RolloutFacts:
@@ -49,13 +50,14 @@ class RolloutFacts(NamedTuple):
             failed=scored.num_failed,
             seconds=scored.seconds,
             logged=scored.metrics,
+            supports=_sizes(rollouts.support_sizes or []),
         )
 
     @classmethod
     def none(cls, functions: int) -> RolloutFacts:
         """Of a process without completions."""
         nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, {}, {})
+        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, {}, {}, _sizes([]))
 
 
 def rollout_metrics(
@@ -98,12 +100,21 @@ def rollout_metrics(
         for name, value in facts.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
     failed = sum(facts.failed for facts in processes)
+    supports = torch.stack([facts.supports for facts in processes])
+    if tokens := supports[:, 0].sum():
+        metrics |= {"sampling/kept_tokens/mean": supports[:, 1].sum() / tokens}
+        metrics |= {"sampling/kept_tokens/max": supports[:, 2].amax()}
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
     }
+
+
+def _sizes(supports: Sequence[Tensor]) -> Tensor:
+    sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *supports])
+    return torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
 
 
 def _std(values: Tensor) -> Tensor:

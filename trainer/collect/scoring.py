@@ -20,6 +20,7 @@ from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 _log = logging.getLogger(__name__)
 _TENSORS = ("rewards", "per_function", "dropped")
+_LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +49,16 @@ class ScoredRollouts:
         rollouts, size = self.rollouts, self.rollouts.num_generations
         members = [group * size + member for group in groups for member in range(size)]
 
-        def some(values: list[Any]) -> list[Any]:
-            return [values[index] for index in members]
+        def some(values: Any) -> Any:
+            return None if values is None else [values[index] for index in members]
 
-        logprobs = rollouts.sampling_logprobs
         tensors: dict[str, Any] = {name: getattr(self, name)[members] for name in _TENSORS}
         return replace(
             self,
             rollouts=replace(
                 rollouts,
                 prompt_ids=[rollouts.prompt_ids[group] for group in groups],
-                completion_ids=some(rollouts.completion_ids),
-                sampling_logprobs=None if logprobs is None else some(logprobs),
-                finish_reasons=some(rollouts.finish_reasons),
+                **{name: some(getattr(rollouts, name)) for name in _LISTS},
                 extra={name: some(values) for name, values in rollouts.extra.items()},
                 failures={
                     place: rollouts.failures[group] for place, group in enumerate(groups) if group in rollouts.failures
@@ -87,10 +85,7 @@ class ScoredRollouts:
             first,
             rollouts=replace(
                 first.rollouts,
-                **{
-                    name: lists(rollouts, name)
-                    for name in ("prompt_ids", "completion_ids", "sampling_logprobs", "finish_reasons")
-                },
+                **{name: lists(rollouts, name) for name in ("prompt_ids", *_LISTS)},
                 extra=_common_columns([part.extra for part in rollouts]),
                 failures={},  # rounds are joined without the groups that failed
             ),
@@ -111,12 +106,15 @@ class ScoredRollouts:
             sampling_logprobs=rollouts.sampling_logprobs,
             advantages=advantages,
             rewards=self.rewards,
+            support_ids=rollouts.support_ids,
+            support_sizes=rollouts.support_sizes,
         )
         return batch.take((~self.dropped).nonzero().flatten().tolist()) if self.dropped.any() else batch
 
     def records(self, advantages: Tensor) -> list[dict[str, Any]]:
         """One record per completion, for rollouts.jsonl and the console. Logged columns are fields of it."""
         failures, size = self.rollouts.failures, self.rollouts.num_generations
+        kept = [int(sizes.sum()) / max(1, len(sizes)) for sizes in self.rollouts.support_sizes or []]
         return [
             {
                 **{name: _as_json(values[index]) for name, values in self.extra.items()},
@@ -127,6 +125,7 @@ class ScoredRollouts:
                 "advantage": advantages[index].item(),
                 "finish_reason": self.rollouts.finish_reasons[index],
                 "weight_version": self.rollouts.weight_version,
+                **({"kept_tokens": kept[index]} if kept else {}),
                 **({"dropped": True} if self.dropped[index] else {}),
                 **({"failure": failures[index // size]} if index // size in failures else {}),
             }

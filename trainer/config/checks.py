@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fused_grpo.errors import InputError
@@ -51,13 +52,16 @@ INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
 LARGEST_SEED = 2**31 - 1
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
+    "advantage_estimator": ("grpo", "dr_grpo", "rloo", *WHITENED, "maxrl"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "reward_failure": ("fail", "retry", "drop"),
     "rollout_failure": ("fail", "retry", "drop"),
-    "logprob_mismatch": ("fail", "warn"),
+    "logprob_mismatch": ("fail", "warn", None),
     "long_prompts": ("drop", "fail"),
+    "sampling_support": ("auto", "require", "off"),
     "vllm_mode": ("colocate", "server"),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
@@ -106,18 +110,43 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, **missin
     _warn_of_unusual_losses(args)
 
 
+def fill_loader_options(args: Any, *, stream: bool) -> None:
+    """Set the options of TRL's that load rows to what its trainer makes of them, for scripts that read them.
+
+    Raises:
+        InputError: a `stream` that one process would read for all.
+    """
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    given = args.accelerator_config
+    config = AcceleratorConfig(**given) if isinstance(given, Mapping) else given or AcceleratorConfig()
+    if stream:
+        if config.dispatch_batches:
+            raise InputError(
+                "got a stream and accelerator_config with dispatch_batches=True, want each process to read its own "
+                "rows: Iterable datasets require `dispatch_batches=False`; fix: leave it out"
+            )
+        config.dispatch_batches, args.dataloader_num_workers = False, 0
+    args.accelerator_config = config
+
+
 def _warn_of_unusual_losses(args: Any) -> None:
     """Log a warning, once, where the level of the ratio is not that of the loss's paper."""
     sequence, loss = args.importance_sampling_level == "sequence", args.loss_type
     if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         warn_once(
-            f"got importance_sampling_level='sequence' with loss_type={loss!r}, which sums over tokens: a sequence "
-            "counts by its length; fix for GSPO as published: loss_type='grpo'"
+            f"got importance_sampling_level='sequence' with loss_type={loss!r}, which weights each sequence by "
+            "its completion length; fix for GSPO as published: loss_type='grpo'"
         )
     if sequence and loss == "vespo":
         warn_once(
             "got importance_sampling_level='sequence' with loss_type='vespo', which weights whole sequences itself; "
             "fix: importance_sampling_level='token'"
+        )
+    if loss == "gmpo" and args.epsilon == 0.2 and args.epsilon_high is None:
+        warn_once(
+            "got loss_type='gmpo' with epsilon=0.2, which bounds a log-ratio there; fix for GMPO as published: "
+            "epsilon=0.4"
         )
     if not sequence and loss == "luspo":
         warn_once(
@@ -145,7 +174,9 @@ def _check_optimizer(args: Any) -> None:
 
 
 def _check_numbers(args: Any) -> None:
-    want(args, "num_generations", args.num_generations >= 2, "at least 2: an advantage compares a group's members")
+    alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    enough = args.num_generations >= (1 if alone else 2)
+    want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
     want(args, "max_steps", args.max_steps == -1 or args.max_steps > 0, "a number of steps > 0, or -1 for epochs")
     want(args, "num_train_epochs", args.num_train_epochs > 0, "> 0")
     want(args, "learning_rate", 0 <= args.learning_rate < math.inf, "finite and >= 0")
@@ -205,6 +236,17 @@ def _check_best_model(args: Any) -> None:
         )
 
 
+def _check_estimator(args: Any) -> None:
+    """An estimator other than GRPO's has its own scale, and knows no order of scaling and adding rewards."""
+    others = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+    for name, default in others.items() if args.advantage_estimator != "grpo" else ():
+        if getattr(args, name) not in (default, "none" if args.advantage_estimator == "dr_grpo" else default):
+            raise InputError(
+                f"got {name}={getattr(args, name)!r} with advantage_estimator={args.advantage_estimator!r}, which has "
+                "a formula of its own; fix: leave it out, or advantage_estimator='grpo'"
+            )
+
+
 def _check_together(args: Any) -> None:
     if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
         raise InputError(
@@ -220,7 +262,8 @@ def _check_together(args: Any) -> None:
         raise InputError(
             f"got steps_per_generation={args.steps_per_generation} with "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}, want a multiple of it: "
-            "an optimizer step uses one generated batch"
+            "an optimizer step uses one generated batch; fix: steps_per_generation=None, or "
+            f"{args.gradient_accumulation_steps} times a whole number"
         )
     in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
@@ -230,6 +273,7 @@ def _check_together(args: Any) -> None:
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
             )
     _check_best_model(args)
+    _check_estimator(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

@@ -10,14 +10,14 @@ run. `trl_fields.py` has all of them, and the fields with another meaning than i
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import CLIPPED, GRPOLossConfig
+from fused_grpo.config import BOUNDED, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types, is_of, readable
 from fused_grpo.trainer.config.as_transformers import AsTransformers
+from fused_grpo.trainer.config.batch_arithmetic import BatchArithmetic
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.normalise import OVERRIDDEN, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import MISSING, check_missing, warn_once, with_trl_fields
@@ -42,7 +42,7 @@ PYTHON_TYPES: dict[str, Any] = {
 
 @dataclass
 @with_trl_fields
-class GRPOConfig(AsTransformers):
+class GRPOConfig(BatchArithmetic, AsTransformers):
     """Options of a GRPO run.
 
     Raises:
@@ -159,15 +159,17 @@ class GRPOConfig(AsTransformers):
     """Greatest global gradient norm; gradients above it are scaled down. 0 or None leaves them as they are."""
 
     loss_type: str = "dapo"
-    """Name of the loss: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo" (docs/loss.md)."""
+    """Name of the loss: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv" or
+    "dppo_kl" (docs/loss.md)."""
     importance_sampling_level: str = "token"
     """Level of the importance ratio: one per "token", or one per "sequence" (GSPO)."""
     epsilon: float = 0.2
-    """Lower clip of the ratio."""
+    """Lower clip of the ratio; of the log-ratio with "gmpo", of the divergence with "dppo_*"."""
     epsilon_high: float | None = None
     """Upper clip of the ratio. None is `epsilon`."""
     delta: float | None = None
-    """Upper bound of the ratio in the unclipped branch (two-sided clipping). Other losses do not use it."""
+    """Upper bound of the ratio in the unclipped branch (two-sided clipping), and of that of "dppo_*". Other losses do
+    not use it."""
     sapo_temperature_pos: float = 1.0
     """Temperature of the gate of "sapo" where the advantage is positive."""
     sapo_temperature_neg: float = 1.05
@@ -194,6 +196,18 @@ class GRPOConfig(AsTransformers):
     """Number of optimizer steps between two updates of the reference model."""
     top_entropy_quantile: float = 1.0
     """Share of the tokens of a step, those of highest entropy, that the loss uses."""
+    clip_cov_ratio: float = 0.0
+    """Share of the tokens of a step that Clip-Cov leaves out, among those whose covariance of log-prob and advantage is
+    within `clip_cov_lb` and `clip_cov_ub`; 0.0002 in its paper. Excludes `kl_cov_ratio`."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance for Clip-Cov."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of the covariance for Clip-Cov."""
+    kl_cov_ratio: float = 0.0
+    """Share of the tokens of a step, those of largest covariance of log-prob and advantage, that KL-Cov penalises;
+    0.0002 to 0.002 in its paper."""
+    kl_cov_coef: float = 1.0
+    """Weight of the penalty of KL-Cov."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     use_adaptive_entropy: bool = False
@@ -213,16 +227,29 @@ class GRPOConfig(AsTransformers):
     vllm_importance_sampling_correction: bool = True
     """Correct for the difference between vLLM's log-probs and the trainer's."""
     vllm_importance_sampling_mode: str = "token_truncate"
-    """Kind of the correction: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask"."""
+    """Kind of the correction: "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or "icepop":
+    "token_mask" with bounds of 0.5 and 5."""
     vllm_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of the correction."""
     vllm_importance_sampling_clip_min: float | None = None
     """Lower bound of the correction."""
     vllm_importance_sampling_cap: float | None = None
     """Deprecated name of `vllm_importance_sampling_clip_max`, which it replaces."""
+    sequence_rejection: str | None = None
+    """Statistic of the disagreement of sampler and trainer on a sequence, which is left out of the loss where it is out
+    of bounds: the mean "ratio", the "geometric_ratio", or a mean KL divergence "k1", "k2" or "k3"."""
+    sequence_rejection_min: float | None = None
+    """Lower bound of that statistic."""
+    sequence_rejection_max: float | None = None
+    """Upper bound of that statistic."""
 
     scale_rewards: Scale = "group"
     """Divisor of advantages: the standard deviation of the "group" (True), of the "batch", or "none" (False)."""
+    advantage_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl"
+    ] = "grpo"
+    """Formula of advantages (docs/loss.md): that of GRPO, with `scale_rewards`, or another one with a scale of its
+    own. "reinforce_plus_plus" compares with the whole batch, the others with the group."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: advantages of their weighted sum, or the sum of each one's advantages (GDPO)."""
     reward_weights: list[float] | None = None
@@ -236,8 +263,9 @@ class GRPOConfig(AsTransformers):
     rollout_failure: Literal["fail", "retry", "drop"] = "fail"
     """Reaction to a completion that cannot be used (a NaN log-prob, no tokens, ...): "fail" ends the run, "retry"
     samples its prompt again, twice at most, "drop" drops its group."""
-    logprob_mismatch: Literal["fail", "warn"] = "fail"
-    """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning."""
+    logprob_mismatch: Literal["fail", "warn"] | None = None
+    """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning. None:
+    an error, and a warning where the trainer's own model samples, which has no other weights."""
     max_logprob_difference: float | None = None
     """Greatest such difference, in nats: of a token in fp32 on a CPU, of the mean elsewhere. None: by dtype and device
     (docs/engines.md)."""
@@ -245,11 +273,15 @@ class GRPOConfig(AsTransformers):
     temperature: float = 1.0
     """Sampling temperature; the log-probs of training use it too."""
     top_p: float | None = 1.0
-    """Probability mass of nucleus sampling; None is 1. Below 1, the sampled and the trained distribution differ."""
+    """Probability mass of nucleus sampling; None is 1."""
     top_k: int | None = 0
     """Number of the most likely tokens to sample from. 0 or None is all."""
     min_p: float | None = None
     """Smallest probability of a token relative to the most likely one. None is 0."""
+    sampling_support: Literal["auto", "require", "off"] = "auto"
+    """With `top_p`, `top_k` or `min_p`: log-probs over the tokens that the sampler kept, its support (DeepSeek-V3.2's
+    Keep Sampling Mask), where the engine returns them ("auto") or else an error ("require"). "off": over the whole
+    vocabulary, so that the sampled and the trained distribution differ."""
     repetition_penalty: float = 1.0
     """Penalty of tokens that occurred before. 1 is none."""
     max_completion_length: int = 512
@@ -382,7 +414,7 @@ class GRPOConfig(AsTransformers):
         """The options of the loss; `corrected`: the engine samples with log-probs of its own."""
         shared = {entry.name for entry in fields(GRPOLossConfig)} & {entry.name for entry in fields(GRPOConfig)}
         options = {name: getattr(self, name) for name in shared}
-        if self.delta is not None and self.loss_type not in CLIPPED:
+        if self.delta is not None and self.loss_type not in BOUNDED:
             warn_once(
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which does not use it; fix: delta=None"
             )
@@ -406,6 +438,7 @@ class GRPOConfig(AsTransformers):
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
+            sampling_support=self.sampling_support,
             seed=seed,
             structured_outputs_regex=self.vllm_structured_outputs_regex,
             extra={
@@ -415,68 +448,6 @@ class GRPOConfig(AsTransformers):
                 if name not in OVERRIDDEN and (name, value) != ("do_sample", True)
             },
         )
-
-    def micro_batches_per_generation(self, num_processes: int) -> int:
-        """`steps_per_generation`, from `generation_batch_size` where that is given.
-
-        Raises:
-            InputError: `generation_batch_size` is no multiple of a micro-batch of all processes.
-        """
-        if self.generation_batch_size is None:
-            return self.steps_per_generation or self.gradient_accumulation_steps
-        micro_batch = self.per_device_train_batch_size * num_processes
-        if self.generation_batch_size % (micro_batch * self.gradient_accumulation_steps):
-            raise InputError(
-                f"got generation_batch_size={self.generation_batch_size}, want a multiple of the effective batch: "
-                f"{micro_batch * self.gradient_accumulation_steps} sequences on {num_processes} process(es)"
-            )
-        return self.generation_batch_size // micro_batch
-
-    def optimizer_steps_per_generation(self, num_processes: int) -> int:
-        """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""
-        return self.micro_batches_per_generation(num_processes) // self.gradient_accumulation_steps
-
-    def prompts_per_generation(self, num_processes: int) -> int:
-        """Prompts of one generated batch, over all processes.
-
-        Raises:
-            InputError: the sequences of a generated batch do not divide into whole groups.
-        """
-        steps = self.optimizer_steps_per_generation(num_processes)
-        step = self.per_device_train_batch_size * self.gradient_accumulation_steps * num_processes
-        sequences = step * steps
-        if sequences % self.num_generations:
-            lower = sequences // self.num_generations * self.num_generations
-            options = " or ".join(str(size) for size in (lower, lower + self.num_generations) if size)
-            raise InputError(
-                f"got an effective batch of {self.per_device_train_batch_size} (per_device_train_batch_size) * "
-                f"{self.gradient_accumulation_steps} (gradient_accumulation_steps) * {num_processes} process(es) = "
-                f"{step} sequences with {steps} optimizer step(s) per generation, want a multiple of "
-                f"num_generations={self.num_generations}; fix: make the product {options}"
-            )
-        return sequences // self.num_generations
-
-    def group_part(self, num_processes: int) -> int:
-        """Completions of a prompt that one process samples: a group, or the part of it that fits into its share."""
-        self.prompts_per_generation(num_processes)
-        share = self.per_device_train_batch_size * self.micro_batches_per_generation(num_processes)
-        part = math.gcd(share, self.num_generations)
-        if self.dynamic_sampling and part < self.num_generations:
-            raise InputError(
-                f"got dynamic_sampling={self.dynamic_sampling} with {share} sequences on each of {num_processes} "
-                f"process(es), want whole groups of num_generations={self.num_generations} on each, which it replaces; "
-                "fix: a larger per_device_train_batch_size or gradient_accumulation_steps, or dynamic_sampling=0"
-            )
-        return part
-
-    def prompts_per_process(self, num_processes: int) -> int:
-        """Prompts that each process completes `group_part` times in one generated batch.
-
-        Raises:
-            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
-        """
-        part = self.group_part(num_processes)
-        return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
 
 def own_fields(cls: type) -> list[Field[Any]]:

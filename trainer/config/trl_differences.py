@@ -49,6 +49,11 @@ BEHAVIOURS = [
         "with an accumulation of 2: 0.15",
     ),
     Behaviour(
+        "log-probs of truncated sampling (`top_p`, `top_k`, `min_p`) are over the whole vocabulary",
+        'over the tokens that the sampler kept (`sampling_support`; "off" is TRL\'s way)',
+        "the ratio to the sampler, on policy: 1 here, there on average the probability that was kept, such as 0.80",
+    ),
+    Behaviour(
         "the router loss counts the prompts of masked completions (`mask_truncated_completions`)",
         "they are not in the batch",
         "parameters 3e-5 to 1.3e-4 at a coefficient of 0.001",
@@ -63,7 +68,11 @@ BEHAVIOURS = [
         "they are in front of the sequence: log-probs are those of the sequence alone",
         "prompts of 1 to 4 tokens: parameters 2.5e-3; of one length: 1.9e-9",
     ),
-    Behaviour("an evaluation has an `eval_loss`", "it has rewards and lengths: samples of the policy itself", "none"),
+    Behaviour(
+        "`eval_loss` is a mean over batches, with the correction for vLLM",
+        "the loss of one step with the whole evaluation, on policy; of one completion per prompt, the KL term alone",
+        "evaluations only",
+    ),
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),
     Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),
     Behaviour(
@@ -105,7 +114,7 @@ ABSENT: dict[str, str] = {
         current_gradient_accumulation_steps compute_loss_func loss_is_scaled_for_ga
         model_accepts_loss_kwargs""",
     "the loss is `fused_grpo.loss`, its options `args.loss_config()`": """
-        get_gamma_weights get_high_entropy_mask get_off_policy_mask aux_loss_enabled label_smoother""",
+        get_gamma_weights get_high_entropy_mask get_off_policy_mask label_smoother""",
     "`sampler` draws the rows as they are needed": """
         get_train_dataloader get_eval_dataloader get_test_dataloader get_batch_samples get_total_train_batch_size
         set_initial_training_values num_examples data_collator""",

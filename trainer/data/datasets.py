@@ -15,7 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from fused_grpo.errors import DataError
+from fused_grpo.errors import DataError, DatasetTypeError
 from fused_grpo.trainer.data.prompts import is_conversational, prompt_problem
 
 Row = dict[str, Any]
@@ -96,30 +96,31 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
         name: the argument's name, for errors.
 
     Raises:
-        DataError: not a dataset, an empty one, several splits, an iterator that cannot start again, or a row that
+        DatasetTypeError: not a dataset.
+        DataError: none, an empty one, several splits, an iterator that cannot start again, or a row that
             `RowCheck` refuses.
     """
-    want = "want a datasets.Dataset, a datasets.IterableDataset or a list of dicts with a 'prompt' column"
+    kinds = "a `Dataset` or `IterableDataset` of `datasets`, or a list of dicts, with a 'prompt' column"
     if dataset is None:
-        raise DataError(f"got no {name}, {want}")
-    got = f"got a {type(dataset).__name__} as {name}, {want}"
+        raise DataError(f"got no {name}: `{name}` is required, {kinds}")
+    got = f"got a {type(dataset).__name__} as {name}: `{name}` must be {kinds}"
     if isinstance(dataset, Mapping):
-        raise DataError(f"{got}; fix: choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})")
+        raise DatasetTypeError(f"{got}; fix: choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})")
     if isinstance(dataset, (str, Path)):
-        raise DataError(f"{got}; fix: datasets.load_dataset(...)")
+        raise DatasetTypeError(f"{got}; fix: datasets.load_dataset(...)")
     try:
         entries = iter(dataset)
     except TypeError as error:
-        raise DataError(got) from error
+        raise DatasetTypeError(got) from error
     if entries is dataset:
-        raise DataError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
+        raise DatasetTypeError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
     refuse_images(getattr(dataset, "column_names", None) or (), name=name)  # before they are decoded
     check, rows = RowCheck(name), enumerate(read_rows(dataset, name=name))
     first = next(rows, None)
     if first is None:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
     if not isinstance(first[1], Mapping):
-        raise DataError(got)
+        raise DatasetTypeError(got)
     check(*first)
     if _is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)

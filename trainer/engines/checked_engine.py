@@ -24,11 +24,13 @@ from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS
+from fused_grpo.trainer.engines.support import Support, check_support, wrong_support
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 _log = logging.getLogger(__name__)
 RETRIES = 2  # further calls with rollout_failure="retry"
+_LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
@@ -57,8 +59,9 @@ def checked_generate(
 
     Raises:
         UnavailableError: another number of anything, other prompts, a completion that is empty or too long, a token
-            id outside [0, V), a log-prob that is not finite or above 0, an unknown finish reason. The message names the
-            engine, the prompt and what was got.
+            id outside [0, V), a log-prob that is not finite or above 0, a support without the token, an unknown finish
+            reason. The message names the engine, the prompt and what was got.
+        UnsupportedError: no supports, with `sampling_support="require"`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
     rollouts = _generate(engine, prompt_ids, sampling, vocab_size, prompts)
@@ -132,6 +135,7 @@ def _generate(
             f"{version}, which it was given last; fix: one trainer per engine, and rollouts that say which weights "
             "they were sampled from"
         )
+    check_support(rollouts, sampling, engine)
     return rollouts
 
 
@@ -149,6 +153,9 @@ def _wrong_completions(
         wrong = f"{len(ids)} tokens" if len(ids) > sampling.max_tokens else _wrong_tokens(ids, vocab_size)
         if not wrong and logprobs is not None:
             wrong = _wrong_logprobs(logprobs[index], len(ids), nan_allowed=by_user)
+        if not wrong and rollouts.support_ids is not None and rollouts.support_sizes is not None:
+            support = Support(rollouts.support_ids[index], rollouts.support_sizes[index])
+            wrong = wrong_support(support, ids, vocab_size)
         if not wrong and reason not in get_args(FinishReason):
             wrong = f"finish reason {reason!r}"
         if wrong:
@@ -168,19 +175,16 @@ def _with_groups(rollouts: Rollouts, groups: Sequence[int], again: Rollouts) -> 
     size = rollouts.num_generations
     members = [group * size + member for group in groups for member in range(size)]
 
-    def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    def put(values: Any, places: Sequence[int], others: Any) -> Any:
+        if values is None or others is None:
+            return None
         changed = dict(zip(places, others, strict=True))
         return [changed.get(index, value) for index, value in enumerate(values)]
 
-    known = rollouts.sampling_logprobs is not None and again.sampling_logprobs is not None
     return replace(
         rollouts,
         prompt_ids=put(rollouts.prompt_ids, groups, again.prompt_ids),
-        completion_ids=put(rollouts.completion_ids, members, again.completion_ids),
-        finish_reasons=put(rollouts.finish_reasons, members, again.finish_reasons),
-        sampling_logprobs=put(rollouts.sampling_logprobs or (), members, again.sampling_logprobs or ())
-        if known
-        else None,
+        **{name: put(getattr(rollouts, name), members, getattr(again, name)) for name in _LISTS},
         # A column that only one of the two calls returned is known for some completions alone.
         extra={
             name: put(rollouts.extra[name], members, again.extra[name]) for name in rollouts.extra.keys() & again.extra
@@ -195,14 +199,16 @@ def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
         _log.warning("%s (its group is dropped)", problem)
         failures.setdefault(index // rollouts.num_generations, problem)
 
-    def emptied(values: Sequence[Any], empty: Any) -> list[Any]:
-        return [empty if index in wrong else value for index, value in enumerate(values)]
+    def emptied(values: Any, empty: Any) -> Any:
+        return None if values is None else [empty if index in wrong else value for index, value in enumerate(values)]
 
-    logprobs = rollouts.sampling_logprobs
+    nothing = Support.empty()
     return replace(
         rollouts,
         completion_ids=emptied(rollouts.completion_ids, []),
-        sampling_logprobs=None if logprobs is None else emptied(logprobs, []),
+        sampling_logprobs=emptied(rollouts.sampling_logprobs, []),
+        support_ids=emptied(rollouts.support_ids, nothing.ids),
+        support_sizes=emptied(rollouts.support_sizes, nothing.sizes),
         finish_reasons=emptied(rollouts.finish_reasons, "length"),
         failures=failures,
     )
@@ -212,6 +218,8 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
     if rollouts.sampling_logprobs is not None:
         lists["lists of log-probs"] = rollouts.sampling_logprobs
+    if rollouts.support_ids is not None or rollouts.support_sizes is not None:
+        lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
     lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in lists.items():
         if len(values) != n * len(prompt_ids):

@@ -124,6 +124,7 @@ def _make_engine(
         "seed": args.seed,
         "trust_remote_code": args.runs_remote_code,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "support": sampling if (sampling := args.sampling(seed=0)).wants_support else None,
         "engine_options": model_impl | (args.vllm_engine_kwargs or {}),
     }
     if args.vllm_adapter_sync:

@@ -20,9 +20,13 @@ class RolloutEngine(Protocol):
     name: str
     weight_version: int
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
+    why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`."""
+        """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
+
+        An engine that can returns the support of each token where `sampling.wants_support`.
+        """
         ...
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -6,6 +6,8 @@ times in a row, and returns a dict with one entry per prompt in each of
     "prompt_ids"       token ids of the prompt, the same within a group
     "completion_ids"   token ids of the completion
     "logprobs"         log-probs of those tokens as they were sampled; or None in place of the whole list
+    "sampling_support" may be left out: for each token the ids that a truncated sampler kept, as vLLM's
+                       `sampling_mask.token_ids`; no ids, or None in place of a list, for the whole vocabulary
     anything else      a column for the reward functions; a value that is not a list is repeated
 
 It may sample with any model, so its log-probs need not be the trainer's.
@@ -22,12 +24,13 @@ from torch import Tensor
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import stop_token_ids
+from fused_grpo.trainer.engines.support import Support, support_fields
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-_NO_COLUMNS = ("env_mask", "logprob_token_ids")
+_NO_COLUMNS = ("env_mask", "logprob_token_ids", "sampling_support")
 _TAKEN = ("prompt", "prompts", "completion", "completions")
 
 
@@ -42,6 +45,7 @@ class FunctionEngine(RolloutEngine):
     """
 
     name = "rollout_func"
+    why_no_support = 'it needs "sampling_support" in what the function returns'
 
     def __init__(self, rollout_func: RolloutFunction, trainer: Any, *, inner: RolloutEngine | None = None) -> None:
         self._function = rollout_func
@@ -94,6 +98,7 @@ class FunctionEngine(RolloutEngine):
             num_generations=sampling.n,
             weight_version=self.weight_version,
             extra=columns,
+            **_supports(output.get("sampling_support"), ids, wanted=sampling.sampling_support != "off"),
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -154,6 +159,22 @@ def _one_per_group(prompt_ids: Sequence[Sequence[int]], size: int) -> list[list[
                 "the same: a group's members are compared; fix: begin completions where the episodes part"
             )
     return lists[::size]
+
+
+def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> dict[str, Any]:
+    if kept is None or not wanted:
+        return support_fields([None])
+    if len(kept) != len(completion_ids):
+        raise DataError(
+            f"got sampling_support of {len(kept)} completions from rollout_func for {len(completion_ids)}, want one "
+            "each; fix: for each token of each completion a list of ids"
+        )
+    return support_fields(
+        [
+            Support.of([()] * len(ids) if some is None else [one or () for one in some])
+            for ids, some in zip(completion_ids, kept, strict=True)
+        ]
+    )
 
 
 def _logprobs(values: Sequence[float | None]) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.engines.support import Support, support_fields
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: s
         )
 
 
-def vllm_options(sampling: SamplingParams, *, seed: int, count: int) -> list[dict[str, Any]]:
+def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int = 0) -> list[dict[str, Any]]:
     """vLLM's sampling options for each of `count` prompts, in process and for servers, each with a seed of its own.
+
+    With the log-prob of each token come those of the `listed` most likely ones.
 
     vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
     neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
@@ -85,7 +88,7 @@ def vllm_options(sampling: SamplingParams, *, seed: int, count: int) -> list[dic
     seeds = [source.getrandbits(SEED_BITS) for _ in range(sampling.first_prompt + count)][sampling.first_prompt :]
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    same = {name: getattr(sampling, name) for name in names} | {"logprobs": 0} | sampling.extra
+    same = {name: getattr(sampling, name) for name in names} | {"logprobs": listed} | sampling.extra
     # Greedy completions of one prompt are equal, so one is sampled; `vllm_rollouts` repeats it.
     same["n"] = sampling.n if sampling.temperature > 0 else 1
     return [{**same, "seed": seed} for seed in seeds]
@@ -97,6 +100,7 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    support: Support | None = None
 
 
 def vllm_rollouts(
@@ -112,4 +116,5 @@ def vllm_rollouts(
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
+        **support_fields([completion.support for completion in completions] if sampling.wants_support else [None]),
     )

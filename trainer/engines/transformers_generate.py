@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
+from fused_grpo.trainer.engines.support import Support, SupportRecorder, support_fields
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.virtual_tokens import model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
@@ -68,6 +69,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     name = "transformers"
+    why_no_support = "it needs a model whose `generate` calls logits processors, and no beam search"
 
     def __init__(
         self,
@@ -109,14 +111,14 @@ class TransformersEngine(RolloutEngine):
         sampler = _Sampler(sampling, seed=seed + sampling.first_prompt)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
-        sampled: list[tuple[list[int], list[float] | None]] = []
+        sampled: list[_Sampled] = []
         for start in range(0, len(rows), at_once):
             returned = self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
             # A model whose `generate` is its own may not call a logits processor: then log-probs are not known.
-            sampled += sampler.take() or [(tokens, None) for tokens in returned]
-        lengths = [_completion_length(tokens, stop_ids) for tokens, _ in sampled]
-        completions = [tokens[:length] for (tokens, _), length in zip(sampled, lengths, strict=True)]
-        logprobs = [values[:length] for (_, values), length in zip(sampled, lengths, strict=True) if values is not None]
+            sampled += sampler.take() or [_Sampled(tokens, None, None) for tokens in returned]
+        sampled = [one.first(_completion_length(one.tokens, stop_ids)) for one in sampled]
+        completions = [one.tokens for one in sampled]
+        logprobs = [one.logprobs for one in sampled if one.logprobs is not None]
         return Rollouts(
             prompt_ids=prompts,
             completion_ids=completions,
@@ -124,6 +126,7 @@ class TransformersEngine(RolloutEngine):
             finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
+            **support_fields([one.support for one in sampled] if sampling.wants_support else [None]),
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -168,6 +171,18 @@ class TransformersEngine(RolloutEngine):
         return completions
 
 
+class _Sampled(NamedTuple):
+    """The tokens of a completion, those after the end of sequence included, and what is known of each."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    support: Support | None
+
+    def first(self, length: int) -> _Sampled:
+        support = None if self.support is None else self.support.first(length)
+        return _Sampled(self.tokens[:length], None if self.logprobs is None else self.logprobs[:length], support)
+
+
 class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
@@ -177,23 +192,27 @@ class _Sampler:
         self._shaping = _shaping(sampling)
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        self._supports = SupportRecorder()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         for shape in self._shaping:
             scores = shape(input_ids, scores)
+        if self._sampling.wants_support:
+            self._supports.add(scores)
         logprobs = scores.float().log_softmax(dim=-1)
         tokens = self._sample(logprobs)
         self._tokens.append(tokens)
         self._logprobs.append(logprobs.gather(1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def take(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs of each row since the last call, those after the end of sequence included."""
+    def take(self) -> list[_Sampled]:
+        """What was sampled for each row since the last call."""
         if not self._tokens:
             return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
+        supports = self._supports.take() if self._sampling.wants_support else [None] * len(tokens)
         self._tokens, self._logprobs = [], []
-        return list(zip(tokens, logprobs, strict=True))
+        return list(map(_Sampled, tokens, logprobs, supports))
 
     def _sample(self, logprobs: Tensor) -> Tensor:
         if self._sampling.temperature == 0:

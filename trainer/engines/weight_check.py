@@ -73,18 +73,21 @@ class WeightCheck:
     Args:
         args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound.
         model: the model that is trained, on `device`.
+        own_weights: whether the engine has weights of its own, which can be stale, so that None is "fail" and not
+            "warn".
     """
 
-    def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
         dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
         self._options: Any = {"dtype": dtype, "device": device.type, "bound": args.max_logprob_difference}
-        self._warns, self._has_warned = args.logprob_mismatch == "warn", False
+        self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
+        self._has_warned = False
 
     def __call__(self, mean_difference: float, max_difference: float, *, engine: str, version: int) -> None:
         """Check the differences of a step; see `check_same_weights`.
 
         Raises:
-            WeightSyncError: as `check_same_weights`, with `logprob_mismatch="fail"`.
+            WeightSyncError: as `check_same_weights`, where that is the reaction.
         """
         try:
             check_same_weights(mean_difference, max_difference, engine=engine, version=version, **self._options)
@@ -92,5 +95,5 @@ class WeightCheck:
             if not self._warns:
                 raise
             if not self._has_warned:
-                _log.warning("%s (logprob_mismatch='warn': the run goes on; this is said once)", error)
+                _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
             self._has_warned = True

@@ -44,12 +44,12 @@ def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool 
             'chat_template_kwargs={"enable_thinking": false} where the template has it'
         )
     cuts = {"top_p": (args.top_p or 1.0) < 1.0, "top_k": bool(args.top_k), "min_p": bool(args.min_p)}
-    if corrected and any(cuts.values()):
+    if corrected and any(cuts.values()) and args.sampling_support == "off":
         names = " and ".join(f"{name}={getattr(args, name)}" for name, is_set in cuts.items() if is_set)
         found.append(
             f"with {names} the sampler's log-probs are normalised over the tokens that it keeps, the trainer's over "
-            "all: the sampling correction is biased, and the check of the weight sync is off; fix: sample from the "
-            "whole distribution, or vllm_importance_sampling_correction=False"
+            "all: the sampling correction is biased, and the check of the weight sync is off; fix: "
+            "sampling_support='auto', which trains on the tokens that are kept"
         )
     return found
 

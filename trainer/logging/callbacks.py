@@ -180,6 +180,16 @@ class WithCallbacks:
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     @property
+    def entropy_coef(self) -> float:
+        """Coefficient of the entropy bonus now: with `use_adaptive_entropy` it moves."""
+        return float(self.learner.entropy.coefficient)
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the router of a mixture of experts has a loss."""
+        return bool(self.learner.router_coefficient)
+
+    @property
     def use_vllm(self) -> bool:
         """Whether vLLM samples."""
         return bool(self.engine_name != "transformers")

@@ -21,6 +21,7 @@ from torch import nn
 
 from fused_grpo.chunking import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.models.loading import wants_bf16
 
 LEFT_OUT = (
     "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, the copy of the "
@@ -98,20 +99,19 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
     )
 
 
-def memory_terms(
-    shape: ModelShape, args: GRPOConfig, *, prompt_tokens: int, sequences: int, bf16: bool, engine: str
-) -> list[Term]:
+def memory_terms(shape: ModelShape, args: GRPOConfig, *, prompt_tokens: int, processes: int, engine: str) -> list[Term]:
     """All parts of the estimate, for one device.
 
     Args:
         shape: of the model.
         args: the options of the run.
         prompt_tokens: of the longest prompt.
-        sequences: completions that this process generates at a time.
-        bf16: whether the run is in mixed precision.
+        processes: how many train.
         engine: "vllm", "server" or "transformers".
     """
-    trained, tokens, completion_tokens = shape.trained, *micro_batch_tokens(args, prompt_tokens)
+    trained, bf16 = shape.trained, wants_bf16(args)
+    tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens)
+    sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
     terms = [
         Term("weights, fp32", "4 P", 4 * shape.parameters),
         Term("gradients, fp32", "4 T", 4 * trained),

@@ -24,7 +24,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fused_grpo.errors import FusedGRPOError, InputError, RewardError
+from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError
 from fused_grpo.trainer.distributed.threads import in_thread
 
 RewardFunction = Callable[..., Any]
@@ -92,8 +92,8 @@ class RewardCaller:
                 "fix the function, or return None for what it cannot score"
             ) from error
         if not isinstance(returned, list) or len(returned) != len(prompts):
-            what = f"{len(returned)} values" if isinstance(returned, list) else repr(returned)
-            raise RewardError(
+            what = f"{len(returned)} rewards" if isinstance(returned, list) else repr(returned)
+            raise RewardValueError(
                 f"reward function {self.name!r} returned {what} for {len(prompts)} completions "
                 f"(first prompt {prompts[0]!r}); want one float or None per completion"
             )
@@ -160,7 +160,7 @@ class RewardCaller:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not abs(number) <= FLOAT32_MAX:
-            raise RewardError(
+            raise RewardValueError(
                 f"reward function {self.name!r} returned {value!r} at prompt {prompt!r}; "
                 "want a finite float, or None for what it cannot score"
             )

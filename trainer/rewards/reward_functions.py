@@ -258,6 +258,11 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
 def _check_options(
     functions: list[Any], weights: Sequence[float] | None, *, failure: str, retries: int, timeout: float | None
 ) -> None:
+    if functions == [None]:
+        raise InputError(
+            "No reward source provided: got reward_funcs=None, want a function or a non-empty list of functions, names "
+            "or reward models"
+        )
     if not functions or not all(callable(function) or isinstance(function, str) for function in functions):
         what = functions[0] if len(functions) == 1 else functions
         raise InputError(

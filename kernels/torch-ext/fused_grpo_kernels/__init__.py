@@ -6,16 +6,20 @@ differentiates, and selects among them.
 """
 
 from ._device import is_available
+from .divergence import divergence_gradient_
 from .finish_rows import finish_rows
 from .grpo_loss import grpo_token_loss, token_statistics
 from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
 from .scale_hidden import scale_, scale_hidden
 from .softmax_weights import empty_tile, row_statistics, softmax_weights_
+from .support import entry_logits, weighted_rows_
 from .tuning import prefers_tiles
 
 __all__ = [
+    "divergence_gradient_",
     "empty_tile",
+    "entry_logits",
     "finish_rows",
     "grpo_token_loss",
     "is_available",
@@ -27,4 +31,5 @@ __all__ = [
     "scale_hidden",
     "softmax_weights_",
     "token_statistics",
+    "weighted_rows_",
 ]

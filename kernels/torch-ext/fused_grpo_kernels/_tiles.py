@@ -49,13 +49,18 @@ def expm1(x):
 
 
 @triton.jit
+def log1p(y):
+    """log(1 + y) to a few ulp, for y > -1."""
+    u = 1.0 + y
+    # Kahan: y / (u - 1) corrects log(u) for the rounding of 1 + y.
+    lost = tl.where(u == 1.0, 1.0, u - 1.0)
+    return tl.where(u == 1.0, y, tl.log(u) * (y / lost))
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), without overflow and to a few ulp in both tails."""
-    y = tl.exp(-tl.abs(x))
-    u = 1.0 + y
-    # Kahan's log1p: y / (u - 1) corrects log(u) for the rounding of 1 + y.
-    lost = tl.where(u == 1.0, 1.0, u - 1.0)
-    return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, tl.log(u) * (y / lost))
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit

@@ -6,9 +6,12 @@ With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage 
     cispo     -stop(min(r, epsilon_high)) A log p             d/d log p = -min(r, epsilon_high) A
     sapo      -4 / tau sigmoid(tau (r - 1)) A                 d/d log r = -4 sigmoid (1 - sigmoid) r A
     vespo     -A log p                                        d/d log p = -A
+    gmpo      -r A, with the ratio of the sequence given      d/d log r = -r A
+    dppo      -min(r, delta) A, 0 where D masks the token     d/d log p = the same
 
 times the sampling correction rho = exp(log p_old - log p_sampling), clipped to its bounds, and times `policy_weights`.
-Added to it is beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p and
+The binary divergence D of p and p_old is |p_old - p| ("dppo_tv"), or that of Kullback and Leibler ("dppo_kl").
+Added to it are `kl_cov_weights` |d| and beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p,
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
@@ -56,6 +59,7 @@ INPUTS = (
     "entropy",
     "entropy_weights",
     "policy_weights",
+    "kl_cov_weights",
 )
 
 
@@ -65,6 +69,7 @@ TOKEN_VECTORS += [
     "entropy",
     "entropy_weights",
     "policy_weights",
+    "kl_cov_weights",
     "grad_logprobs",
     "grad_log_ratio",
 ]
@@ -80,7 +85,20 @@ def _load_masked(values, tokens, mask):
 
 
 @triton.jit
-def _policy(ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg, FORM: tl.constexpr):
+def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.constexpr):
+    """(masked as it falls, masked as it rises): tokens farther than the bounds that A would move on."""
+    moved = tl.exp(current) - tl.exp(old)
+    divergence = tl.abs(moved)
+    if FORM == "dppo_kl":
+        # 1 - mu and 1 - p, where their logarithms are finite.
+        rest, left = tl.maximum(-expm1(old), 1e-37), tl.maximum(-expm1(current), 1e-37)
+        divergence = tl.exp(old) * (old - current) + rest * (tl.log(rest) - tl.log(left))
+    falls = (advantage < 0.0) & (moved < 0.0) & (divergence > lowest)
+    return falls, (advantage > 0.0) & (moved > 0.0) & (divergence > highest)
+
+
+@triton.jit
+def _policy(ratio, advantage, current, old, lowest, highest, delta, tau_pos, tau_neg, FORM: tl.constexpr):
     """(policy term, its derivative in log r, its derivative in log p, clipped below, clipped above)."""
     nothing = tl.zeros(ratio.shape, tl.float32)
     never = nothing > 0.0
@@ -102,6 +120,13 @@ def _policy(ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg,
         gate = tl.sigmoid(tau * (ratio - 1.0))
         slope = -4.0 * gate * (1.0 - gate) * ratio * advantage
         return -gate * (4.0 / tau) * advantage, slope, nothing, never, never
+    elif FORM == "gmpo":
+        change, slope = current - old, -ratio * advantage
+        return slope, slope, nothing, (advantage < 0.0) & (change < lowest), (advantage > 0.0) & (change > highest)
+    elif FORM == "dppo_tv" or FORM == "dppo_kl":
+        falls, rises = _masked_by_divergence(current, old, advantage, lowest, highest, FORM)
+        slope = tl.where(falls | rises, 0.0, -tl.minimum(ratio, delta) * advantage)
+        return slope, nothing, slope, falls, rises
     else:
         return -advantage * current, nothing, -advantage, never, never
 
@@ -130,6 +155,7 @@ def _grpo_loss_kernel(
     entropy,
     entropy_weights,
     policy_weights,
+    kl_cov_weights,
     grad_logprobs,
     grad_log_ratio,
     partials,
@@ -159,21 +185,23 @@ def _grpo_loss_kernel(
     old = current
     if old_logprobs is not None:
         old = _load_masked(old_logprobs, tokens, on)
+    # NaN stands for a missing log-prob: nothing is corrected or measured.
+    sampled = _load_masked(sampling_logprobs, tokens, on)
+    if CORRECTION == "sampler":
+        old = tl.where(sampled == sampled, sampled, old)
     ratio = tl.exp(current - old)
     if log_ratio is not None:
         ratio = tl.exp(_load_masked(log_ratio, tokens, on))
     advantage = _load_masked(advantages, tokens, on)
     policy, of_ratio, of_logprob, low, high = _policy(
-        ratio, advantage, current, lowest, highest, delta, tau_pos, tau_neg, FORM
+        ratio, advantage, current, old, lowest, highest, delta, tau_pos, tau_neg, FORM
     )
 
     left = tl.full([BLOCK], 1.0, tl.float32)
     difference = tl.zeros([BLOCK], tl.float32)
     if sampling_logprobs is not None:
-        sampled = _load_masked(sampling_logprobs, tokens, on)
-        # NaN stands for a missing log-prob: nothing is corrected or measured.
         difference = tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
-        if CORRECTION is not None:
+        if CORRECTION == "truncate" or CORRECTION == "mask":
             left = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
         if CORRECTION == "truncate":
             left = tl.minimum(tl.maximum(left, clip_min), clip_max)
@@ -189,6 +217,10 @@ def _grpo_loss_kernel(
 
     kl = tl.zeros([BLOCK], tl.float32)
     cost = policy
+    if kl_cov_weights is not None:
+        penalty, change = _load_masked(kl_cov_weights, tokens, on), current - old
+        cost += penalty * tl.abs(change)
+        of_logprob += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
     if ref_logprobs is not None:
         kl, kl_slope = _kl(_load_masked(ref_logprobs, tokens, on) - current, KL)
         # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
@@ -237,10 +269,10 @@ def grpo_token_loss(
         inputs: by name, each [N]: `advantages` and `weights`, fp32; `mask`, bool: where False, the others are not read,
             the gradient is zero, and no statistic counts the token. None, or missing: `old_logprobs` (the current ones,
             detached: ratio 1, which still carries the gradient), `ref_logprobs`, `sampling_logprobs`, `entropy`,
-            `entropy_weights`, `policy_weights`, fp32.
+            `entropy_weights`, `policy_weights`, `kl_cov_weights`, fp32.
         terms: (form, epsilon_low, epsilon_high, delta or None, (tau for A > 0, tau elsewhere), beta, "k1" | "k2" |
-            "k3", bias_correction_kl, "truncate" | "mask" | None, lower bound or None, upper bound or None of rho), with
-            form "clipped" | "cispo" | "sapo" | "vespo".
+            "k3", bias_correction_kl, "truncate" | "mask" | "sampler" | None, lower bound or None, upper bound or None
+            of rho), with form "clipped" | "cispo" | "sapo" | "vespo" | "gmpo" | "dppo_tv" | "dppo_kl".
 
     Returns:
         (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, partial sums for `token_statistics`).
@@ -249,6 +281,7 @@ def grpo_token_loss(
     """
     N, device = logprobs.shape[0], logprobs.device
     form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
+    bounds = {"clipped": (1.0 - epsilon_low, 1.0 + epsilon_high), "gmpo": (-epsilon_low, epsilon_high)}
     grad_logprobs = torch.empty(N, dtype=torch.float32, device=device)
     grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
     # One program even for no tokens: it writes zero sums.
@@ -262,8 +295,7 @@ def grpo_token_loss(
             grad_log_ratio,
             partials,
             N,
-            1.0 - epsilon_low,
-            epsilon_high if form == "cispo" else 1.0 + epsilon_high,
+            *bounds.get(form, (epsilon_low, epsilon_high)),
             float("inf") if delta is None else delta,
             *taus,
             beta,

@@ -69,6 +69,24 @@ class RowTile:
         return {"BLOCK_V": self.block_v, "num_warps": self.num_warps, **FUSED_MULTIPLY_ADD}
 
 
+@dataclass(frozen=True)
+class EntryTile:
+    """A program takes `block_e` kept tokens at a time, `block_d` features of each."""
+
+    block_e: int
+    block_d: int
+    num_warps: int
+
+    def launch_options(self) -> dict[str, int]:
+        """The keyword arguments of the launch, as the kernels name them."""
+        return {
+            "BLOCK_E": self.block_e,
+            "BLOCK_D": self.block_d,
+            "num_warps": self.num_warps,
+            **FUSED_MULTIPLY_ADD,
+        }
+
+
 HALF: dict[str, GemmTile] = {
     "sm_80": GemmTile(128, 128, 32, num_warps=8, num_stages=4),
     "sm_86": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -105,6 +123,18 @@ ROW: dict[str, RowTile] = {
     "interpreter": RowTile(128, num_warps=1),
     # One warp finds its largest logit without a barrier. Each thread has 32 loads in flight.
     "default": RowTile(1024, num_warps=1),
+}
+
+# Rows of the head are gathered from memory: each program has 4 KiB of 16-bit rows in flight.
+ENTRY: dict[str, EntryTile] = {
+    "interpreter": EntryTile(8, 32, num_warps=1),
+    "default": EntryTile(8, 256, num_warps=4),
+}
+
+# For passes over the rows of two tiles, with sums of several kinds: four warps have registers for them.
+PAIR: dict[str, RowTile] = {
+    "interpreter": ROW["interpreter"],
+    "default": RowTile(1024, num_warps=4),
 }
 
 # Two tokens per thread of the loss kernel: with more, triton 3.6 spills registers.
@@ -151,3 +181,13 @@ def gemm_tile(device: torch.device, dtype: torch.dtype, *, aligned: bool) -> Gem
 def row_tile(device: torch.device) -> RowTile:
     """The tile of the passes over materialised logits."""
     return ROW.get(architecture(device), ROW["default"])
+
+
+def entry_tile(device: torch.device) -> EntryTile:
+    """The tile of the passes over kept tokens."""
+    return ENTRY.get(architecture(device), ENTRY["default"])
+
+
+def pair_tile(device: torch.device) -> RowTile:
+    """The tile of passes over the logits of two models."""
+    return PAIR.get(architecture(device), PAIR["default"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -37,6 +38,23 @@ def test_packing_keeps_every_token_and_what_predicts_it(batch):
     assert packed.targets.tolist() == packed.input_ids[0, packed.predictors + 1].tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert packed.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6, -7, -8]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 8}, {"one_row": True, "max_tokens": 8}], ids=str)
+def test_each_token_keeps_its_support_however_sequences_are_packed(batch, options):
+    kept = [[[8, 9], [9], []], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
+    ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
+    sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
+    batch = replace(batch, support_ids=ids, support_sizes=sizes, skipped=torch.tensor([False, True, False]))
+    of_sequence = []
+    for part in micro_batches(batch, 1, **{"one_row": False, "device": CPU} | options):
+        tokens, offsets = part.support
+        supports = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
+        assert len(supports) == len(part.targets)
+        ends = part.cu_seqlens.tolist()
+        of_sequence += zip(part.sequence_index.tolist(), [supports[a:b] for a, b in pairwise(ends)], strict=True)
+    assert sorted(of_sequence) == [(0, kept[0]), (2, kept[2])]
+    assert pack(batch, [], one_row=False, device=CPU).support[1].tolist() == [0]
 
 
 def test_rows_are_as_long_as_the_longest_sequence(batch):

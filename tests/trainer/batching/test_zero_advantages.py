@@ -20,6 +20,7 @@ from fused_grpo.trainer.types import EffectiveBatch
 # Another value for each option of the loss; those of the first line give a token without an advantage a gradient, or
 # let others depend on it.
 OF_EVERY_TOKEN = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
+OF_EVERY_TOKEN |= {"clip_cov_ratio": 0.6, "kl_cov_ratio": 0.3}
 OF_SEQUENCES = {
     "loss_type": "sapo",
     "epsilon": 0.01,
@@ -39,6 +40,19 @@ OF_SEQUENCES = {
     "sampling_clip_min": 0.95,
     "off_policy_mask_threshold": 0.01,
     "max_completion_length": 9,
+    "clip_cov_lb": 0.01,
+    "clip_cov_ub": 2.0,
+    "kl_cov_coef": 0.5,
+    "sequence_rejection": "k3",
+    "sequence_rejection_min": 0.01,
+    "sequence_rejection_max": 0.05,
+}
+# What an option needs beside it.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "clip_cov_ratio": {"clip_cov_lb": -1.0, "epsilon": 9.0},
+    "sequence_rejection": {"sequence_rejection_max": 0.05},
+    "sequence_rejection_min": {"sequence_rejection": "k3"},
+    "sequence_rejection_max": {"sequence_rejection": "k3"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"share_rows": False},
@@ -171,7 +185,7 @@ def test_every_option_of_the_loss_is_known_to_leave_other_tokens_alone_or_not(na
     """The gradient of a loss over two sequences, one of them with advantage 0, against that of the other alone."""
     value = {**OF_EVERY_TOKEN, **OF_SEQUENCES}[name]
     loss_type = "vespo" if name.startswith("vespo") else "sapo" if name.startswith("sapo") else "grpo"
-    config = GRPOLossConfig(**{"loss_type": loss_type, name: value})
+    config = GRPOLossConfig(**{"loss_type": loss_type, **COMPANIONS.get(name, {}), name: value})
     generator = torch.Generator().manual_seed(1)
     numbers = {
         key: -torch.rand(8, generator=generator) for key in ("old_logprobs", "ref_logprobs", "sampling_logprobs")

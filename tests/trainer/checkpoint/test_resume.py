@@ -15,6 +15,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpo
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_weights
 from fused_grpo.trainer.checkpoint.resume import restore
 from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 RUN = Path(__file__).parents[1] / "resume_run.py"
 OPTIONS = {
@@ -26,6 +27,7 @@ OPTIONS = {
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "dynamic sampling": {"dynamic_sampling": 2},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "steps_per_generation": 4, "num_iterations": 2},
 }
 
 

@@ -16,7 +16,7 @@ from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_
 
 
 def sizes(shape, args, **options):
-    known = {"prompt_tokens": 10, "sequences": 8, "bf16": False, "engine": "server"}
+    known = {"prompt_tokens": 10, "processes": 1, "engine": "server"}
     return {term.name: term.size for term in memory_terms(shape, args, **known | options)}
 
 
@@ -83,14 +83,14 @@ def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=bf16):
         model.get_decoder()(torch.ones(4, 64, dtype=torch.int64), use_cache=False)
-    shape, args = model_shape(model.config), TrainOptions(gradient_checkpointing=checkpointing)
-    args.per_device_train_batch_size, args.max_completion_length = 4, 54
-    estimate = sizes(shape, args, bf16=bf16)
+    shape, args = model_shape(model.config), TrainOptions(gradient_checkpointing=checkpointing, num_generations=4)
+    args.per_device_train_batch_size, args.max_completion_length, args.bf16 = 4, 54, bf16
+    estimate = sizes(shape, args)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     if bf16 and not checkpointing:
         measured -= estimate["bf16 copies of matrices"]  # autograd keeps these too
     if checkpointing:  # and the one layer that is being recomputed
-        one_layer = sizes(shape, args, bf16=bf16)["activations, roughly"] - 256 * 4 * 64 * (4 + 2)
+        one_layer = sizes(shape, args)["activations, roughly"] - 256 * 4 * 64 * (4 + 2)
         measured += one_layer
     assert measured == pytest.approx(estimate["activations, roughly"], rel=0.25)
 
@@ -112,7 +112,7 @@ def test_an_adapter_has_its_own_count_and_no_reference(make_model):
 
 def test_the_chunk_is_never_larger_than_the_logits():
     shape = model_shape(parse_config(vocab_size=1000))
-    few = TrainOptions(per_device_train_batch_size=1, num_generations=8, max_completion_length=10)
+    few = TrainOptions(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_completion_length=10)
     assert sizes(shape, few)["one chunk of logits"] == 4 * 10 * 1000
     assert sizes(shape, TrainOptions(chunk_bytes=12345))["one chunk of logits"] == 12345
     assert micro_batch_tokens(TrainOptions(max_tokens_per_micro_batch=2048), 512) == (2048, 1024)

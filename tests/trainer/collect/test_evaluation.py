@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.collect.evaluation import check_best_metric
+from fused_grpo.trainer.learner import Learner
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]
 
@@ -31,8 +32,35 @@ def test_the_result_has_trls_names(trainer):
     assert result["eval_num_tokens"] == result["epoch"] == 0
     assert 1 <= result["eval_completions/mean_length"] <= 6
     assert result.keys() >= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
-    assert "eval_loss" not in result
+    assert result["eval_loss"] == 0.0  # of single completions without a KL term
     assert trainer.evaluate(ROWS[:1], metric_key_prefix="test")["test_reward"] == 1.0
+
+
+def of_tokens(completion_ids, **columns):
+    return [sum(ids) % 7 for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.5},
+        {"entropy_coef": 0.2, "top_entropy_quantile": 0.5},
+        {"kl_cov_ratio": 0.2},
+        {"loss_type": "dr_grpo"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_eval_loss_is_the_loss_of_a_step_with_the_completions(make_trainer, monkeypatch, options):
+    trainer = make_trainer(of_tokens, max_steps=2, num_generations_eval=3, learning_rate=0.1, **options)
+    trainer.train()
+    learner, seen = trainer.learner, []
+    monkeypatch.setattr(learner, "evaluate", lambda batch: seen.append(batch) or Learner.evaluate(learner, batch))
+    result = trainer.evaluate(ROWS)
+    assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
+    _, metrics = learner.learn(seen[0])
+    assert result["eval_loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
+    assert len(seen[0].completion_ids) == 3 * len(ROWS)
+    assert abs(metrics["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["list", "Dataset", "stream"])
@@ -81,9 +109,7 @@ def test_what_is_no_eval_set_is_refused(trainer, given, message):
 
 def test_a_metric_to_choose_by_that_no_evaluation_has_is_refused(trainer):
     metrics = trainer.evaluate(ROWS)
-    for name in ("reward", "eval_reward", None):
+    for name in ("reward", "eval_reward", "eval_loss", None):
         check_best_metric(name, metrics)
-    with pytest.raises(
-        InputError, match=r"got metric_for_best_model='eval_loss', .* computes no loss; fix: .*'eval_reward'"
-    ):
-        check_best_metric("eval_loss", metrics)
+    with pytest.raises(InputError, match=r"got metric_for_best_model='eval_accuracy', .*; fix: .*'eval_reward'"):
+        check_best_metric("eval_accuracy", metrics)

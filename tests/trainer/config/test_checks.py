@@ -31,6 +31,16 @@ INF, NAN = float("inf"), float("nan")
         ({"entropy_target": NAN}, "entropy_target=nan"),
         ({"entropy_coef_delta": NAN}, "entropy_coef_delta=nan"),
         ({"entropy_coef_min": NAN}, "entropy_coef_min=nan"),
+        ({"advantage_estimator": "gae"}, "advantage_estimator='gae', want "),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' with advantage_estimator"),
+        (
+            {"advantage_estimator": "maxrl", "multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation='normalize_then_sum' with advantage_estimator='maxrl'",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1, "dynamic_sampling": 1},
+            "num_generations=1, want at least 2",
+        ),
     ],
 )
 def test_a_config_out_of_range_is_refused(option, message):

@@ -19,6 +19,7 @@ from fused_grpo.trainer.config.trl_fields import MISSING
 FIELDS = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}
 # Where a default of None says nothing about the type, and where another value excludes it.
 TEXTS = {
+    "logprob_mismatch": ("warn", "warn"),
     "resume_from_checkpoint": ("True", True),
     "scale_rewards": ("False", "none"),
     "report_to": ("none", []),
@@ -29,7 +30,14 @@ TEXTS = {
     "vllm_server_base_url": ("http://127.0.0.1:1", "http://127.0.0.1:1"),
     "optim_target_modules": ("all-linear", "all-linear"),
     "reward_weights": ("0.5", [0.5]),
+    "sequence_rejection": ("k3", "k3"),
+    "sequence_rejection_max": ("0.5", 0.5),
     **{name: ('{"a": 1}', {"a": 1}) for name in DICTS},
+}
+# What an option needs beside it.
+COMPANIONS = {
+    "sequence_rejection": ["--sequence_rejection_max", "0.5"],
+    **{f"sequence_rejection_{bound}": ["--sequence_rejection", "k3"] for bound in ("min", "max")},
 }
 
 
@@ -61,8 +69,9 @@ def test_every_field_is_read_from_text():
     parser, wrong = HfArgumentParser((GRPOConfig,)), {}
     for name in FIELDS.keys() - MISSING.keys():
         text, value = text_of(name)
+        given = [f"--{name}", text, *COMPANIONS.get(name, [])]
         try:
-            args = parser.parse_args_into_dataclasses([f"--{name}", text], look_for_args_file=False)[0]
+            args = parser.parse_args_into_dataclasses(given, look_for_args_file=False)[0]
             found = getattr(args, name)
         except (SystemExit, Exception) as error:
             found = error

@@ -48,7 +48,7 @@ class FakeServer(ThreadingHTTPServer):
         self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
         self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
-        self.max_model_len, self.old = 64, False
+        self.max_model_len, self.old, self.max_logprobs = 64, False, 20
         self.calls: list[tuple[str, Any]] = []
         self.wire: Any = None  # what was broadcast of an update, where a test replaces NCCL
         self.lock, self.released = threading.Lock(), threading.Event()
@@ -92,7 +92,11 @@ class FakeServer(ThreadingHTTPServer):
 
     def get(self, path: str) -> dict[str, Any] | int:
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode, "dtype": self.dtype},
+            "model_config": {
+                "logprobs_mode": self.logprobs_mode,
+                "dtype": self.dtype,
+                "max_logprobs": self.max_logprobs,
+            },
             "device_config": {"device": "cpu"},
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
@@ -174,7 +178,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def choice(prompt: int, index: int) -> dict[str, Any]:
-    logprobs = {"token_logprobs": [-0.5, -1.0 - index]}
+    listed = [{f"token_id:{token}": 0.0, "token_id:63": -9999.0} for token in (prompt, index)]
+    logprobs = {"token_logprobs": [-0.5, -1.0 - index], "top_logprobs": listed}
     return {"index": index, "token_ids": [prompt, index], "logprobs": logprobs, "finish_reason": "stop"}
 
 

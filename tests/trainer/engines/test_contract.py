@@ -28,7 +28,7 @@ def model(build_model):
 @pytest.fixture(scope="module", params=["transformers", *(pytest.param(n, marks=pytest.mark.engine) for n in VLLM)])
 def engine(request, model, tokenizer) -> Iterator[RolloutEngine]:
     urls = [request.getfixturevalue("server").url] if request.param == "server" else None
-    args = GRPOConfig(vllm_max_model_length=192, vllm_server_base_url=urls)
+    args = GRPOConfig(vllm_max_model_length=192, vllm_server_base_url=urls, top_k=8)
     engine = choose_engine(request.param, args, model, tokenizer, [])
     engine.load_weights(checkpoint_weights(model), version=0)
     yield engine
@@ -70,6 +70,32 @@ def test_truncated_sampling_renormalises_over_the_tokens_it_keeps(engine, model,
         assert best.indices.gather(1, position)[:, 0].tolist() == completion
         expected = best.values.log_softmax(-1).gather(1, position)[:, 0]
         torch.testing.assert_close(torch.tensor(rollouts.sampling_logprobs[index]), expected, atol=1e-4, rtol=0)
+
+
+def kept_tokens(logits: torch.Tensor, *, top_p: float, top_k: int, min_p: float) -> list[int]:
+    """What min_p, top_k and top_p leave, one after the other, as vLLM applies them."""
+    probabilities = logits.softmax(-1)
+    order = probabilities.argsort(descending=True)
+    order = order[probabilities[order] >= min_p * probabilities.max()][:top_k]
+    share = probabilities[order] / probabilities[order].sum()
+    return sorted(order[share.cumsum(0) - share < top_p].tolist())
+
+
+def test_the_support_of_a_token_is_what_the_truncation_keeps(engine, model, prompts, plain_logits) -> None:
+    cut = {"top_p": 0.8, "top_k": 8, "min_p": 0.05}
+    rollouts = engine.generate(prompts, replace(PLAIN, **cut, temperature=0.5, sampling_support="require"))
+    sizes = set()
+    for index, completion in enumerate(rollouts.completion_ids):
+        supports = rollouts.support_ids[index].split(rollouts.support_sizes[index].tolist())
+        logits = plain_logits(model, rollouts, index) / 0.5
+        for kept, row, token, logprob in zip(
+            supports, logits, completion, rollouts.sampling_logprobs[index], strict=True
+        ):
+            assert kept.tolist() == kept_tokens(row, **cut)
+            assert logprob == pytest.approx(row[kept].log_softmax(-1)[kept.tolist().index(token)].item(), abs=1e-4)
+            sizes.add(len(kept))
+    assert len(sizes) > 3
+    assert engine.generate(prompts, replace(PLAIN, **cut)).support_ids is None
 
 
 def test_a_repetition_penalty_does_not_depend_on_the_batch(engine, prompts, sampled_logprobs) -> None:

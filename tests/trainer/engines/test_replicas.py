@@ -6,6 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ def test_a_request_sets_all_options_that_a_server_would_otherwise_take_from_the_
     given = {"n": 2, "temperature": 0.7, "top_p": 0.9, "stop": ["."]}
     defaults = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert (given | defaults).items() <= sent.items()
+
+
+def test_a_server_that_lists_too_few_tokens_is_not_asked_for_supports(connect, servers) -> None:
+    truncated = replace(SAMPLING, top_k=20, sampling_support="auto")
+    servers[0].max_logprobs, servers[1].max_logprobs = -1, 29
+    assert connect(2).generate(PROMPTS[:1], truncated).support_ids is None
+    rollouts = connect(1).generate(PROMPTS[:1], truncated)
+    assert servers[0].seen[-1]["logprobs"] == 30
+    assert [ids.tolist() for ids in rollouts.support_ids] == rollouts.completion_ids
 
 
 @pytest.mark.parametrize("fault", ["no answer", "cut off", 500, 503, 429, {"finish_reason": "abort"}])
@@ -223,6 +233,29 @@ def test_a_server_for_shorter_sequences_is_refused(connect) -> None:
         connect(max_model_len=65)
     with pytest.raises(InputError, match="prompt 0 of 2 tokens and max_tokens=63"):
         connect(max_model_len=64).generate(PROMPTS, SamplingParams(n=1, max_tokens=63))
+
+
+def test_the_other_servers_may_end_what_they_do_when_one_fails(monkeypatch) -> None:
+    # A connection that is cut before its first step leaves a warning behind.
+    answered = list[str]()
+
+    async def work(replica: replicas.Replica) -> None:
+        await asyncio.sleep(0.0 if replica is fleet.all[1] else hold)
+        if replica is fleet.all[1]:
+            raise replicas.RequestError("refused")
+        answered.append(replica.url)
+
+    fleet, hold = Replicas(["http://localhost:1", "http://localhost:2"]), 0.05
+    with pytest.raises(UnavailableError, match="refused at http://localhost:2"):
+        fleet.run(lambda client: fleet.on_each(work), doing="a test")
+    assert answered == ["http://localhost:1"]
+
+    monkeypatch.setattr(replicas, "_GRACE", 0.05)
+    hold, start = 60.0, time.monotonic()
+    with pytest.raises(UnavailableError, match="refused at http://localhost:2"):
+        fleet.run(lambda client: fleet.on_each(work), doing="a test")
+    assert time.monotonic() - start < 30
+    assert len(answered) == 1
 
 
 @pytest.mark.parametrize("urls", [[], ["http://localhost:8000", "http://localhost:8000/v1"]])

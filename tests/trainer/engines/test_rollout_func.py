@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_the_function_sees_each_prompt_once_per_completion_and_the_trainer(train
     assert seen[0] == ([messages[0], messages[0], messages[1], messages[1]], trainer)
     decoded = trainer.processing_class.batch_decode(PROMPT_IDS)
     assert seen[1][0] == [decoded[0], decoded[0], decoded[1], decoded[1]]
+
+
+def test_the_tokens_that_the_function_says_were_kept_become_supports(engine) -> None:
+    kept = [[[9, 2], [1, 3]], None, [[8], None, [3, 7]], [[8]]]
+    wanted = replace(SAMPLING, sampling_support="auto")
+    rollouts = engine(sampling_support=kept).generate(PROMPT_IDS, wanted)
+    assert [ids.tolist() for ids in rollouts.support_ids] == [[2, 9, 1, 3], [], [8, 3, 7], [8]]
+    assert [sizes.tolist() for sizes in rollouts.support_sizes] == [[2, 2], [0], [1, 0, 2], [1]]
+    assert engine(sampling_support=kept).generate(PROMPT_IDS, SAMPLING).support_ids is None
+    assert engine().generate(PROMPT_IDS, wanted).support_ids is None
+    with pytest.raises(DataError, match=r"sampling_support of 1 completions from rollout_func for 4.*fix:"):
+        engine(sampling_support=kept[:1]).generate(PROMPT_IDS, wanted)
 
 
 def test_a_function_that_does_not_know_its_logprobs_says_none(engine) -> None:

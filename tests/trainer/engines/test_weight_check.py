@@ -63,4 +63,6 @@ def test_warn_says_it_once_with_the_fix_and_a_healthy_run_says_nothing(caplog) -
     assert "a larger max_logprob_difference" in record.getMessage()
     with pytest.raises(WeightSyncError, match="got a max difference"):
         WeightCheck(GRPOConfig(bf16=False), model, cpu)(0.1, 0.5, **names)
+    with pytest.raises(WeightSyncError, match="got a max difference"):
+        WeightCheck(GRPOConfig(logprob_mismatch="fail", bf16=False), model, cpu, own_weights=False)(0.1, 0.5, **names)
     WeightCheck(GRPOConfig(bf16=False, max_logprob_difference=0.6), model, cpu)(0.1, 0.5, **names)

@@ -49,7 +49,9 @@ def test_options_are_warned_of_at_the_start():
     assert "fix: max_completion_length=2048 or more" in short
     enough = {"max_completion_length": 4096}, {"chat_template_kwargs": {"enable_thinking": False}}
     assert all(at_start(GRPOConfig(**one), processes=2, corrected=True, thinks=True) == [] for one in enough)
-    cut = GRPOConfig(gradient_accumulation_steps=2, top_p=0.9, generation_kwargs={"min_p": 0.1})
+    truncated = {"gradient_accumulation_steps": 2, "top_p": 0.9, "generation_kwargs": {"min_p": 0.1}}
+    assert at_start(GRPOConfig(**truncated), processes=1, corrected=True) == []
+    cut = GRPOConfig(**truncated, sampling_support="off")
     (biased,) = at_start(cut, processes=1, corrected=True)
     assert biased.startswith("with top_p=0.9 and min_p=0.1 the sampler's log-probs")
     assert at_start(cut, processes=1, corrected=False) == []
@@ -58,7 +60,8 @@ def test_options_are_warned_of_at_the_start():
 def test_a_run_shows_each_warning_once_and_a_healthy_one_none(make_trainer, capsys):
     make_trainer(per_device_train_batch_size=8, max_steps=4).train()
     assert "warning:" not in capsys.readouterr().out
-    trainer = make_trainer(lambda completions: [0.0] * len(completions), max_steps=12, top_k=3)
+    off = {"top_k": 3, "sampling_support": "off"}
+    trainer = make_trainer(lambda completions: [0.0] * len(completions), max_steps=12, **off)
     trainer.train()
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("warning:") == 3

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_grpo.errors import InputError, RewardError
+from fused_grpo.errors import InputError, RewardError, RewardValueError
 
 
 def test_a_function_gets_what_it_names_and_one_with_keywords_gets_all(reward):
@@ -58,9 +58,13 @@ def test_what_is_no_finite_number_is_refused(reward, value):
         reward(lambda **_: [0.0, 0.0, value, 0.0])
 
 
-@pytest.mark.parametrize(("returned", "message"), [([1.0], "1 values"), (None, "None"), (3.0, "3.0"), ([0] * 5, "5 v")])
+@pytest.mark.parametrize(
+    ("returned", "message"), [([1.0], "1 rewards"), (None, "None"), (3.0, "3.0"), ([0] * 5, "5 r")]
+)
 def test_another_number_of_values_is_refused(reward, returned, message):
-    with pytest.raises(RewardError, match=rf"'<lambda>' returned {message}.* for 4 completions \(first prompt 'p'\)"):
+    with pytest.raises(
+        RewardValueError, match=rf"'<lambda>' returned {message}.* for 4 completions \(first prompt 'p'\)"
+    ):
         reward(lambda **_: returned)
 
 

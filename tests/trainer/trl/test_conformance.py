@@ -147,6 +147,43 @@ def test_a_stream_is_trained_on(make):
     assert trainer.state.global_step == 4
 
 
+def test_a_stream_is_read_by_each_process_and_no_worker(make):
+    stream = {"train_dataset": rows("train", stream=True)}
+    args = make(arguments=stream, dataloader_num_workers=4).args
+    assert (args.accelerator_config.dispatch_batches, args.dataloader_num_workers) == (False, 0)
+    with pytest.raises(ValueError, match="Iterable datasets require `dispatch_batches=False`"):
+        make(arguments=stream, accelerator_config={"dispatch_batches": True})
+    assert make(dataloader_num_workers=4).args.dataloader_num_workers == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"train_dataset": None}, ValueError, "`train_dataset` is required"),
+        ({"train_dataset": {"train": [{"prompt": "1"}]}}, TypeError, "`train_dataset` must be a `Dataset` or `Iter"),
+    ],
+    ids=["no dataset", "several splits"],
+)
+def test_what_is_no_dataset_is_refused(make, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make(arguments=arguments)
+
+
+def test_a_run_without_rewards_and_one_of_too_few_are_refused(make):
+    with pytest.raises(ValueError, match="No reward source provided"):
+        make(None)
+    with pytest.raises(ValueError, match="returned 1 rewards"):
+        make(lambda completions, **_: [1.0]).train()
+
+
+def test_the_entropy_coefficient_can_be_read_as_it_moves(make):
+    options = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 15.0, "entropy_coef_delta": 0.005}
+    trainer = make(**options, **ACCUMULATED, max_steps=2)
+    assert trainer.entropy_coef == 0.01
+    trainer.train()
+    assert trainer.entropy_coef == pytest.approx(0.02)
+
+
 def test_a_stream_without_a_number_of_steps_is_refused(make):
     with pytest.raises(ValueError, match="max_steps"):
         make(arguments={"train_dataset": rows("train", stream=True)}, max_steps=-1)
@@ -334,7 +371,10 @@ def test_without_a_penalty_there_is_no_reference(make):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"importance_sampling_level": "sequence", "loss_type": "dapo"}, "importance_sampling_level"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "dapo"},
+            "weights each sequence by its completion length",
+        ),
         ({"loss_type": "luspo"}, "luspo"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "vespo"),
     ],

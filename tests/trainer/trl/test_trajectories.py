@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trl_runs
 
-from fused_grpo.config import LOSS_TYPES
+from fused_grpo.config import TRL_LOSS_TYPES
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL'
 PARAMETERS, METRICS = 5e-6, 1e-4
 # Ours are compared by name alone: what the clock says, and an estimate that ours does not make.
 NOT_COMPARED = (*trl_runs.CLOCKED, "total_flos")
-GRID = [(loss_type, beta, updates) for loss_type in LOSS_TYPES for beta in (0.0, 0.04) for updates in (1, 2)]
+GRID = [(loss_type, beta, updates) for loss_type in TRL_LOSS_TYPES for beta in (0.0, 0.04) for updates in (1, 2)]
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
 OTHERS: dict[str, dict[str, Any]] = {
     "sequence-level ratio": SEQUENCE,

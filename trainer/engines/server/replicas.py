@@ -17,7 +17,7 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -34,8 +34,10 @@ Json = dict[str, Any]
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.1, 0.2, 0.4, 0.8), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
+# Seconds that the other servers have to answer after one has failed.
+_GRACE = 1.0
 # Largest response: of any route but completions, and for each sampled token (its text, id and log-prob).
-_RESPONSE_BYTES, _TOKEN_BYTES = 16 << 20, 1 << 10
+_RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES = 16 << 20, 1 << 10, 1 << 7
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +198,7 @@ class Replicas:
                     "at that server's log"
                 ) from None
 
-        return await asyncio.gather(*map(on_one, self.all))
+        return await _together(map(on_one, self.all))
 
     async def complete(
         self, client: httpx.AsyncClient, bodies: Sequence[Json], *, weight_version: str, read: Callable[[Json, Json], T]
@@ -223,11 +225,11 @@ class Replicas:
 
         found: dict[int, tuple[Replica, T]] = {}
         while missing := [index for index in range(len(bodies)) if index not in found]:
-            results = await asyncio.gather(*(completed(bodies[index]) for index in missing))
+            results = await _together(completed(bodies[index]) for index in missing)
             found |= zip(missing, results, strict=True)
             # All that responded, not only live ones: one may have sampled from other weights before it stopped.
             responders = list({replica for replica, _ in found.values()})
-            checks = await asyncio.gather(*(each.has_weight_version(client, weight_version) for each in responders))
+            checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
             stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
             for replica in stale:
                 _leave_out(replica, live)
@@ -288,8 +290,9 @@ def _leave_out(replica: Replica, live: list[Replica]) -> None:
 
 def _largest_response(body: Json | None) -> int:
     """Bytes of a response that are read at most, so that a server cannot fill the trainer's memory."""
-    tokens = (body or {}).get("n", 0) * (body or {}).get("max_tokens", 0)
-    return _RESPONSE_BYTES + _TOKEN_BYTES * int(tokens)
+    given = body or {}
+    tokens = given.get("n", 0) * given.get("max_tokens", 0)
+    return _RESPONSE_BYTES + (_TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))) * int(tokens)
 
 
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
@@ -299,6 +302,26 @@ async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
         if len(content) > limit:
             raise RequestError(f"an answer from {path} of more than {limit} bytes")
     return bytes(content)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in their order, or the first error.
+
+    After an error the others have a second to end: a connection that is cancelled before its first step leaves a
+    `RuntimeWarning` of anyio 4.16 behind ("try_connect was never awaited").
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        _, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=_GRACE)
+        for ended in filter(asyncio.Future.done, tasks):
+            ended.result()  # raises the error
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -35,6 +35,7 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ServerInfo, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
+from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -70,6 +71,7 @@ class VLLMServerEngine(RolloutEngine):
     """
 
     name = "vllm-server"
+    why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
     def __init__(
         self,
@@ -97,6 +99,9 @@ class VLLMServerEngine(RolloutEngine):
         infos = self._replicas.run(lambda client: self._server_infos(client, max_model_len), doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
+        self._vocab_size = model.config.get_text_config().vocab_size
+        limits = [info.max_logprobs for info in infos]
+        self._max_listed = min((limit for limit in limits if limit >= 0), default=self._vocab_size)
         self.weight_dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else None
         self._transfer = choose_transfer(weight_transfer, self._replicas, infos, directory=weights_directory)
 
@@ -118,7 +123,7 @@ class VLLMServerEngine(RolloutEngine):
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = [list(prompt) for prompt in prompt_ids]
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        options = vllm_options(sampling, seed=seed, count=len(prompts))
+        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=self._listed(sampling))
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.run(
             lambda client: self._replicas.complete(
@@ -166,6 +171,11 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas.run(finish, doing="setting the weight version")
         return server_version
 
+    def _listed(self, sampling: SamplingParams) -> int:
+        """How many of the most likely tokens the servers list for the support of a token; 0: no supports."""
+        listed = num_listed(sampling, self._vocab_size) if sampling.wants_support else None
+        return 0 if listed is None or listed > self._max_listed else listed
+
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex
         body = {
@@ -206,14 +216,21 @@ def _completions(body: Json, answer: Json) -> list[Completion]:
     indices = [choice["index"] for choice in choices]
     if indices != list(range(body["n"])):
         raise RequestError(f"completions {indices} where {body['n']} were asked for")
-    return [_completion(choice) for choice in choices]
+    return [_completion(choice, listed=body["logprobs"] > 0) for choice in choices]
 
 
-def _completion(choice: Json) -> Completion:
+def _completion(choice: Json, *, listed: bool) -> Completion:
     if choice["finish_reason"] not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
     # Values and lengths are checked with those of all engines, in checked_engine.py.
-    return Completion(choice["token_ids"] or [], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+    logprobs = choice["logprobs"]
+    support = listed_support(map(_by_id, logprobs["top_logprobs"])) if listed else None
+    return Completion(choice["token_ids"] or [], logprobs["token_logprobs"], choice["finish_reason"], support)
+
+
+def _by_id(step: Json) -> dict[int, float]:
+    """The log-probs of one token, under "token_id:5" in the answer."""
+    return {int(name.removeprefix("token_id:")): float(value) for name, value in step.items()}
 
 
 def _on_first_rank(action: Callable[[], str], weights: Iterable[tuple[str, Tensor]], *, version: int) -> str:

@@ -24,6 +24,7 @@ class ServerInfo(NamedTuple):
     max_model_len: int
     weight_transfer: str | None  # the backend of --weight-transfer-config
     dtype: torch.dtype | None  # what it computes in; None: one that a trainer does not cast to
+    max_logprobs: int  # how many most likely tokens it lists; -1: all
 
 
 async def server_info(
@@ -50,6 +51,7 @@ async def server_info(
         mode = replica.redacted(str(mode))[:100]
         transfer = (config.get("weight_transfer_config") or {}).get("backend")
         dtype = _DTYPES.get(str(config["model_config"].get("dtype")))
+        max_logprobs = int(config["model_config"].get("max_logprobs", 0))
         on_cpu = config["device_config"]["device"] == "cpu"
         _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(str(version["version"]))[:100], limit)
     if mode != "processed_logprobs":
@@ -64,7 +66,7 @@ async def server_info(
         )
     if tie is not None and on_cpu:
         await _check_untied(client, replica, tie)
-    return ServerInfo(name, limit, transfer, dtype)
+    return ServerInfo(name, limit, transfer, dtype, max_logprobs)
 
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> Json:

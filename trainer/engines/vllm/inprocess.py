@@ -33,8 +33,14 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
+from fused_grpo.trainer.engines.support import Support, listed_support, num_listed
 from fused_grpo.trainer.engines.vllm.preserved_state import errors_only, preserved_state
-from fused_grpo.trainer.engines.vllm.start_vllm import cpu_options, start_vllm, without_compiling
+from fused_grpo.trainer.engines.vllm.start_vllm import (
+    cpu_options,
+    has_sampling_mask,
+    start_vllm,
+    without_compiling,
+)
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -52,7 +58,7 @@ class VLLMEngine(RolloutEngine):
     """A RolloutEngine on an in-process `vllm.LLM`.
 
     Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one.
+    untempered one, or 0 with vLLM's sampling mask, which has no temperature 0 (`top_k=1` takes its place).
 
     Args:
         model: the trainer's causal LM. The engine takes its config and, as version 0, a copy of its weights.
@@ -63,6 +69,7 @@ class VLLMEngine(RolloutEngine):
         seed: the seed of calls without `sampling.seed`.
         trust_remote_code: let vLLM run code that comes with the model.
         enable_sleep_mode: make `sleep` possible, on a GPU.
+        support: the truncated sampling whose supports are wanted. None: no supports.
         engine_options: further arguments of `vllm.LLM`; they override this class's own choices.
 
     Raises:
@@ -72,6 +79,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
+    why_no_support = "it needs top_k of 1 to 1024, or vLLM 0.28 with its model runner V2, on a GPU"
     _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
     _sleep_level = 2
     _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
@@ -87,6 +95,7 @@ class VLLMEngine(RolloutEngine):
         seed: int = 0,
         trust_remote_code: bool = False,
         enable_sleep_mode: bool = False,
+        support: SamplingParams | None = None,
         engine_options: dict[str, Any] | None = None,
     ) -> None:
         self._check_alone()
@@ -96,6 +105,7 @@ class VLLMEngine(RolloutEngine):
                 "got sleep mode for a vllm engine on a CPU, want a GPU: there is no memory of another device to give "
                 "back; fix: leave vllm_enable_sleep_mode False"
             )
+        self._vocab_size = model.config.get_text_config().vocab_size
         options = {
             "max_model_len": max_model_len,
             "dtype": str(dtype).removeprefix("torch."),
@@ -106,6 +116,7 @@ class VLLMEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": enable_sleep_mode,
             **(cpu_options(model.config, max_model_len=max_model_len) if self._on_cpu else {}),
+            **({} if support is None else self._support_options(support)),
             **_checked(engine_options or {}),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
@@ -121,6 +132,9 @@ class VLLMEngine(RolloutEngine):
             for name in _LOUD_LOGGERS:
                 resources.enter_context(errors_only(name))
             self._close = weakref.finalize(self, resources.pop_all().close)
+        config = self._llm.llm_engine.model_config
+        # Not those that were asked for: vLLM may have started without its mask.
+        self._has_mask, self._max_listed = getattr(config, "return_sampling_mask", False), config.max_logprobs
         VLLMEngine._running = weakref.ref(self)
         self.load_weights(checkpoint_weights(model, self.weight_dtype), version=0)
 
@@ -140,8 +154,9 @@ class VLLMEngine(RolloutEngine):
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = list(map(list, prompt_ids))
-        outputs = self._sample(prompts, self._requests(len(prompts), sampling))
-        groups = [list(map(_completion, output.outputs)) for output in outputs]
+        listed = self._listed(sampling)
+        outputs = self._sample(prompts, self._requests(len(prompts), sampling, listed))
+        groups = [[_completion(each, listed=listed > 0) for each in output.outputs] for output in outputs]
         return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -216,7 +231,24 @@ class VLLMEngine(RolloutEngine):
             ) from error
         return outputs
 
-    def _requests(self, count: int, sampling: SamplingParams) -> list[Any]:
+    def _support_options(self, support: SamplingParams) -> dict[str, Any]:
+        """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""
+        listed = num_listed(support, self._vocab_size)
+        options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
+        return options | ({} if self._on_cpu or not has_sampling_mask() else {"return_sampling_mask": True})
+
+    def _listed(self, sampling: SamplingParams) -> int:
+        """How many of the most likely tokens vLLM lists for each token; 0: supports are not wanted, or in the mask."""
+        listed = num_listed(sampling, self._vocab_size) if sampling.wants_support and not self._has_mask else None
+        return 0 if listed is None or 0 <= self._max_listed < listed else listed
+
+    def _with_mask(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of an engine with a sampling mask, which takes neither temperature 0 nor an unlimited top_k."""
+        if options["temperature"] == 0:
+            return options | {"temperature": 1.0, "top_k": 1}
+        return options | {"top_k": options["top_k"] or self._vocab_size}
+
+    def _requests(self, count: int, sampling: SamplingParams, listed: int) -> list[Any]:
         from vllm import SamplingParams as RequestParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -224,10 +256,11 @@ class VLLMEngine(RolloutEngine):
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         try:
             structured = None if regex is None else StructuredOutputsParams(regex=regex)
+            of_prompts = vllm_options(sampling, seed=seed, count=count, listed=listed)
             return [
                 # Only stop strings need the text.
                 RequestParams(**options, detokenize="stop" in sampling.extra, structured_outputs=structured)
-                for options in vllm_options(sampling, seed=seed, count=count)
+                for options in (map(self._with_mask, of_prompts) if self._has_mask else of_prompts)
             ]
         except Exception as error:  # of several types, all about these options
             raise InputError(
@@ -263,6 +296,11 @@ def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
     return named[0], named[1].detach()
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, *, listed: bool) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
-    return Completion(list(output.token_ids), logprobs, output.finish_reason)
+    support, mask = None, getattr(output, "sampling_mask", None)
+    if mask is not None:
+        support = Support.of(mask.token_ids)
+    elif listed:
+        support = listed_support({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
+    return Completion(list(output.token_ids), logprobs, output.finish_reason, support)

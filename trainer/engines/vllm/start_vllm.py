@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.metadata
 import importlib.util
+import logging
 import os
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,6 +30,7 @@ from fused_grpo.trainer.engines.vllm import preserved_state
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 DEFAULT_ENVIRONMENT = {
     # No usage reports from a training run.
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,6 +56,15 @@ def check_installed() -> None:
             "got no vllm in this environment, want it for the vllm engine; "
             f"fix: pip install 'fused-grpo[{extra}]', or take the transformers engine"
         )
+
+
+def has_sampling_mask() -> bool:
+    """Whether vLLM can be asked for the tokens that its sampler keeps. Reads no module: importing vLLM comes later."""
+    try:
+        major, minor = importlib.metadata.version("vllm").split(".")[:2]
+        return (int(major), int(minor)) >= (0, 28)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def start_vllm(
@@ -97,7 +109,7 @@ def start_vllm(
 
     resources.callback(shut_down)  # before the start, for one that fails halfway
     try:
-        started.append(_launch(folder, options, on_cpu=on_cpu))
+        started.append(_launch_with_mask(folder, options, on_cpu=on_cpu))
     except Exception as error:
         raise UnavailableError(
             f"got {type(error).__name__} from vLLM at its start: {error}; want an engine with {options}; fix: change "
@@ -137,6 +149,17 @@ def save_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, f
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _launch_with_mask(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
+    """A `vllm.LLM`, without its sampling mask where vLLM has none for this model or device."""
+    try:
+        return _launch(folder, options, on_cpu=on_cpu)
+    except ValueError as error:
+        if not options.get("return_sampling_mask") or "sampling distribution replay" not in str(error):
+            raise
+        _log.warning("vLLM starts without its sampling mask: %s", str(error)[:500])
+    return _launch(folder, options | {"return_sampling_mask": False}, on_cpu=on_cpu)
 
 
 def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:

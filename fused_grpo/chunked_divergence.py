@@ -1,0 +1,127 @@
+"""The divergence of two models through their heads, a chunk of both models' logits at a time.
+
+U is 2*N*D*V FLOP for the student and for the teacher, each with its own D. Whole rows of both are in memory together,
+so each chunk is visited once: the student's logits, the teacher's, dH and dW, 4U for every kind, 2U without a gradient.
+In short:
+
+    for rows of hidden:
+        student, teacher = student_rows @ student_weight.T, teacher_rows @ teacher_weight.T
+        divergence[rows], gradient = divergence_gradient_(student, teacher, upstream[rows])      # d loss / d logits
+        d_hidden[rows] = gradient @ student_weight
+        d_weight += gradient.T @ student_rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo.head import Head, Tile
+from fused_grpo.head_gradients import HeadGradients
+from fused_grpo.logprob_plans import power_of_two_scale
+
+# fp16 ends at 2^16: d-logits are at most the upstream gradient times a log-ratio, which may be hundreds.
+_FP16_EXPONENT = 6
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class TwoHeads:
+    """The rows of a student and of a teacher, with one vocabulary."""
+
+    student: Head
+    teacher: Head
+
+    def select(self, index: Tensor | None) -> TwoHeads:
+        """Some of the rows."""
+        return TwoHeads(self.student.select(index), self.teacher.select(index))
+
+    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None) -> tuple[Tensor, Tensor]:
+        """[R, V] for the logits of each. The slopes of the student's soft cap take as much on the torch path."""
+        tiles = 2 if self.student.softcap is None else 3
+        budget = None if chunk_bytes is None else max(1, chunk_bytes // tiles)
+        rows = min(head.chunk_rows(budget) for head in (self.student, self.teacher))
+        where = {"dtype": self.student.dtype, "device": self.student.hidden.device}
+        shape = rows, len(self.student.weight)
+        return passes.empty_tile(*shape, **where), passes.empty_tile(*shape, **where)
+
+    def tiles(self, memory: tuple[Tensor, Tensor]) -> Iterator[tuple[Tile, Tile]]:
+        """Whole rows of both, chunk by chunk."""
+        yield from zip(self.student.tiles(memory[0]), self.teacher.tiles(memory[1]), strict=True)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher in the pass of another loss: its logits cost U, its divergence and that loss share dH and dW."""
+
+    head: Head
+    weights: Tensor  # [N], d loss / d divergence
+    divergence: Tensor  # [N], 0 for the rows that have not been visited
+    kind: str
+    beta: float
+    divergence_gradient_: Callable[..., tuple[Tensor, Tensor | None]]
+    memory: Tensor | None = None  # [R, V] for its logits of a chunk
+
+    def visit_(self, tile: Tile, gradients: HeadGradients | None = None, grad_logprobs: Tensor | None = None) -> None:
+        """Overwrite whole rows of the student's raw logits, for the divergences of these rows.
+
+        With `gradients`, those of both losses are added, of the other one from its upstream gradients [R].
+        """
+        assert self.memory is not None
+        rows = tile.rows if tile.index is None else tile.index
+        mine = {name: getattr(self.head, name)[rows] for name in ("hidden", "targets", "temperature")}
+        theirs = next(replace(self.head, **mine).tiles(self.memory))
+        how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "upstream": None}
+        how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "dtype": tile.hidden.dtype}
+        if gradients is not None:
+            assert grad_logprobs is not None
+            scale = 1.0 if gradients.scale is None else gradients.scale
+            how |= {"upstream": self.weights[rows] * scale, "grad_logprobs": grad_logprobs * scale}
+            how["targets"] = tile.targets
+        self.divergence[rows], gradient = self.divergence_gradient_(tile.logits, theirs.logits, **how)
+        if gradients is not None and gradient is not None:
+            gradients.add_gradient(tile, gradient)
+
+    def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The statistics of the other loss, with the divergences in them and in the loss."""
+        loss = statistics["loss"] + (self.weights * self.divergence).sum()
+        return {**statistics, "loss": loss, "distillation": self.divergence.sum()}
+
+
+def chunked_divergence(
+    heads: TwoHeads,
+    passes: ModuleType,
+    divergence_gradient_: Callable[..., tuple[Tensor, Tensor | None]],
+    *,
+    kind: str,
+    beta: float,
+    weights: Tensor,
+    chunk_bytes: int | None,
+    wanted: dict[str, bool],
+    rounded: bool = True,
+) -> tuple[Tensor, Gradients]:
+    """The divergences [R] of the rows, and the gradients of the student's hidden, weight and bias that are wanted.
+
+    The gradients are those of sum(weights * divergence), `weights` [R]; that of the weight is fp32 if not `rounded`.
+    """
+    memory, student = heads.chunk_memory(passes, chunk_bytes), heads.student
+    scale = power_of_two_scale(student, weights.abs(), exponent=_FP16_EXPONENT)
+    options: dict[str, Any] = {**wanted, "scale": scale, "rounded": rounded}
+    gradients = HeadGradients(student, one_group=len(memory[0]) >= len(weights), **options)
+    upstream = (weights if scale is None else weights * scale) if any(wanted.values()) else None
+    how: dict[str, Any] = {"kind": kind, "beta": beta, "dtype": student.gemm_dtype}
+    found = []
+    for tile, teacher in heads.tiles(memory):
+        mine = None if upstream is None else upstream[tile.rows]
+        how |= {"student_head": tile.arguments, "teacher_head": teacher.arguments, "upstream": mine}
+        divergence, gradient = divergence_gradient_(tile.logits, teacher.logits, **how)
+        if gradient is not None:
+            gradients.add_gradient(tile, gradient)
+        found.append(divergence)
+    return torch.cat(found), gradients.finish()

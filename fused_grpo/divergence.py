@@ -1,0 +1,216 @@
+"""`fused_linear_divergence`: distillation of one language-model head into another, without the logits of either.
+
+`chunked_divergence.py` has the algorithm; this file has the arguments and autograd. As in `fused_loss.py`, the
+gradients are taken in the forward pass and scaled in the backward pass; use `torch.no_grad()` for evaluation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from fused_grpo import _dispatch, reference
+from fused_grpo._checks import (
+    check_dense,
+    check_main_grad,
+    check_plan,
+    check_same_device,
+    check_temperature_values,
+    is_number,
+)
+from fused_grpo._graphs import outside_graphs
+from fused_grpo._loss_inputs import check_normaliser
+from fused_grpo.chunked_divergence import TwoHeads, chunked_divergence
+from fused_grpo.errors import InputError
+from fused_grpo.head import Head, flatten_head, needs_gradient
+from fused_grpo.logprob_plans import rows_of
+from fused_grpo.loss_gradients import AttachGradients
+from fused_grpo.precision import full_precision, widest
+
+DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
+
+
+class DivergenceOutput(NamedTuple):
+    """The loss, and the divergence of each token."""
+
+    loss: Tensor
+    """0-d, differentiable: the sum of the divergences over the normaliser."""
+    divergence: Tensor
+    """The shape of the tokens, detached, in nats, never negative, 0 where masked."""
+
+
+@outside_graphs
+def fused_linear_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: DivergenceKind = "reverse_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    weight_main_grad: Tensor | None = None,
+    chunk_bytes: int | None = None,
+    impl: _dispatch.Impl = "auto",
+) -> DivergenceOutput:
+    """The divergence of a student from a teacher over the whole vocabulary, with gradients for the student.
+
+    Equals: `p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)`
+            `divergence = (p.exp() * (p - q)).sum(-1)    # reverse_kl`
+            `loss = divergence[mask].sum() / num_tokens`
+
+    Args:
+        student_hidden, teacher_hidden: [..., D] of the same tokens, fp32, bf16 or fp16 (fp64 both, without Triton). D
+            and dtype may differ.
+        student_weight, teacher_weight: [V, D], nn.Linear's layout, of the same vocabulary; of another dtype than the
+            hidden states, they are cast to theirs. Nothing of the teacher gets a gradient.
+        kind: with p of the student and q of the teacher, "reverse_kl" is KL(p | q), "forward_kl" is KL(q | p), and
+            "jsd" is beta KL(q | m) + (1 - beta) KL(p | m) with m = (1 - beta) p + beta q.
+        beta: of "jsd", between 0 and 1. (TRL's beta of 0 is "forward_kl" here, and 1 is "reverse_kl".)
+        temperature: divides the logits of both; a number, or one per token. Not differentiated, and no factor
+            temperature^2 multiplies the loss.
+        mask: [...], nonzero for the tokens of the loss; None for all. Others cost nothing, even if they hold NaN.
+        num_tokens: what the sum is divided by, of the whole optimizer step. None: the unmasked tokens of this call.
+        student_bias, teacher_bias: [V], any floating dtype.
+        student_logit_scale, teacher_logit_scale, student_softcap, teacher_softcap: as in `linear_logprobs`.
+        weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW of the student to it, unrounded, and
+            `student_weight` itself gets no gradient.
+        chunk_bytes: budget for the chunks of logits that exist at a time, in bytes: two, or three with a
+            `student_softcap`. None: for each of them the default of `fused_linear_grpo_loss`.
+        impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
+
+    Returns:
+        `DivergenceOutput(loss, divergence)`, fp32 (fp64 for fp64 inputs).
+
+    Numerics: logits and all reductions in fp32; equal logits give exactly 0; a token that the models are almost certain
+        of keeps its divergence and gradient. Two runs are bitwise equal. The error of "jsd" grows as 1 / beta near 0
+        and as 1 / (1 - beta) near 1; a token that is more than e^60 (e^600 in fp64) times less probable than the most
+        probable one counts as that. A KL is infinite if a token has probability in its first argument alone (by a
+        bias of -inf in the other); gradients may be NaN then.
+    Memory: the chunks, O(N), the requested gradients and their fp32 accumulators, as in `fused_linear_grpo_loss`.
+
+    Raises:
+        InputError: shapes, dtypes, devices or values that cannot be right.
+        UnavailableError: impl="triton" where Triton cannot run.
+        UnsupportedError: create_graph=True, in the backward pass.
+
+    Source: On-Policy Distillation of Language Models, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, eq. 1.
+    """
+    check_plan(impl, chunk_bytes)
+    check_kind(kind, beta)
+    of_student = (student_bias, temperature, student_logit_scale, student_softcap)
+    of_teacher = (teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
+    heads = TwoHeads(
+        head_of("student", student_hidden, student_weight, *of_student),
+        head_of("teacher", teacher_hidden, teacher_weight, *of_teacher),
+    )
+    check_pair(heads, student_hidden, teacher_hidden)
+    check_temperature_values(heads.student.temperature)
+    weights = _weights(student_hidden, mask, num_tokens)
+    chosen = _dispatch.choose(impl, student_hidden)
+    check_main_grad(weight_main_grad, student_weight, chosen)
+    index = rows_of(weights != 0)
+    weights = weights.to(heads.student.dtype)
+    rows = heads.select(index)
+    some = weights if index is None else weights[index]
+    with full_precision(student_hidden):
+        if chosen == "reference":
+            divergence = reference_divergence(rows, kind, beta)
+            loss, divergence = (some * divergence).sum(), divergence.detach()
+        else:
+            passes = _dispatch.passes(chosen)
+            wanted = {name: needs_gradient(getattr(heads.student, name)) for name in ("hidden", "weight", "bias")}
+            how: dict[str, Any] = {"kind": kind, "beta": beta, "weights": some, "chunk_bytes": chunk_bytes}
+            how |= {"wanted": wanted, "rounded": weight_main_grad is None}
+            with torch.no_grad():
+                divergence, gradients = chunked_divergence(rows, passes, _dispatch.divergence_pass(chosen), **how)
+                loss = (some * divergence).sum()
+            leaves = (heads.student.hidden, student_weight, student_bias)
+            loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
+    if index is not None:
+        divergence = divergence.new_zeros(len(weights)).index_copy_(0, index, divergence)
+    return DivergenceOutput(loss, divergence.view(student_hidden.shape[:-1]))
+
+
+def check_kind(kind: str, beta: float) -> None:
+    """Check which divergence is wanted.
+
+    Raises:
+        InputError: an unknown kind, or a beta that is none of "jsd".
+    """
+    kinds = get_args(DivergenceKind)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InputError(f"got kind={kind!r}, want {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}")
+    if kind == "jsd" and not (is_number(beta, 0.0, 1.0) and 0.0 < beta < 1.0):
+        fix = "; fix: kind='forward_kl' for TRL's 0, kind='reverse_kl' for its 1" if beta in (0, 1) else ""
+        raise InputError(f"got beta={beta!r}, want a number between 0 and 1{fix}")
+
+
+def head_of(which: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Head:
+    """The head of flat rows, after its checks; errors name the model."""
+    check_dense(**{f"{which}_hidden": hidden, f"{which}_weight": weight})
+    targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    names = ("temperature", "logit_scale", "softcap")
+    try:
+        return flatten_head(hidden, weight, targets, bias=bias, **dict(zip(names, options, strict=True)))
+    except InputError as error:
+        raise type(error)(f"of the {which}: {error}") from None
+
+
+def check_pair(heads: TwoHeads, student_hidden: Tensor, teacher_hidden: Tensor) -> None:
+    """Check that the two models have the same tokens and vocabulary.
+
+    Raises:
+        InputError: other leading shapes, vocabularies or devices, or one model in fp64.
+    """
+    student, teacher = heads.student, heads.teacher
+    if student_hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+        raise InputError(
+            f"got student_hidden {tuple(student_hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)}, "
+            "want the same tokens: equal shapes but for D"
+        )
+    if len(student.weight) != len(teacher.weight):
+        raise InputError(
+            f"got vocabularies of {len(student.weight)} and {len(teacher.weight)}, want one; fix: where one head is "
+            "padded with unused tokens, pass its first rows, weight[:V]"
+        )
+    if student.dtype != teacher.dtype:
+        raise InputError(
+            f"got a student in {student_hidden.dtype} and a teacher in {teacher_hidden.dtype}, want fp64 for both or "
+            "for none; fix: .float()"
+        )
+    check_same_device(student_hidden=student_hidden, teacher_hidden=teacher_hidden)
+
+
+def _weights(hidden: Tensor, mask: Tensor | None, num_tokens: float | Tensor | None) -> Tensor:
+    """The weight of each token in the loss, [N] fp64 where the device has it, so that counts stay exact."""
+    shape = hidden.shape[:-1]
+    if mask is None:
+        mask = torch.ones(shape, dtype=torch.bool, device=hidden.device)
+    check_dense(mask=mask)
+    if mask.shape != shape:
+        raise InputError(f"got mask {tuple(mask.shape)}, want {tuple(shape)}: one per token")
+    check_same_device(student_hidden=hidden, mask=mask)
+    check_normaliser("num_tokens", num_tokens, hidden.device)
+    on = (mask != 0).reshape(-1).to(widest(hidden.device))
+    return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
+
+
+def reference_divergence(heads: TwoHeads, kind: str, beta: float) -> Tensor:
+    """The divergences [R] through full logits and autograd."""
+    logits = []
+    for head in (heads.student, heads.teacher):
+        hidden = head.hidden if head.index is None else head.hidden[head.index]
+        raw = hidden.to(head.dtype) @ reference.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
+        logits.append(reference.transform_logits(raw, **head.row_arguments(slice(None))))
+    return reference.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)

@@ -1,0 +1,186 @@
+"""K targets per row, `targets` [N, K]: their log-probs from one pass over the vocabulary, and the gradients.
+
+Only the largest of a row's targets, t, can have more than half of the probability, so only t needs the sums without
+itself (`statistics.py`). The row passes compute them for t as for a single target, and
+
+    log p_k = log p_t + (z_k - z_t)
+
+for every k: the logits z_k are read from the tile before a pass overwrites it. A tile knows only its own targets, so
+its pass leaves out the largest of these; when the parts of a row are merged, all but the largest of them return to the
+sums (`merge_rows`). Nothing is subtracted from a sum.
+
+With g_k = dL/d log p_k, G = sum_k g_k and g_H = dL/dH, the pass over d-logits for t and G gives every other column,
+
+    dL/dz_v = -G p_v - g_H p_v (log p_v + H)
+
+and the columns of targets are overwritten by
+
+    dL/dz_k = g_k (1 - p_k) - (G - g_k) p_k - g_H p_k (log p_k + H)            G - g_t as a sum of the others
+
+since 1 - p_t = -expm1(log p_t) may be far below the rounding of G p_t. A token that is a target several times is one
+column, with the sum of its g_k. With a frozen head, d log p_t / dh is known from the forward pass, and
+
+    dL/dh = G d log p_t / dh + sum_k g_k (z_k' w_k - z_t' w_t)                 z' = dz / d(h.w)
+
+needs K rows of W per token, and no logits.
+
+Letters: N rows, of which a tile has R, K targets per row, C columns of a tile. -1 is a target that takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo import chunking, reference
+from fused_grpo.head import SLICE_BYTES, Head, Tile
+from fused_grpo.statistics import RowState, Statistics, finite, merge_rows
+from fused_grpo.torch_passes import cap_slope
+
+
+def without_ignored(targets: Tensor, kept: Tensor) -> Tensor:
+    """Targets [N] or [N, K] as the plans take them."""
+    return torch.where(kept, targets, 0 if targets.ndim == 1 else -1)
+
+
+def rows_with(some: Tensor) -> Tensor:
+    """The rows [N] in which this holds for a target, from [N] or [N, K]."""
+    return some if some.ndim == 1 else some.any(1)
+
+
+def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
+    """(the tile with the largest target of each row as its only one, the logits of all relative to it [R, K]).
+
+    The tile has raw logits. Targets of other tiles have a logit of -inf.
+    """
+    column, here = _columns(tile)
+    z = reference.transform_logits(_at(tile, column), **{**tile.arguments, "bias": None})
+    z = torch.where(here, z, -torch.inf)
+    top = z.argmax(1, keepdim=True)
+    return replace(tile, targets=tile.targets.gather(1, top)[:, 0]), z - finite(z.gather(1, top))
+
+
+def row_statistics(tile: Tile, passes: ModuleType, *, entropy: bool) -> RowState:
+    """The state of a tile's rows; for K targets without the largest of them, and with all their logits [R, K]."""
+    if tile.targets.ndim == 1:
+        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments))
+    tile, below = largest_target(tile)
+    state = row_statistics(tile, passes, entropy=entropy)
+    return state._replace(target_logit=state.target_logit[:, None] + below)
+
+
+def finish_rows(parts: Sequence[RowState], passes: ModuleType, *, entropy: bool) -> Statistics:
+    """The statistics of whole rows from the states of all their columns; the log-probs have the targets' shape."""
+    if parts[0].target_logit.ndim == 1:
+        return Statistics(*passes.finish_rows(parts, entropy=entropy))
+    state = merge_rows(parts)
+    top = state.target_logit.amax(1)
+    statistics = Statistics(*passes.finish_rows([state._replace(target_logit=top)], entropy=entropy))
+    return for_each_target(statistics, state.target_logit - finite(top)[:, None])
+
+
+def for_each_target(statistics: Statistics, below: Tensor) -> Statistics:
+    """The statistics of rows, with log-probs [R, K] from those of the largest targets and the logits below theirs."""
+    return statistics._replace(logprobs=statistics.logprobs[:, None] + below)
+
+
+def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
+    """(the head whose repeated targets are -1, the gradients [N, K] with those of repetitions at the first place)."""
+    targets, gradients = head.targets.clone(), grad_logprobs.clone()
+    for k in range(targets.shape[1] - 1):
+        later, first = slice(k + 1, None), targets[:, k : k + 1]
+        again = (targets[:, later] == first) & (first >= 0)
+        gradients[:, k] += torch.where(again, gradients[:, later], 0.0).sum(1)
+        gradients[:, later].masked_fill_(again, 0.0)
+        targets[:, later].masked_fill_(again, -1)
+    return replace(head, targets=targets), gradients
+
+
+def logits_gradient_(
+    tile: Tile,
+    passes: ModuleType,
+    *,
+    known: Statistics,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The pass `logits_gradient_` for a tile with distinct targets: d loss / d(h.w) [R, C] over its logits."""
+    top = known.logprobs.argmax(1, keepdim=True)
+    of_top = known._replace(logprobs=known.logprobs.gather(1, top)[:, 0])
+    upstream: dict[str, Any] = {"grad_logprobs": grad_logprobs.sum(1), "grad_entropy": grad_entropy, "dtype": dtype}
+    column, here = _columns(tile)
+    values = _at_targets(known, top, grad_logprobs, grad_entropy, slope=_slopes(_at(tile, column), tile.arguments))
+    single = tile.targets.gather(1, top)[:, 0]
+    out: Tensor = passes.logits_gradient_(tile.logits, single, known=of_top, **upstream, **tile.arguments)
+    values = torch.where(here, values.to(out.dtype), values.to(out.dtype).gather(1, _first(here)))
+    return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
+
+
+def hidden_gradient(head: Head, d_top: Tensor, logprobs: Tensor, grad_logprobs: Tensor) -> Tensor:
+    """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D]; log-probs [N, K], -inf for those without a part."""
+    top = logprobs.argmax(1, keepdim=True)
+    # What repeats the largest target moves nothing: w_t - w_t would leave a rounding far above 1 - p_t.
+    moved = torch.where(head.targets == head.targets.gather(1, top), 0.0, grad_logprobs)
+    moved.scatter_(1, top, -moved.sum(1, keepdim=True))
+    gradient = d_top * grad_logprobs.sum(1, keepdim=True)
+    for rows in chunking.chunks(len(gradient), max(1, SLICE_BYTES // (gradient[:1].nbytes or 1))):
+        for k, token in enumerate(head.targets[rows].clamp_min(0).t()):
+            w, arguments = head.weight[token].to(head.hidden.dtype).to(head.dtype), head.row_arguments(rows)
+            x = None
+            if head.softcap is not None:
+                x = (head.hidden[rows].to(head.dtype) * w).sum(1, keepdim=True)
+                x = x if head.bias is None else x + head.bias[token, None]
+            gradient[rows] += (moved[rows, k, None] * _slopes(x, arguments)) * w
+    return gradient.masked_fill_((grad_logprobs == 0).all(1, keepdim=True), 0.0)
+
+
+def _at_targets(
+    known: Statistics, top: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, *, slope: Tensor
+) -> Tensor:
+    """dL/d(h.w) [R, K] at the targets, 0 in rows without a gradient, even if their logits are NaN."""
+    log_p, p = known.logprobs, known.logprobs.exp()
+    # The sum over the others: G - g_t would lose it beside a large g_t.
+    of_others = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
+    others = (grad_logprobs.sum(1, keepdim=True) - grad_logprobs).scatter_(1, top, of_others)
+    values, none = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
+    if grad_entropy is not None and known.entropy is not None:
+        # The clamp avoids 0 * -inf.
+        values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + known.entropy[:, None])
+        none &= (grad_entropy == 0)[:, None]
+    return (values * slope).masked_fill_(none, 0.0)
+
+
+def _columns(tile: Tile) -> tuple[Tensor, Tensor]:
+    """(columns [R, K] that can be read and written, whether each target is in this tile [R, K]).
+
+    A target of another tile has the column of the first target in this one, so that no column is written with two
+    values; without any it has some column.
+    """
+    last = tile.logits.shape[1] - 1
+    here = (tile.targets >= 0) & (tile.targets <= last)
+    return torch.where(here, tile.targets, tile.targets.gather(1, _first(here)).clamp(0, last)), here
+
+
+def _first(here: Tensor) -> Tensor:
+    """The index of the first target in a tile, [R, 1]."""
+    return here.int().argmax(1, keepdim=True)
+
+
+def _at(tile: Tile, column: Tensor) -> Tensor:
+    """h.w + b [R, K] at columns of a raw tile."""
+    raw, bias = tile.logits.gather(1, column), tile.arguments["bias"]
+    return raw if bias is None else raw + bias[column]
+
+
+def _slopes(x: Tensor | None, head: dict[str, Any]) -> Tensor:
+    """dz / d(h.w) [R, K] for x = h.w + b [R, K]; [R, 1] without a soft cap, which alone needs x."""
+    slope: Tensor = head["logit_scale"] / head["temperature"][:, None]
+    if head["softcap"] is None or x is None:
+        return slope
+    return slope * cap_slope(x * (head["logit_scale"] / head["softcap"]))

@@ -1,0 +1,275 @@
+"""A head over the kept tokens: the softmax of a row is over the tokens that its sampler kept, not over the vocabulary.
+
+Under top-p, top-k or min-p a sampler draws from a few tokens, renormalised. With S_n the tokens kept in row n,
+
+    log p_n = z_t - logsumexp(z_v over v in S_n)        H_n = -sum over v in S_n of p_v log p_v
+
+and all that a gradient needs are the logits of the entries (`entries.py`), E of them:
+
+    x_e = h_n . w_v + b_v        one number per entry, kept from the forward to the backward pass
+    g_e = dL / dx_e              by the passes over rows, on tiles [R, K] of rows with similarly many entries
+    dH_n = sum of g_e w_v over the entries of row n
+    dW_v = sum of g_e h_n over the entries of token v        db_v = sum of g_e
+
+6*E*D FLOP take the place of 6*N*D*V; gathering the rows of W decides the time. For dW the entries are sorted by token
+and summed in that order, without atomics. Segments of more than `PIECE` entries (a row that keeps much, a token that
+many rows keep) are summed in pieces, and then the pieces are: no program is much longer than the others, and rounding
+errors do not grow with the length.
+
+In a tile, the places past the end of a row are -inf, after the soft cap: tokens of probability 0, which no pass treats
+in another way. Rows without a restriction go through `logprob_plans.py`: 1U forward, 3U backward.
+
+Letters: N rows, E entries, D hidden size, V vocabulary; R rows of a tile, K its largest number of kept tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo import _cpu_buffers, _dispatch, chunking, logprob_plans, reference
+from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
+from fused_grpo._graphs import outside_graphs
+from fused_grpo._loss_inputs import LossInputs
+from fused_grpo.chunked_loss import ChunkedLoss, Score, rows_in_order
+from fused_grpo.config import GRPOLossConfig
+from fused_grpo.entries import Entries, Segments, Support, check_kept
+from fused_grpo.head import Head, needs_gradient
+from fused_grpo.loss_gradients import LossGradients, statistics_of, value_and_gradient
+from fused_grpo.precision import full_precision
+from fused_grpo.statistics import Statistics
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+PIECE = 256
+"""How many entries are summed at a time."""
+
+# A tile and the temporaries of its entries take about this many numbers per place.
+_COPIES = 6
+
+
+class SupportedHead:
+    """The rows of a head that `take_part` [N], some of them restricted to their support.
+
+    `statistics` computes the logits of the entries, from which `gradients` takes the gradients.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        support: Support,
+        take_part: Tensor,
+        passes: ModuleType,
+        *,
+        chunk_bytes: int | None,
+        wanted: dict[str, bool],
+    ) -> None:
+        self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
+        restricted = Segments(support[1]).sizes > 0
+        self.others = (take_part & ~restricted).nonzero()[:, 0]
+        self._entries = Entries.of(support, (take_part & restricted).nonzero()[:, 0])
+        targets = head.targets[self._entries.rows]
+        self._places = self._entries.places_of(targets)
+        check_kept(self._entries, self._places, targets)
+
+    def statistics(self, *, entropy: bool) -> Statistics:
+        """The statistics of all rows, [N] each, 0 for rows that take no part."""
+        head, known = self._head, []
+        if len(self.others):
+            wanted = self._wanted if any(self._wanted.values()) else None
+            how: dict[str, Any] = {"entropy": entropy, "chunk_bytes": self._chunk_bytes, "wanted": wanted}
+            known.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, **how)))
+        with full_precision(head.hidden):
+            self._raw = self._logits()
+            tiles = self._tiles(self._entries, self._raw)
+            groups = [self._of_tile(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
+        known += [(self._entries.rows, Statistics.joined(groups))] if groups else []
+        every = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
+        for rows, values in known:
+            for out, some in zip(every, values, strict=True):
+                if some is not None:
+                    out.index_copy_(0, rows, some)
+        logprobs, entropies, *others = every
+        return Statistics(logprobs, entropies if entropy else None, *others)
+
+    def _logits(self) -> Tensor:
+        """x = h.w + b of the entries, [E]."""
+        head, e = self._head, self._entries
+        raw: Tensor = self._passes.entry_logits(head.hidden, head.weight, e.rows[e.row], e.tokens, dtype=head.dtype)
+        return raw if head.bias is None else raw.add_(head.bias[e.tokens])
+
+    def _tiles(self, e: Entries, raw: Tensor) -> Iterator[tuple[slice, tuple[slice, Tensor, Tensor], Tensor]]:
+        """(rows, (their entries, the row and the column of each in the tile), logits z [R, K])."""
+        head, device = self._head, raw.device
+        cap: dict[str, Any] = {"logit_scale": head.logit_scale, "softcap": head.softcap}
+        most = chunking.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
+        for rows, items, width in e.tiles(most):
+            row = e.row[items]
+            temperature = head.temperature[e.rows[row]]
+            values = reference.transform_logits(raw[items, None], bias=None, temperature=temperature, **cap)[:, 0]
+            column = torch.arange(items.start, items.stop, device=device) - e.segments.offsets[row]
+            z = self._passes.empty_tile(rows.stop - rows.start, width, dtype=head.dtype, device=device)
+            z.fill_(-torch.inf)[row - rows.start, column] = values
+            yield rows, (items, row - rows.start, column), z
+
+    def _of_tile(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
+        state = self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z)))
+        return Statistics(*self._passes.finish_rows([state], entropy=entropy))
+
+    def gradients(self, known: Statistics, upstream: LossGradients, *, rounded: bool = True) -> Gradients:
+        """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N]."""
+        head = self._head
+        index = upstream.have_gradient()[self._entries.rows].nonzero()[:, 0]
+        items, e = self._entries.select(index)
+        with full_precision(head.hidden):
+            d_hidden, d_weight, d_bias = self._gradients_of_others(known, upstream, rounded=rounded)
+            g = self._entry_gradients(e, self._raw[items], self._places[index], known, upstream)
+            if d_hidden is not None:
+                self._put_sums(d_hidden, e.rows, e.segments, e.tokens, g, head.weight)
+            self._put_sums_of_tokens(d_weight, d_bias, e, g)
+        d_weight = d_weight.to(head.weight.dtype) if d_weight is not None and rounded else d_weight
+        return d_hidden, d_weight, None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype)
+
+    def _gradients_of_others(self, known: Statistics, upstream: LossGradients, *, rounded: bool) -> Gradients:
+        """Gradients of the rows without a restriction, which those of the entries complete."""
+        head, wanted, rows = self._head, self._wanted, self.others
+        if len(rows):
+            # A bias in the dtype of the accumulators has a gradient that is not rounded yet.
+            bias, mine = None if head.bias is None else head.bias.to(head.dtype), upstream.of(rows)
+            how: dict[str, Any] = {"wanted": wanted, "chunk_bytes": self._chunk_bytes, "rounded": False}
+            how |= {"grad_logprobs": mine.logprobs, "grad_entropy": mine.entropy}
+            return logprob_plans.backward(replace(head, bias=bias).select(rows), self._passes, known.rows(rows), **how)
+        # Each row of these is written once, so that it is rounded once.
+        dtype = head.weight.dtype if rounded else head.dtype
+        d_weight = _cpu_buffers.empty_like(head.weight, dtype=dtype).zero_() if wanted["weight"] else None
+        d_bias = head.temperature.new_zeros(len(head.weight)) if wanted["bias"] else None
+        return torch.zeros_like(head.hidden) if wanted["hidden"] else None, d_weight, d_bias
+
+    def _entry_gradients(
+        self, e: Entries, raw: Tensor, places: Tensor, known: Statistics, upstream: LossGradients
+    ) -> Tensor:
+        """g = dL/dx of the entries, [E]."""
+        head, g = self._head, torch.empty_like(raw)
+        for rows, (items, *at), z in self._tiles(e, raw):
+            mine, ones = upstream.of(e.rows[rows]), z.new_ones(len(z))
+            how = {"known": known.rows(e.rows[rows]), "grad_logprobs": mine.logprobs, "grad_entropy": mine.entropy}
+            g[items] = self._passes.logits_gradient_(z, places[rows], temperature=ones, dtype=z.dtype, **how)[tuple(at)]
+        slope = head.logit_scale / head.temperature[e.rows[e.row]]
+        if head.softcap is not None:
+            # 1 - tanh^2 as 1 / cosh^2, which does not cancel where the cap saturates.
+            slope /= torch.cosh(raw * (head.logit_scale / head.softcap)).square()
+        return g.mul_(slope)
+
+    def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
+        """Add the sums over the entries of each token to dW and db, which are 0 but for the other rows."""
+        if d_weight is None and d_bias is None:
+            return
+        order = e.tokens.argsort(stable=True)
+        tokens, sizes = e.tokens[order].unique_consecutive(return_counts=True)
+        segments, more = Segments.of_sizes(sizes), len(self.others) > 0
+        if d_weight is not None:
+            self._put_sums(d_weight, tokens, segments, e.rows[e.row][order], g[order], self._head.hidden, add=more)
+        if d_bias is not None:
+            self._put_sums(d_bias[:, None], tokens, segments, order, torch.ones_like(g), g[:, None], add=more)
+
+    def _put_sums(
+        self,
+        out: Tensor,
+        places: Tensor,
+        segments: Segments,
+        index: Tensor,
+        factors: Tensor,
+        matrix: Tensor,
+        *,
+        add: bool = False,
+    ) -> None:
+        """out[places_i] = sum of factors_e * matrix[index_e] over segment i; long segments are summed in pieces."""
+        put = self._passes.weighted_rows_
+        cast = self._head.hidden.dtype if matrix is self._head.weight else matrix.dtype
+        long = (segments.sizes > PIECE).nonzero()[:, 0]
+        if len(long):
+            items, of_long = segments.select(long)
+            pieces, of_pieces = of_long.cut(PIECE)
+            every = torch.arange(len(pieces.sizes), device=out.device)
+            sums = factors.new_zeros(len(every), matrix.shape[1])
+            put(sums, every, pieces.offsets, index[items], factors[items], matrix, cast=cast)
+            ones = torch.ones_like(sums[:, 0])
+            put(out, places[long], of_pieces.offsets, every, ones, sums, cast=sums.dtype, accumulate=add)
+            short = (segments.sizes <= PIECE).nonzero()[:, 0]
+            items, segments = segments.select(short)
+            places, index, factors = places[short], index[items], factors[items]
+        put(out, places, segments.offsets, index, factors, matrix, cast=cast, accumulate=add)
+
+
+@outside_graphs
+def supported_logprobs(
+    head: Head, support: Support, *, ignore_index: int, entropy: bool, chunk_bytes: int | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    """(log p [N], entropy [N], or zeros unless `entropy`) over the kept tokens; targets may be `ignore_index`."""
+    check_targets(head.targets, len(head.weight), ignore_index)
+    check_temperature_values(head.temperature)
+    passes = _dispatch.passes(_dispatch.choose(impl, head.hidden))
+    kept = head.targets != ignore_index
+    wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
+    leaves = (head.hidden, head.weight, head.bias)
+    constant: dict[str, Any] = {name: None if x is None else x.detach() for name, x in zip(wanted, leaves, strict=True)}
+    head = replace(head, **constant, targets=torch.where(kept, head.targets, 0))
+    rows = SupportedHead(head, support, kept, passes, chunk_bytes=chunk_bytes, wanted=wanted)
+    return _Supported.apply(*leaves, rows, entropy)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Supported(torch.autograd.Function):
+    """(log p, entropy) of a `SupportedHead`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: SupportedHead, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        known = rows.statistics(entropy=entropy)
+        ctx.set_materialize_grads(False)
+        # The leaves are saved so that autograd finds out if they were changed before the backward pass.
+        ctx.save_for_backward(hidden, weight, bias, *known)
+        ctx.rows = rows
+        return known.logprobs, known.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
+        known = Statistics(*ctx.saved_tensors[3:])
+        g = torch.zeros_like(known.logprobs) if grad_logprobs is None else grad_logprobs
+        return *ctx.rows.gradients(known, LossGradients(g, grad_entropy)), None, None
+
+
+def supported_loss(
+    head: Head,
+    support: Support,
+    inputs: LossInputs,
+    config: GRPOLossConfig,
+    passes: ModuleType,
+    *,
+    chunk_bytes: int | None,
+    wanted: dict[str, bool],
+    score: Score,
+    entropy: bool,
+    rounded: bool,
+) -> ChunkedLoss:
+    """`chunked_loss` over the kept tokens: the statistics of all rows, the loss, then the gradients."""
+    differentiated = any(wanted.values())
+    order, _ = rows_in_order(inputs, config, score, differentiated)
+    scored = inputs.tokens.mask
+    if order is not None:
+        scored = torch.zeros_like(scored).index_fill_(0, order, True)
+        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
+    rows = SupportedHead(head, support, scored, passes, chunk_bytes=chunk_bytes, wanted=wanted)
+    known = rows.statistics(entropy=entropy)
+    done, sums = value_and_gradient(known.logprobs, known.entropy, inputs, config=config, passes=passes)
+    statistics = statistics_of([sums], done, scored, passes)
+    recomputed = done.have_gradient()[rows.others].sum() * differentiated
+    gradients = rows.gradients(known, done, rounded=rounded) if differentiated else (None, None, None)
+    statistics = {**statistics, "recomputed": recomputed.to(statistics["loss"].dtype)}
+    return ChunkedLoss(statistics, known.logprobs, known.entropy, (done.logprobs, done.entropy), gradients)

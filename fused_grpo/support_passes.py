@@ -1,0 +1,68 @@
+"""The passes over kept tokens in plain torch, with the contract of those in `fused_grpo.kernels`.
+
+An entry is one kept token of one row; E entries, D hidden size. Nothing of size [E, D] exists: rows of the head are
+gathered a block at a time, in cache on a CPU. Sums are in the dtype of the accumulators, in the order of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from fused_grpo import chunking
+
+
+def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """h.w [E] in `dtype` of the entries (rows [E], tokens [E]), from operands in the dtype of `hidden`."""
+    out = torch.empty(len(tokens), dtype=dtype, device=tokens.device)
+    for block in chunking.chunks(len(tokens), _most_entries(weight, dtype)):
+        w = weight.index_select(0, tokens[block]).to(hidden.dtype).to(dtype)
+        out[block] = torch.linalg.vecdot(hidden.index_select(0, rows[block]).to(dtype), w)
+    return out
+
+
+def weighted_rows_(
+    out: Tensor,
+    places: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    factors: Tensor,
+    matrix: Tensor,
+    *,
+    cast: torch.dtype,
+    accumulate: bool = False,
+) -> Tensor:
+    """out[places_i] = (out[places_i] +) sum of factors_e * matrix[index_e] over offsets_i <= e < offsets_(i+1).
+
+    No place occurs twice. The rows of `matrix` are rounded to `cast`, their sum is in the dtype of `factors`.
+    """
+    as_it_is = matrix.dtype == factors.dtype == cast
+    for segments, entries in _blocks(offsets, _most_entries(matrix, factors.dtype)):
+        ends, mine, here = offsets[segments.start : segments.stop + 1] - entries.start, index[entries], matrix
+        if not as_it_is:
+            here = matrix.index_select(0, mine).to(cast).to(factors.dtype)
+            mine = torch.arange(len(mine), device=mine.device)
+        how = {"per_sample_weights": factors[entries], "mode": "sum", "include_last_offset": True}
+        sums = embedding_bag(mine, here, ends, **how)  # type: ignore[arg-type]
+        sums = out.index_select(0, places[segments]) + sums if accumulate else sums
+        out.index_copy_(0, places[segments], sums.to(out.dtype))
+    return out
+
+
+def _most_entries(matrix: Tensor, dtype: torch.dtype) -> int:
+    """How many gathered rows of `matrix` in `dtype` a block holds."""
+    budget = chunking.BLOCK_BYTES if matrix.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES
+    return max(1, budget // max(1, matrix.shape[1] * dtype.itemsize))
+
+
+def _blocks(offsets: Tensor, most: int) -> Iterator[tuple[slice, slice]]:
+    """(segments, their entries) with at most `most` entries together, or one segment."""
+    ends, start = offsets.cpu(), 0
+    while start < len(ends) - 1:
+        fitting = int(torch.searchsorted(ends, ends[start] + most, right=True)) - 1
+        stop = max(start + 1, fitting)
+        yield slice(start, stop), slice(int(ends[start]), int(ends[stop]))
+        start = stop

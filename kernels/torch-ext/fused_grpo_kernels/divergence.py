@@ -1,0 +1,236 @@
+"""The divergence of a teacher's softmax from a student's, and the student's logits overwritten by its gradient.
+
+With c = z - max z of a row's transformed logits, e = e^c, S the sum of e (s of the student, t of the teacher),
+d = c_s - c_t and rho = S_s / S_t, p the student's softmax and q the teacher's,
+
+    reverse_kl   KL(p | q) = X / S_s - log rho               X_v = e_s d
+    forward_kl   KL(q | p) = log rho + Y / S_t               X_v = e_t      Y_v = -e_t d
+    jsd          -((1 - beta) X + beta Y) / S_s              X_v = e_s log1p(beta (f - e_s) / e_s)
+                                                             Y_v = f log1p((beta - 1) (f - e_s) / f)     f = rho e_t
+
+without an index v for sums over the row, and d divergence / dz_v = x X_v - y e_s,v with two numbers of the row.
+
+The largest logits take no part in the sums: S - 1 is a sum of its own, log rho is log1p((s - t) / S_t) with the two
+sums of the others, and where the student's most probable token has more than half of the probability, its gradient is
+minus the sum of the others', which a difference of two probabilities near 1 would lose.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import launching_on
+from ._tiles import exp, inverse, log1p, logit, logit_slope
+from .tuning import pair_tile
+
+# For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
+LEAST = tl.constexpr(-60.0)
+REVERSE, FORWARD, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {"reverse_kl": REVERSE, "forward_kl": FORWARD, "jsd": JSD}
+
+ROW_VECTORS = ["student_temperature", "teacher_temperature", "upstream", "targets", "grad_logprobs", "divergence"]
+
+
+@triton.jit
+def _logits(model, columns, V):
+    """(h.w + bias, the transformed logits) of a row of a model at these columns; -inf past the end."""
+    start, bias, logit_scale, softcap, inverse_temperature = model
+    x = tl.load(start + columns, mask=columns < V, other=0.0)
+    if bias is not None:
+        x += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)
+    z = logit(x, logit_scale, softcap, inverse_temperature)
+    return x, tl.where(columns < V, z, float("-inf"))
+
+
+@triton.jit
+def _terms(c_s, c_t, rho, at_peaks, beta, KIND: tl.constexpr):
+    """(e_s, e_t, X, Y). `at_peaks` is f - e_s where both logits are the largest: the difference would lose it."""
+    least = LEAST if KIND == JSD else 2.0 * LEAST
+    if KIND != FORWARD:
+        c_s = tl.maximum(c_s, least, propagate_nan=tl.PropagateNan.ALL)
+    if KIND != REVERSE:
+        c_t = tl.maximum(c_t, least, propagate_nan=tl.PropagateNan.ALL)
+    e_s, e_t = exp(c_s), exp(c_t)
+    if KIND == JSD:
+        f = e_t * rho
+        difference = tl.where((c_s == 0.0) & (c_t == 0.0), at_peaks, f - e_s)
+        x = e_s * log1p(beta * (difference / e_s))
+        y = f * log1p((beta - 1.0) * (difference / f))
+    else:
+        # A token of probability 0 adds nothing; 0 * inf would be NaN.
+        d = tl.where((e_s if KIND == REVERSE else e_t) == 0.0, 0.0, c_s - c_t)
+        x = e_s * d if KIND == REVERSE else e_t
+        y = -e_t * d
+    return e_s, e_t, x, y
+
+
+@triton.jit
+def _largest(model, V, BLOCK_V: tl.constexpr):
+    """The largest logit of a row."""
+    top = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    for first in range(0, V, BLOCK_V):
+        top = tl.maximum(top, _logits(model, first + tl.arange(0, BLOCK_V), V)[1])
+    return tl.max(top, 0)
+
+
+@triton.jit
+def _sums(student, teacher, m_s, m_t, rho, at_peaks, beta, V, KIND: tl.constexpr, BLOCK_V: tl.constexpr):
+    """(s, t, X without the student's largest logit, X there, Y) of a row. Equal largest logits but one are in s, t."""
+    zero = tl.zeros([BLOCK_V], tl.float32)
+    s, t, x, x_peak, y, peaks_s, peaks_t = zero, zero, zero, zero, zero, zero, zero
+    for first in range(0, V, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        c_s, c_t = _logits(student, columns, V)[1] - m_s, _logits(teacher, columns, V)[1] - m_t
+        e_s, e_t, of_x, of_y = _terms(c_s, c_t, rho, at_peaks, beta, KIND)
+        s += tl.where(c_s == 0.0, 0.0, e_s)
+        t += tl.where(c_t == 0.0, 0.0, e_t)
+        peaks_s += tl.where(c_s == 0.0, 1.0, 0.0)
+        peaks_t += tl.where(c_t == 0.0, 1.0, 0.0)
+        x += tl.where(c_s == 0.0, 0.0, of_x)
+        x_peak += tl.where(c_s == 0.0, of_x, 0.0)
+        y += of_y
+    ties_s, ties_t = tl.sum(peaks_s, 0) - 1.0, tl.sum(peaks_t, 0) - 1.0
+    return tl.sum(s, 0) + ties_s, tl.sum(t, 0) + ties_t, tl.sum(x, 0), tl.sum(x_peak, 0), tl.sum(y, 0)
+
+
+@triton.jit
+def _divergence_of(s, t, x, y, beta, KIND: tl.constexpr):
+    if KIND == JSD:
+        value = ((beta - 1.0) * x - beta * y) / (1.0 + s)
+    elif KIND == REVERSE:
+        value = x / (1.0 + s) - log1p((s - t) / (1.0 + t))
+    else:
+        value = y / (1.0 + t) + log1p((s - t) / (1.0 + t))
+    return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
+def _divergence_kernel(
+    student,
+    teacher,
+    gradient,
+    student_bias,
+    teacher_bias,
+    student_temperature,
+    teacher_temperature,
+    upstream,
+    targets,
+    grad_logprobs,
+    divergence,
+    V,
+    student_row,
+    teacher_row,
+    gradient_row,
+    student_scale: tl.float32,
+    student_softcap,
+    teacher_scale: tl.float32,
+    teacher_softcap,
+    beta: tl.float32,
+    KIND: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Grid: rows. A program owns the memory of one row of both tiles, which it reads three times, or four for jsd.
+
+    `gradient` is the same memory as `student`, in elements of the same or of half the size, written left to right
+    behind a barrier: see `_logits_gradient_kernel`. None is no gradient, and one read less.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cold_s, cold_t = inverse(tl.load(student_temperature + row)), inverse(tl.load(teacher_temperature + row))
+    of_s = (student + row * student_row, student_bias, student_scale, student_softcap, cold_s)
+    of_t = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, cold_t)
+    m_s, m_t = _largest(of_s, V, BLOCK_V), _largest(of_t, V, BLOCK_V)
+    rho, at_peaks = 1.0, 0.0
+    if KIND == JSD:
+        sums = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, FORWARD, BLOCK_V)
+        rho, at_peaks = (1.0 + sums[0]) / (1.0 + sums[1]), (sums[0] - sums[1]) / (1.0 + sums[1])
+    s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, KIND, BLOCK_V)
+    tl.store(divergence + row, _divergence_of(s, t, x_others + x_peak, y, beta, KIND))
+    if gradient is not None:
+        weight, g, target = tl.load(upstream + row), 0.0, -1
+        if targets is not None:
+            g, target = tl.load(grad_logprobs + row), tl.load(targets + row).to(tl.int32)
+        if KIND == FORWARD:
+            by_x, by_e = -weight / (1.0 + t), (g - weight) / (1.0 + s)
+        else:
+            factor = weight if KIND == REVERSE else (beta - 1.0) * weight
+            by_x = factor / (1.0 + s)
+            by_e = (by_x * (x_others + x_peak) + g) / (1.0 + s)
+        of_others = by_x * x_others - by_e * s
+        # c of a token with more than half of the probability; none is 1.
+        confident = tl.where(s < 1.0, 0.0, 1.0)
+        for first in range(0, V, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            raw, z = _logits(of_s, columns, V)
+            c_s, c_t = z - m_s, _logits(of_t, columns, V)[1] - m_t
+            terms = _terms(c_s, c_t, rho, at_peaks, beta, KIND)
+            dz = by_x * terms[2] - by_e * terms[0]
+            # Minus the gradient of all the others, with that of the target.
+            at_target = tl.where(columns == target, g, 0.0)
+            dz = tl.where(c_s == confident, at_target - g - of_others, dz + at_target)
+            d_raw = dz * logit_slope(raw, student_scale, student_softcap, cold_s)
+            tl.debug_barrier()
+            tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=columns < V)
+
+
+def divergence_gradient_(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    kind: str,
+    beta: float,
+    upstream: Tensor | None,
+    student_head: dict[str, Any],
+    teacher_head: dict[str, Any],
+    targets: Tensor | None = None,
+    grad_logprobs: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """The divergence of each row, and the student's logits overwritten by the gradient of the loss.
+
+    Args:
+        student, teacher: [R, V] fp32, raw h.w of the same tokens; columns adjacent, rows may be further apart than V.
+        kind: "reverse_kl", "forward_kl" or "jsd".
+        beta: of "jsd", between 0 and 1.
+        upstream: [R] fp32, dL/ddivergence; None for no gradient, then no tile is written.
+        student_head, teacher_head: bias [V] or None, temperature [R], logit_scale and softcap of each, by name; all
+            but the temperature may be left out.
+        targets, grad_logprobs: [R] int64 in [0, V) and [R] fp32, dL/dlogprobs of the student's targets, which is
+            added; or neither.
+        dtype: of the gradient. bf16 and fp16 are written into the front half of each row's memory.
+
+    Returns:
+        (divergences [R] fp32, in nats and never negative; dL/d(h.w) of the student [R, V] of `dtype`, a view of the
+        memory of `student`, or None). dL/dbias is the sum of the latter over rows.
+
+    Memory: none.
+    """
+    R, V = student.shape
+    gradient = None if upstream is None else student.view(dtype)[:, :V]
+    divergence = torch.empty(R, dtype=torch.float32, device=student.device)
+    if R == 0:
+        return divergence, gradient
+    heads = [{"bias": None, "logit_scale": 1.0, "softcap": None, **head} for head in (student_head, teacher_head)]
+    rows = [head[name] for name in ("bias", "temperature") for head in heads]
+    rows += [upstream, targets, grad_logprobs]
+    with launching_on(student.device):
+        _divergence_kernel[(R,)](
+            student,
+            teacher,
+            gradient,
+            *(None if vector is None else vector.contiguous() for vector in rows),
+            divergence,
+            V,
+            student.stride(0),
+            teacher.stride(0),
+            None if gradient is None else gradient.stride(0),
+            *(head[name] for head in heads for name in ("logit_scale", "softcap")),
+            beta,
+            KIND=KINDS[kind].value,
+            **pair_tile(student.device).launch_options(),
+        )
+    return divergence, gradient

@@ -1,0 +1,152 @@
+"""The divergence's row pass against fp64 autograd: Triton's, interpreted, and that in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_grpo import kernels, reference, torch_divergence, torch_passes
+
+pytestmark = pytest.mark.grid
+
+KINDS = ["reverse_kl", "forward_kl", "jsd"]
+ALL = "bias softcap scale temperature"
+DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["triton", "torch"])
+def pass_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # As many columns in a block as there are in a tile of the interpreter.
+    monkeypatch.setattr(torch_divergence, "_BLOCK_BYTES", 4 * 7 * 128)
+    return (kernels if request.param == "triton" else torch_divergence).divergence_gradient_
+
+
+def problem(R: int, V: int, *, confident: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits of both models; in every other row they agree on a token with almost all of the probability."""
+    generator = torch.Generator().manual_seed(R + 100 * V)
+    student, noise = (3 * torch.randn(R, V, generator=generator) for _ in range(2))
+    teacher = student + noise / 3
+    if confident:
+        student[::2, V // 2], teacher[::2, V // 2] = 30.0, 28.0
+    return student, teacher
+
+
+def targets_of(R: int, V: int) -> dict[str, Tensor]:
+    targets = torch.arange(R) * 37 % V
+    targets[::4] = V // 2
+    return {"targets": targets, "grad_logprobs": torch.cos(torch.arange(R))}
+
+
+def oracle_of(
+    student: Tensor, teacher: Tensor, heads: dict[str, Any], *, kind: str, beta: float, upstream: Tensor, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    """(the divergence, the gradient) by autograd."""
+    raw, dtype = student.detach().clone().requires_grad_(), student.dtype
+    blank = {"bias": None, "logit_scale": 1.0, "softcap": None}
+    z, y = (
+        reference.transform_logits(x, **(blank | heads[f"{model}_head"]))
+        for x, model in ((raw, "student"), (teacher, "teacher"))
+    )
+    divergence = reference.divergence(z, y, kind=kind, beta=beta)
+    loss = (divergence * upstream.to(dtype)).sum()
+    if rest:
+        logprobs = z.log_softmax(-1).gather(1, rest["targets"][:, None])[:, 0]
+        loss = loss + (logprobs * rest["grad_logprobs"].to(dtype)).sum()
+    loss.backward()
+    assert raw.grad is not None
+    return divergence.detach(), raw.grad
+
+
+def given_to(R: int, V: int, kind: str, names: str, head_options: Any, *, target: bool) -> tuple[Any, Any]:
+    """(the heads, the other arguments): the student has the options of `names`, the teacher the temperature."""
+    head = head_options(R, V, names)
+    heads = {"student_head": head, "teacher_head": {"temperature": head["temperature"]}}
+    upstream = torch.sin(1 + torch.arange(R))
+    return heads, {"kind": kind, "beta": 0.3, "upstream": upstream} | (targets_of(R, V) if target else {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("R", "V"), [(7, 2), (3, 5), (5, 127), (3, 130), (7, 257)])
+@pytest.mark.parametrize("names", ["", ALL])
+@pytest.mark.parametrize("target", [False, True])
+def test_divergence_and_gradient_are_as_exact_as_autograd(
+    oracle: Any, head_options: Any, pass_: Any, kind: str, R: int, V: int, names: str, target: bool
+) -> None:
+    heads, given = given_to(R, V, kind, names, head_options, target=target)
+    for confident in (False, True):
+        logits = problem(R, V, confident=confident)
+        ours = pass_(*(x.clone() for x in logits), **heads, **given)
+        plain, exact = (oracle_of(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64))
+        for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
+            oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_confident_target_keeps_both_of_its_gradients(head_options: Any, pass_: Any, kind: str) -> None:
+    """Both are of the size of 1 - p, which a difference of probabilities would lose."""
+    heads, given = given_to(8, 130, kind, "", head_options, target=True)
+    logits = problem(8, 130, confident=True)
+    ours = pass_(*(x.clone() for x in logits), **heads, **given)[1][::4, 65]
+    exact = oracle_of(*(x.double() for x in logits), heads, **given)[1][::4, 65]
+    assert exact.abs().max() < 1e-6
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_an_upstream_gradient_there_is_a_divergence_alone(head_options: Any, pass_: Any, kind: str) -> None:
+    heads, given = given_to(5, 130, kind, ALL, head_options, target=False)
+    with_one, without = (pass_(*problem(5, 130), **heads, **given | {"upstream": x}) for x in (torch.ones(5), None))
+    assert torch.equal(with_one[0], without[0])
+    assert without[1] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
+    head_options: Any, pass_: Any, kind: str, dtype: torch.dtype
+) -> None:
+    heads, given = given_to(3, 257, kind, ALL, head_options, target=False)
+    (tile, teacher), apart = problem(3, 257), pass_(*problem(3, 257), **heads, **given)[1]
+    in_place = pass_(tile, teacher, **heads, **given, dtype=dtype)[1]
+    assert in_place.data_ptr() == tile.data_ptr()
+    assert torch.equal(in_place, apart.to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_padding_beside_the_tiles_is_neither_read_nor_written(head_options: Any, kind: str, name: str) -> None:
+    passes, home = (kernels, kernels) if name == "triton" else (torch_passes, torch_divergence)
+    heads, given = given_to(3, 130, kind, ALL, head_options, target=True)
+    logits, padded = problem(3, 130), []
+    for x in logits:
+        padded.append(passes.empty_tile(5, 144, dtype=torch.float32, device=x.device).fill_(float("nan")))
+        padded[-1][:3, :130] = x
+    ours = home.divergence_gradient_(*(x[:3, :130] for x in padded), **heads, **given)
+    for mine, alone in zip(ours, home.divergence_gradient_(*logits, **heads, **given), strict=True):
+        torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-7)
+    assert all(x[3:].isnan().all() and x[:, 130:].isnan().all() for x in padded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [0, 1])
+def test_a_row_that_is_no_number_is_seen_and_leaves_the_others(
+    head_options: Any, pass_: Any, kind: str, model: int
+) -> None:
+    heads, given = given_to(4, 130, kind, "", head_options, target=False)
+    logits = problem(4, 130)
+    expected = pass_(*(x.clone() for x in logits), **heads, **given)
+    logits[model][1, 77] = float("nan")
+    divergence, gradient = pass_(*logits, **heads, **given)
+    others = torch.tensor([True, False, True, True])
+    assert divergence[1].isnan()
+    assert torch.equal(divergence[others], expected[0][others])
+    assert torch.equal(gradient[others], expected[1][others])
+
+
+def test_no_rows_are_no_results(head_options: Any, pass_: Any) -> None:
+    heads, given = given_to(0, 5, "jsd", "", head_options, target=False)
+    divergence, gradient = pass_(torch.zeros(0, 5), torch.zeros(0, 5), **heads, **given)
+    assert (divergence.shape, gradient.shape) == ((0,), (0, 5))

@@ -1,0 +1,263 @@
+"""The bugs of `planted_bugs.py` in divergences, kept tokens and K targets per row: (file, old, new, caught by)."""
+
+from __future__ import annotations
+
+KERNELS = "kernels/torch-ext/fused_grpo_kernels"
+SEVERAL = ["tests/ops/test_several_targets.py", "-k", "as_exact_as_fp32 and entropy-softcap-torch-dtype0"]
+SEVERAL_CONFIDENT = ["tests/ops/test_several_targets.py", "-k", "confident and None-torch"]
+PACKED_SUPPORTS = ["tests/trainer/batching/test_micro_batches.py", "-k", "keeps_its_support"]
+SUPPORTS = ["tests/trainer/engines/test_support.py", "-k", "recorder"]
+TRUNCATED = "tests/trainer/test_sampling_support.py"
+KEPT = ["tests/ops/test_support.py", "-k", "each_option and None and torch and temperature"]
+KEPT_REFUSED = ["tests/ops/test_support.py", "-k", "cannot_be_is_refused"]
+KEPT_PIECES = ["tests/ops/test_support.py", "-k", "long_segments and torch"]
+KEPT_KERNELS = ["tests/kernels/test_support.py", "-k", "triton and weighted_rows"]
+DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "torch and (autograd or confident)"]
+KERNEL_DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "triton and ((autograd and 130) or confident)"]
+DIVERGENCES = ["tests/ops/test_divergence.py", "-k", "ten_digits or masked_tokens or four_products"]
+DISTILLATION = ["tests/ops/test_distillation.py", "-k", "ten_digits or product_more"]
+NOT_ALLOWED = ["tests/ops/test_divergence.py", "-k", "neither_model and torch"]
+
+BUGS = {
+    "the student's confident token has the gradient of a difference": (
+        "fused_grpo/torch_divergence.py",
+        "confident, hit = rows.s < 1,",
+        "confident, hit = rows.s < 0,",
+        DIVERGENCE,
+    ),
+    "the gradient of a divergence forgets its mean": (
+        "fused_grpo/torch_divergence.py",
+        "(factor * rows.x * p + g) * p",
+        "g * p",
+        DIVERGENCE,
+    ),
+    "jsd mixes the wrong way round": (
+        "fused_grpo/torch_divergence.py",
+        "out=self.scratch(1, f)).mul_(self.beta).log1p_()",
+        "out=self.scratch(1, f)).mul_(1 - self.beta).log1p_()",
+        DIVERGENCE,
+    ),
+    "the teacher's peak counts among its others": (
+        "fused_grpo/torch_divergence.py",
+        "torch.where(self.same, t, 1 + t - of_t)",
+        "1 + t",
+        DIVERGENCE,
+    ),
+    "two tokens of probability 0 diverge": (
+        "fused_grpo/torch_divergence.py",
+        "d.masked_fill_(weights == 0.0, 0.0)",
+        "pass",
+        NOT_ALLOWED,
+    ),
+    "the teacher has the temperature and bias of the student": (
+        "fused_grpo/chunked_divergence.py",
+        '"teacher_head": teacher.arguments',
+        '"teacher_head": tile.arguments',
+        DIVERGENCES,
+    ),
+    "masked rows of the teacher take part": (
+        "fused_grpo/chunked_divergence.py",
+        "TwoHeads(self.student.select(index), self.teacher.select(index))",
+        "TwoHeads(self.student.select(index), self.teacher)",
+        DIVERGENCES,
+    ),
+    "a teacher's rows are those of the chunk": (
+        "fused_grpo/chunked_divergence.py",
+        "rows = tile.rows if tile.index is None else tile.index",
+        "rows = tile.rows",
+        DISTILLATION,
+    ),
+    "tokens without an advantage do not learn from the teacher": (
+        "fused_grpo/chunked_loss.py",
+        "(differentiated or shards is not None) and teacher is None",
+        "differentiated or shards is not None",
+        DISTILLATION,
+    ),
+    "a loss in two phases leaves the teacher out where it has no gradient itself": (
+        "fused_grpo/chunked_loss.py",
+        "done.have_gradient() | (self.teacher is not None)",
+        "done.have_gradient()",
+        DISTILLATION,
+    ),
+    "the gradients of the loss are lost beside those of the divergence": (
+        "fused_grpo/chunked_divergence.py",
+        '"grad_logprobs": grad_logprobs * scale',
+        '"grad_logprobs": 0.0 * grad_logprobs',
+        DISTILLATION,
+    ),
+    "the kernel's forward KL is the reverse one": (
+        f"{KERNELS}/divergence.py",
+        "        y = -e_t * d",
+        "        y = e_s * d",
+        KERNEL_DIVERGENCE,
+    ),
+    "the kernel's confident token has the gradient of a difference": (
+        f"{KERNELS}/divergence.py",
+        "tl.where(s < 1.0, 0.0, 1.0)",
+        "tl.where(s < 0.0, 0.0, 1.0)",
+        KERNEL_DIVERGENCE,
+    ),
+    "the kernel's largest logits count among the others": (
+        f"{KERNELS}/divergence.py",
+        "s += tl.where(c_s == 0.0, 0.0, e_s)",
+        "s += e_s",
+        KERNEL_DIVERGENCE,
+    ),
+    "the kernel's target has no gradient of its log-prob": (
+        f"{KERNELS}/divergence.py",
+        "tl.where(columns == target, g, 0.0)",
+        "tl.where(columns == target, 0.0 * g, 0.0)",
+        KERNEL_DIVERGENCE,
+    ),
+    "supports of another sequence": (
+        "trainer/types.py",
+        "support_ids=some(self.support_ids)",
+        "support_ids=self.support_ids",
+        PACKED_SUPPORTS,
+    ),
+    "supports begin one token late": (
+        "trainer/batching/micro_batches.py",
+        "torch.cat([zero, *batch.support_sizes])",
+        "torch.cat([*batch.support_sizes, zero])",
+        PACKED_SUPPORTS,
+    ),
+    "kept tokens of a step stay with the step": (
+        "trainer/engines/support.py",
+        "torch.cat(self._ids)[sequences.argsort(stable=True)]",
+        "torch.cat(self._ids)",
+        SUPPORTS,
+    ),
+    "log-probs of truncated sampling over the whole vocabulary": (
+        "trainer/policy.py",
+        "if batch.support is not None:",
+        "if False:",
+        [TRUNCATED, "-k", "plain_loop"],
+    ),
+    "supports of the tokens after the end": (
+        "trainer/engines/support.py",
+        "self.ids[: int(sizes.sum())].clone()",
+        "self.ids[-int(sizes.sum()) :].clone()",
+        [TRUNCATED, "-k", "on_policy and 0.05"],
+    ),
+    "no log-prob check under truncation": (
+        "trainer/loop.py",
+        "sampling.is_plain_within_support if has_support else sampling.is_plain",
+        "sampling.is_plain",
+        [TRUNCATED, "-k", "stale"],
+    ),
+    "a checkpoint without supports": (
+        "trainer/batching/ragged.py",
+        '    "support_ids": torch.int32,\n    "support_sizes": torch.int32,\n',
+        "",
+        ["tests/trainer/checkpoint/test_resume.py", "-k", "same_run and kept"],
+    ),
+    "the padding of a tile of kept tokens is a token": (
+        "fused_grpo/support.py",
+        "z.fill_(-torch.inf)",
+        "z.fill_(-9.0)",
+        KEPT,
+    ),
+    "kept tokens have the temperature of another row": (
+        "fused_grpo/support.py",
+        "head.temperature[e.rows[row]]",
+        "head.temperature[row]",
+        KEPT,
+    ),
+    "the slope of kept tokens forgets the soft cap": (
+        "fused_grpo/support.py",
+        "slope /= torch.cosh(",
+        "slope / torch.cosh(",
+        KEPT,
+    ),
+    "dW takes gradients in the order of rows and hidden states in that of tokens": (
+        "fused_grpo/support.py",
+        "[order], g[order], self._head.hidden",
+        "[order], g, self._head.hidden",
+        KEPT,
+    ),
+    "dW of kept tokens replaces that of rows without a support": (
+        "fused_grpo/support.py",
+        "len(self.others) > 0",
+        "False",
+        KEPT,
+    ),
+    "sums of pieces go to the first rows": (
+        "fused_grpo/support.py",
+        "put(out, places[long]",
+        "put(out, places[: len(long)]",
+        KEPT_PIECES,
+    ),
+    "a token may be kept twice": ("fused_grpo/entries.py", "keys[1:] == keys[:-1]", "keys[1:] < 0", KEPT_REFUSED),
+    "a target may be outside of its support": (
+        "fused_grpo/entries.py",
+        "lost = places < 0",
+        "lost = places < -1",
+        KEPT_REFUSED,
+    ),
+    "the kernel's last entry of a segment is that of the next": (
+        f"{KERNELS}/support.py",
+        "exists = entries < end",
+        "exists = entries <= end",
+        KEPT_KERNELS,
+    ),
+    "the kernel does not round what it gathers": (
+        f"{KERNELS}/support.py",
+        "values.to(CAST).to(tl.float32)",
+        "values.to(tl.float32)",
+        KEPT_KERNELS,
+    ),
+    "a target that a tile left out stays out of the sums": (
+        "fused_grpo/statistics.py",
+        "torch.ones_like(returned)",
+        "torch.zeros_like(returned)",
+        SEVERAL,
+    ),
+    "a tile leaves out its first target, not the largest": (
+        "fused_grpo/several_targets.py",
+        "top = z.argmax(1, keepdim=True)",
+        "top = 0 * z.argmax(1, keepdim=True)",
+        SEVERAL_CONFIDENT,
+    ),
+    "a target of another tile is written to this one": (
+        "fused_grpo/several_targets.py",
+        "torch.where(here.any(1, keepdim=True), values, out.gather(1, column))",
+        "values",
+        SEVERAL,
+    ),
+    "a repeated target has the gradient of its first place alone": (
+        "fused_grpo/several_targets.py",
+        "torch.where(again, gradients[:, later], 0.0).sum(1)",
+        "0.0",
+        SEVERAL,
+    ),
+    "the gradient of the largest target as a difference": (
+        "fused_grpo/several_targets.py",
+        ".scatter_(1, top, of_others)",
+        "",
+        SEVERAL_CONFIDENT,
+    ),
+    "the entropy has no gradient at targets": (
+        "fused_grpo/several_targets.py",
+        "values -= grad_entropy[:, None] * p",
+        "values -= 0.0 * p",
+        SEVERAL,
+    ),
+    "a frozen head: a target moves towards its row of W alone": (
+        "fused_grpo/several_targets.py",
+        "moved.scatter_(1, top, -moved.sum(1, keepdim=True))",
+        "pass",
+        SEVERAL_CONFIDENT,
+    ),
+    "a frozen head: repetitions of the largest target leave a rounding": (
+        "fused_grpo/several_targets.py",
+        "torch.where(head.targets == head.targets.gather(1, top), 0.0, grad_logprobs)",
+        "grad_logprobs.scatter(1, top, 0.0)",
+        ["tests/ops/test_several_targets.py", "-k", "confident and frozen and triton"],
+    ),
+    "ranks send one target of several": (
+        "fused_grpo/shards.py",
+        "x[3:].t() if several",
+        "x[3:4].t().expand(-1, len(x) - 3) if several",
+        ["tests/ops/test_vocab_parallel.py", "-k", "shards_give and 2-several"],
+    ),
+}

@@ -1,0 +1,96 @@
+"""The bugs of `planted_bugs.py` in the losses and estimators that TRL does not have: (file, old, new, caught by)."""
+
+from __future__ import annotations
+
+KERNEL = "kernels/torch-ext/fused_grpo_kernels/grpo_loss.py"
+AUTHORS = ["tests/ops/test_authors_formulas.py", "-k", "torch or icepop"]
+ESTIMATORS = ["tests/trainer/collect/test_advantage_estimators.py"]
+COVARIANCE = ["tests/trainer/batching/test_covariance_selection.py"]
+LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
+
+BUGS = {
+    "dppo masks what moves back": (
+        "fused_grpo/reference.py",
+        "(advantages < 0) & (moved < 0) &",
+        "(advantages < 0) & (moved > 0) &",
+        AUTHORS,
+    ),
+    "dppo's divergence without the other tokens": (
+        "fused_grpo/reference.py",
+        "(old - logprobs) + rest * (rest.log() - left.log())",
+        "(old - logprobs)",
+        AUTHORS,
+    ),
+    "dppo's ratio is to the old policy": (
+        "fused_grpo/reference.py",
+        'terms.correction != "sampler":',
+        'terms.correction != "old":',
+        AUTHORS,
+    ),
+    "gmpo does not clip": (
+        "fused_grpo/reference.py",
+        "change.clamp(max=terms.epsilon_high),",
+        "change.clamp(max=9.0),",
+        AUTHORS,
+    ),
+    "a clipped token of gmpo has a gradient": (
+        "fused_grpo/reference.py",
+        "moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]",
+        "pass",
+        AUTHORS,
+    ),
+    "sequences are rejected by the sum": (
+        "fused_grpo/reference.py",
+        "statistic = inputs.sequences.mean(of_tokens, mask)",
+        "statistic = inputs.sequences.sum(torch.where(mask, of_tokens, 0.0))",
+        AUTHORS,
+    ),
+    "icepop has no lower bound": (
+        "fused_grpo/config.py",
+        '"sampling_clip_min": 0.5,',
+        '"sampling_clip_min": 0.0,',
+        AUTHORS,
+    ),
+    "kl-cov takes the smallest covariances": (
+        "fused_grpo/covariance.py",
+        "order, count = order.flip(0), max",
+        "order, count = order, max",
+        AUTHORS,
+    ),
+    "a rank selects by its own tokens": (
+        "trainer/batching/covariance_selection.py",
+        "parts = mine.split([len(part.targets) for part in packed])",
+        "parts = [select_by_covariance(fact[0], fact[1], fact[2] != 0, config) for fact in facts]",
+        COVARIANCE,
+    ),
+    "rloo has its own reward in the baseline": (
+        "trainer/collect/advantages.py",
+        "centred * count / (count - 1).clamp_min(1)",
+        "centred",
+        ESTIMATORS,
+    ),
+    "maxrl is divided by the standard deviation": (
+        "trainer/collect/advantages.py",
+        "centred / mean, 0.0)",
+        "centred / nanstd(groups), 0.0)",
+        ESTIMATORS,
+    ),
+    "reinforce++ scales by the group": (
+        "trainer/collect/advantages.py",
+        "nanstd(whitened.view(1, -1))",
+        "nanstd(whitened)",
+        ESTIMATORS,
+    ),
+    "the kernel's dppo masks nothing that falls": (
+        KERNEL,
+        "(moved < 0.0) & (divergence > lowest)",
+        "(moved < 0.0) & (moved > lowest)",
+        LOSS_KERNEL,
+    ),
+    "the kernel's kl-cov has the sign of a bonus": (
+        KERNEL,
+        "tl.where(change < 0.0, -penalty,",
+        "tl.where(change < 0.0, penalty,",
+        LOSS_KERNEL,
+    ),
+}

@@ -1,0 +1,151 @@
+"""Supports from what engines return; and those that cannot be right are refused before anything is learnt from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.strategies import booleans, integers, lists
+
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.engines.checked_engine import checked_generate
+from fused_grpo.trainer.engines.support import Support, SupportRecorder, listed_support, num_listed, support_fields
+from fused_grpo.trainer.engines.vllm import start_vllm
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
+from fused_grpo.trainer.types import Rollouts, SamplingParams
+
+V = 20
+SAMPLING = SamplingParams(n=2, max_tokens=3, top_p=0.9, sampling_support="auto")
+
+
+def rollouts_of(supports: list[Support]) -> Rollouts:
+    return Rollouts(
+        prompt_ids=[[6]],
+        completion_ids=[[9, 1], [4, 4, 1]],
+        sampling_logprobs=None,
+        finish_reasons=["stop", "stop"],
+        num_generations=2,
+        weight_version=0,
+        **support_fields(supports),
+    )
+
+
+class Engine:
+    """Returns one of these in each call."""
+
+    name, weight_version = "mine", 0
+
+    def __init__(self, *rollouts: Rollouts) -> None:
+        self.rollouts = list(rollouts)
+
+    def generate(self, prompt_ids, sampling) -> Rollouts:
+        return self.rollouts.pop(0)
+
+
+GOOD = [Support.of([[9, 3], []]), Support.of([[4], [0, 4, 19], [1, 2]])]
+
+
+def test_supports_are_ascending_int32_and_empty_for_the_whole_vocabulary() -> None:
+    rollouts = checked_generate(Engine(rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V)
+    assert [ids.tolist() for ids in rollouts.support_ids] == [[3, 9], [4, 0, 4, 19, 1, 2]]
+    assert [sizes.tolist() for sizes in rollouts.support_sizes] == [[2, 0], [1, 3, 2]]
+    assert {tensor.dtype for tensor in rollouts.support_ids + rollouts.support_sizes} == {torch.int32}
+
+
+def tensors(ids: list[int], sizes: list[int]) -> Support:
+    return Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32))
+
+
+WRONG = {
+    "without the token": (tensors([4, 4, 2], [1, 1, 1]), "a token that is not among those that were kept"),
+    "of another token": (tensors([1, 4, 4], [1, 1, 1]), "a token that is not among those that were kept"),
+    "twice": (tensors([4, 4, 1], [2, 0, 1]), "kept tokens that are not ascending"),
+    "descending": (tensors([5, 4, 1], [2, 0, 1]), "kept tokens that are not ascending"),
+    "outside": (tensors([4, 20], [2, 0, 0]), "kept tokens from 4 to 20"),
+    "negative": (tensors([-1, 4], [2, 0, 0]), "kept tokens from -1 to 4"),
+    "too few sizes": (tensors([4, 4], [1, 1]), "2 kept tokens for supports of 2 tokens"),
+    "too few ids": (tensors([4, 4], [1, 1, 1]), "2 kept tokens for supports of 3 tokens"),
+    "incomplete": (Support.empty(), "no complete list of the tokens that the sampler kept"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG)
+def test_a_support_that_cannot_be_one_is_that_of_a_completion_that_cannot_be_used(wrong, message) -> None:
+    bad = rollouts_of([GOOD[0], wrong])
+    with pytest.raises(UnavailableError, match=rf"got {message}.* in completion 1 of prompt 0 .*fix:"):
+        checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V)
+    again = checked_generate(Engine(bad, rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V, failure="retry")
+    assert again.support_sizes[1].tolist() == [1, 3, 2]
+    dropped = checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V, failure="drop")
+    assert [sizes.tolist() for sizes in dropped.support_sizes] == [[2, 0], []]
+
+
+@given(lists(lists(booleans(), min_size=6, max_size=6), min_size=1, max_size=5), integers(1, 3))
+def test_a_recorder_sorts_steps_of_a_batch_by_sequence(kept, batch) -> None:
+    recorder, steps = SupportRecorder(), torch.tensor(kept)
+    for step in steps:
+        rows = torch.stack([step.roll(shift) for shift in range(batch)])
+        recorder.add(torch.where(rows, 0.5, -torch.inf))
+    for shift, support in enumerate(recorder.take()):
+        expected = [row.roll(shift) for row in steps]
+        sizes = [0 if row.all() else int(row.sum()) for row in expected]
+        assert support.sizes.tolist() == sizes
+        ids = [row.nonzero()[:, 0] for row, size in zip(expected, sizes, strict=True) if size]
+        assert support.ids.tolist() == torch.cat([torch.zeros(0, dtype=torch.int64), *ids]).tolist()
+
+
+def test_a_list_of_likely_tokens_is_a_support_only_if_it_has_all_that_were_kept() -> None:
+    even = {5: math.log(0.5), 3: math.log(0.5)}
+    support = listed_support([even | {7: -math.inf}, even | {7: -9999.0}])
+    assert (support.ids.tolist(), support.sizes.tolist()) == ([3, 5, 3, 5], [2, 2])
+    assert not len(listed_support([even, {5: math.log(0.5), 3: math.log(0.4)}]).sizes)
+
+
+def test_more_than_top_k_are_listed_as_equal_logits_are_all_kept() -> None:
+    listed = {(50, 9000): 75, (4, 9000): 12, (50, 60): 60, (0, 43): 43, (0, 9000): None, (2000, 9000): None}
+    for (top_k, vocab_size), number in listed.items():
+        assert num_listed(replace(SAMPLING, top_k=top_k), vocab_size) == number
+
+
+@pytest.mark.engine
+def test_a_sampling_mask_of_vllm_is_taken_as_it_is() -> None:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, SamplingMask
+
+    logprobs = [{9: Logprob(-0.5)}, {1: Logprob(-0.1)}]
+    mask = SamplingMask([[9, 3], [1]])
+    output = CompletionOutput(0, "", [9, 1], None, logprobs, finish_reason="stop", sampling_mask=mask)
+    support = _completion(output, listed=False).support
+    assert (support.ids.tolist(), support.sizes.tolist()) == ([3, 9, 1], [2, 1])
+
+
+@pytest.mark.engine
+def test_an_engine_with_a_mask_asks_for_what_vllm_takes() -> None:
+    """vLLM refuses temperature 0 and an unlimited top_k with its mask: see its input_processor.py."""
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._has_mask, engine._vocab_size = True, V
+    seeded = replace(SAMPLING, seed=0)
+    requests = [seeded, replace(seeded, top_k=7), replace(seeded, temperature=0.0)]
+    asked = [engine._requests(1, sampling, 0)[0] for sampling in requests]
+    assert [(one.temperature, one.top_k, one.top_p) for one in asked] == [(1.0, V, 0.9), (1.0, 7, 0.9), (1.0, 1, 0.9)]
+
+
+def test_vllm_without_a_mask_for_a_model_starts_without_it(monkeypatch, caplog) -> None:
+    started: list[dict] = []
+
+    def launch(folder, options, *, on_cpu):
+        started.append(options)
+        if options["return_sampling_mask"]:
+            raise ValueError("sampling distribution replay requires Model Runner V2")
+
+    monkeypatch.setattr(start_vllm, "_launch", launch)
+    start_vllm._launch_with_mask("folder", {"return_sampling_mask": True}, on_cpu=False)
+    assert [options["return_sampling_mask"] for options in started] == [True, False]
+    assert "requires Model Runner V2" in caplog.text
+    monkeypatch.setattr(start_vllm.importlib.metadata, "version", {"vllm": "0.27.1"}.__getitem__)
+    assert not start_vllm.has_sampling_mask()
+    monkeypatch.setattr(start_vllm.importlib.metadata, "version", {"vllm": "0.28.0rc1"}.__getitem__)
+    assert start_vllm.has_sampling_mask()
