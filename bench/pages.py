@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.bench.heads.suites import FLOOR
-from fused_grpo.bench.predictions.predicted import plan_of, shape_of
+from fused_grpo.bench.predictions.predicted import shape_of
 from fused_grpo.bench.report import tables
 from fused_grpo.bench.report.results_file import (
     Result,
@@ -183,7 +183,7 @@ def size_table(times: Times, D: int) -> str:
 def time_cell(times: Times, plan: str, shape: str) -> str:
     """`42.4 (1.10)`."""
     implementation, _, work = plan.partition(": ")
-    ms, floor = times[plan][shape]["ms"], times[plan_of(FLOOR, *work.split(", "))][shape]["ms"]
+    ms, floor = times[plan][shape]["ms"], times[f"{FLOOR}: {work}"][shape]["ms"]
     if ms is None:
         return tables.MISSING
     return number_text(ms) if implementation == FLOOR or floor is None else f"{number_text(ms)} ({ms / floor:.2f})"

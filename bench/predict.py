@@ -77,13 +77,16 @@ MACHINES = (
 )
 
 OURS = "fused-grpo"
-IMPLEMENTATIONS = (FLOOR, OURS, "full logits", "TRL")
-WORKS: tuple[tuple[Kind, Gradients], ...] = (
-    ("loss", "trainable"),
-    ("loss", "frozen"),
-    ("logprobs", "trainable"),
-    ("logprobs", "frozen"),
-    ("logprobs", "no_grad"),
+IMPLEMENTATIONS = (FLOOR, OURS, "full logits", "TRL", "TRL divergence")
+WORKS: tuple[tuple[Kind, Gradients, int | None], ...] = (
+    ("loss", "trainable", None),
+    ("loss", "frozen", None),
+    ("logprobs", "trainable", None),
+    ("logprobs", "frozen", None),
+    ("logprobs", "no_grad", None),
+    ("logprobs", "trainable", 8),
+    ("divergence", "trainable", None),
+    ("divergence", "frozen", None),
 )
 HEADS = {1024: "Qwen3-0.6B", 2048: "Qwen3-1.7B", 4096: "Qwen3-8B"}
 VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"
@@ -102,16 +105,18 @@ class Job:
     implementation: str
     kind: Kind
     gradients: Gradients
+    several: int | None
     D: int
     N: int
 
     @property
     def plan(self) -> str:
-        return plan_of(self.implementation, self.kind, self.gradients)
+        return plan_of(self.implementation, self.kind, self.gradients, self.several)
 
     @property
     def work(self) -> Work:
         how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "gradients": self.gradients}
+        how["several"] = self.several
         return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **how)
 
 
@@ -130,8 +135,6 @@ def seconds_of(operation: Operation, machine: Machine) -> float:
 def traced(job: Job) -> tuple[Trace, int]:
     """The trace of a run, and the bytes of its inputs. All tokens are scored and have a gradient."""
     implementation, work = named(job.implementation), job.work
-    if implementation.missing is not None:
-        raise UnavailableError(f"got no {job.implementation}: it {implementation.missing}, or --site-packages FOLDER")
     with fake_gpu(capability=job.machine.capability, memory=job.machine.memory):
         batch = empty_batch(work)
         if implementation.floor:  # its first run makes the memory that later runs write to
@@ -149,14 +152,18 @@ def empty_batch(work: Work) -> Batch:
     b, t, head = work.sequences, work.tokens // work.sequences, work.shape
     half: dict[str, Any] = {"dtype": getattr(torch, work.dtype), "device": "cuda"}
     single, ids = partial(torch.empty, device="cuda"), partial(torch.empty, dtype=torch.int64, device="cuda")
+    k = () if work.several is None else (work.several,)
+    vectors, matrix = (b, t, head.hidden), (head.vocab, head.hidden)
+    teacher = [torch.empty(shape, **half) for shape in (vectors, matrix) if work.kind == "divergence"]
     return Batch(
-        hidden=torch.empty(b, t, head.hidden, **half, requires_grad=work.gradients != "no_grad"),
-        weight=torch.empty(head.vocab, head.hidden, **half, requires_grad=work.gradients == "trainable"),
-        targets=ids(b, t),
-        mask=ids(b, t),
-        advantages=single(b),
-        old_logprobs=single(b, t),
-        upstream=single(b, t),
+        torch.empty(vectors, **half, requires_grad=work.gradients != "no_grad"),
+        torch.empty(matrix, **half, requires_grad=work.gradients == "trainable"),
+        ids(b, t, *k),
+        ids(b, t),
+        single(b),
+        single(b, t),
+        single(b, t, *k),
+        *teacher,
     )
 
 
@@ -186,14 +193,23 @@ def rounded(seconds: float) -> float:
     return float(f"{1000 * seconds:.3g}")
 
 
-def jobs() -> list[Job]:
-    """All traces, in the order of the file."""
-    return [
-        Job(machine, implementation, kind, gradients, D, N)
+def jobs(names: Sequence[str] = IMPLEMENTATIONS) -> list[Job]:
+    """The traces of these implementations, in the order of the file: of each the works for which it has an op.
+
+    Raises:
+        UnavailableError: one of them is not installed.
+    """
+    able = {name: named(name) for name in names}
+    for name, implementation in able.items():
+        if implementation.missing is not None:
+            raise UnavailableError(f"got no {name}: it {implementation.missing}, or --site-packages FOLDER")
+    asked = [
+        Job(machine, implementation, *work, D, N)
         for machine in MACHINES
-        for implementation, (kind, gradients) in itertools.product(IMPLEMENTATIONS, WORKS)
+        for implementation, work in itertools.product(names, WORKS)
         for D, N in itertools.product(HEADS, TOKENS if machine is H200 else FEW_TOKENS)
     ]
+    return [job for job in asked if able[job.implementation].why_not(job.work, "cuda") is None]
 
 
 def content(found: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:

@@ -39,13 +39,14 @@ def of_work(implementation: str, work: Mapping[str, Any], device: str) -> float 
     asked = (work["vocab"], work["dtype"], work["sequences"], work["idle"], work["uneven"])
     if machine is None or work.get("kept") or asked != (file["vocab"], file["dtype"], file["sequences"], 0.0, False):
         return None
-    ms = predicted(plan_of(implementation, work["kind"], work["gradients"]), work["hidden"], work["tokens"], machine)
+    plan = plan_of(implementation, work["kind"], work["gradients"], work.get("several"))
+    ms = predicted(plan, work["hidden"], work["tokens"], machine)
     return None if ms is None else ms / 1000
 
 
-def plan_of(implementation: str, kind: str, gradients: str) -> str:
-    """`fused-grpo: loss, trainable`."""
-    return f"{implementation}: {kind}, {gradients}"
+def plan_of(implementation: str, kind: str, gradients: str, several: int | None = None) -> str:
+    """`fused-grpo: loss, trainable`; with K targets per row `fused-grpo: logprobs, trainable, K=8`."""
+    return f"{implementation}: {kind}, {gradients}" + (f", K={several}" if several else "")
 
 
 def shape_of(D: int, N: int) -> str:

@@ -13,8 +13,8 @@ SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (2048, 64)}
 
 
 def main() -> None:
-    for job in predict.jobs():
-        traced = job.implementation == predict.OURS or (job.machine == predict.H200 and job.implementation != "TRL")
+    for job in predict.jobs([predict.OURS, predict.FLOOR, "full logits"]):
+        traced = job.implementation == predict.OURS or job.machine == predict.H200
         if not traced or (job.D, job.N) not in SHAPES:
             continue
         facts = predict.predict(job)
