@@ -62,7 +62,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "logprob_mismatch": ("fail", "warn", None),
     "long_prompts": ("drop", "fail"),
     "sampling_support": ("auto", "require", "off"),
-    "distillation_kind": ("reverse_kl", "forward_kl", "jsd"),
     "vllm_mode": ("colocate", "server"),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
