@@ -128,12 +128,13 @@ def check_combination(options: TrainOptions) -> None:
     Raises:
         InputError: some are given without the others.
     """
-    has_teacher = options.model is not None and options.teacher_model is not None
     given = {
         "--model": options.model is not None,
         "--dataset": options.dataset is not None,
-        "--reward-funcs": bool(options.reward_funcs) or has_teacher,
+        "--reward-funcs": bool(options.reward_funcs),
     }
+    if options.teacher_model is not None and options.model is not None:
+        del given["--reward-funcs"]
     if any(given.values()) and not all(given.values()):
         has = " and ".join(option for option, is_given in given.items() if is_given)
         lacks = " and ".join(option for option, is_given in given.items() if not is_given)

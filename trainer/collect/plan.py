@@ -60,7 +60,7 @@ def announce(
     """
     engine = engine if isinstance(engine, str) else getattr(engine, "name", FunctionEngine.name)
     processes, is_known = accelerator.num_processes, not is_stream(dataset)
-    shape, of_teacher = _shape(args, model, peft_config), None
+    shape = _shape(args, model, peft_config)
     facts = {
         "task": "+".join(rewards),
         "model": _described(model, shape),
@@ -70,9 +70,14 @@ def announce(
         "run": f"{max_steps:,} optimizer steps",
         "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
     }
+    of_teacher: ModelShape | str | None = None
+    if teacher == SELF:
+        of_teacher, facts["teacher"] = SELF, "the reference model"
+    elif teacher is not None:
+        of_teacher = _shape(args, teacher, None)
+        facts["teacher"] = _described(teacher, of_teacher, is_teacher=True)
     if teacher is not None:
-        of_teacher = teacher if teacher == SELF else _shape(args, teacher, None)
-        facts["teacher"] = f"{_described(teacher, of_teacher)}, {args.distillation_kind} x {args.distillation_coef}"
+        facts["teacher"] += f", {args.distillation_kind} x {args.distillation_coef}"
     if shape is not None and is_known:
         how: dict[str, Any] = {"engine": engine, "processes": processes, "teacher": of_teacher}
         if memory := _memory(args, shape, dataset, tokenizer, **how):
@@ -92,13 +97,12 @@ def warnings_of(args: GRPOConfig, tokenizer: Any, *, engine: str, processes: int
     return at_start(args, processes=processes, corrected=corrected, thinks=thinks)
 
 
-def _described(model: Any, shape: ModelShape | str | None) -> str:
-    """Name and size of a model; of the reference, what it is."""
-    if shape == SELF:
-        return "the reference model"
+def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:
+    """Name and size of a model."""
     name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
-    size = f" ({short_number(shape.parameters)} parameters{_trained(shape)})" if isinstance(shape, ModelShape) else ""
-    return f"{name}{size}"
+    if shape is None:
+        return name
+    return f"{name} ({short_number(shape.parameters)} parameters{'' if is_teacher else _trained(shape)})"
 
 
 def _kind(dataset: Any, tokenizer: Any) -> str:

@@ -54,7 +54,8 @@ RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_sche
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
 STOPPED = ("stopped", {}, {"rank_that_stops": 1, "save_strategy": "no"})
-BF16 = ("bf16", {}, {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2})
+BF16 = {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2}
+BF16 = ("bf16", {"teacher": {"hidden_size": 48}}, {**BF16, **DISTILLED})
 
 
 @pytest.fixture(scope="module")
