@@ -7,11 +7,14 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig
+from accelerate import Accelerator
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import OPTConfig, OPTForCausalLM
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.types import EffectiveBatch
 
 TEMPERATURE, COEF, BETA = 0.8, 0.7, 0.3
@@ -194,6 +197,17 @@ def test_with_an_adapter_the_teacher_is_the_base(make_trainer, make_model, adapt
     assert runs["self"][0][2] > 1e-3
     for key, value in runs["self"][1].items():
         torch.testing.assert_close(runs["base"][1][key], value, rtol=0, atol=1e-9)
+
+
+def test_an_adapter_that_the_model_came_with_is_the_teachers_as_it_was(make_model):
+    args = GRPOConfig(distillation_coef=1.0, learning_rate=1e-2, lr_scheduler_type="constant", bf16=False)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    accelerator = Accelerator(cpu=True)
+    model = adapt(get_peft_model(make_model(), lora), None, args, accelerator, keep_reference=True)
+    learner = Learner(model, args, accelerator, max_steps=2, teacher="self")
+    first, second = (learner.learn(BATCH)[1]["distillation"] for _ in range(2))
+    assert first == 0.0
+    assert second > 1e-6
 
 
 @pytest.mark.parametrize("rewards", [lambda completions, **_: [1.0] * len(completions), None, []])

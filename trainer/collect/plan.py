@@ -60,7 +60,7 @@ def announce(
     """
     engine = engine if isinstance(engine, str) else getattr(engine, "name", FunctionEngine.name)
     processes, is_known = accelerator.num_processes, not is_stream(dataset)
-    shape = _shape(args, model, peft_config)
+    shape = _shape(args, model, peft_config, args.model_init_kwargs)
     facts = {
         "task": "+".join(rewards),
         "model": _described(model, shape),
@@ -74,7 +74,7 @@ def announce(
     if teacher == SELF:
         of_teacher, facts["teacher"] = SELF, "the reference model"
     elif teacher is not None:
-        of_teacher = _shape(args, teacher, None)
+        of_teacher = _shape(args, teacher, None, args.teacher_model_init_kwargs)
         facts["teacher"] = _described(teacher, of_teacher, is_teacher=True)
     if teacher is not None:
         facts["teacher"] += f", {args.distillation_kind} x {args.distillation_coef}"
@@ -132,7 +132,7 @@ def _batch(args: GRPOConfig, processes: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _shape(args: GRPOConfig, model: Any, peft_config: Any) -> ModelShape | None:
+def _shape(args: GRPOConfig, model: Any, peft_config: Any, init_kwargs: dict[str, Any] | None) -> ModelShape | None:
     from transformers import AutoConfig
 
     lora: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def _shape(args: GRPOConfig, model: Any, peft_config: Any) -> ModelShape | None:
     try:
         if isinstance(model, nn.Module):
             return shape_of(model, **lora)
-        options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+        options = {**(init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
         of_config = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
         return model_shape(AutoConfig.from_pretrained(model, **of_config), **lora)
     except Exception:  # of the network, the hub, a config's own code: loading the model raises it again

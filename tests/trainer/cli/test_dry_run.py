@@ -117,8 +117,8 @@ def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
     )
     of_self, of_wider = (sizes(shape, options, teacher=teacher) for teacher in ("self", wider))
     assert of_self["reference model, fp32"] == of_self["weights, fp32"]
-    assert "teacher, fp32" not in of_self
-    assert of_wider["teacher, fp32"] == sum(p.nbytes for p in make_model(hidden_size=64).parameters())
+    assert not any(name.startswith("teacher") for name in of_self)
+    assert of_wider["teacher, float32"] == sum(p.nbytes for p in make_model(hidden_size=64).parameters())
     assert "reference model, fp32" not in of_wider
     tokens = options.max_completion_length
     assert (of_self["hidden states of the teacher"], of_wider["hidden states of the teacher"]) == (
@@ -126,6 +126,8 @@ def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
         4 * tokens * 64,
     )
     assert of_wider["one chunk of its logits"] == 4 * tokens * 22
+    options.teacher_model_init_kwargs = {"dtype": "bfloat16"}
+    assert sizes(shape, options, teacher=wider)["teacher, bfloat16"] == of_wider["teacher, float32"] / 2
 
 
 def test_the_chunk_is_never_larger_than_the_logits():
