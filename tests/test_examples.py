@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,12 +29,37 @@ def parametrized(paths: list[Path]) -> Any:
     return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
 
 
+@pytest.fixture(scope="module")
+def ran(farm, tmp_path_factory):
+    """What an example has printed, and the folder where it ran; each runs once."""
+
+    @cache
+    def ran(path: Path) -> tuple[str, Path]:
+        folder = tmp_path_factory.mktemp(path.stem)
+        return farm.run(path, cwd=folder, env={"TRITON_INTERPRET": "0"}, stage="libraries", timeout=300), folder
+
+    return ran
+
+
 @parametrized(EXAMPLES)
-def test_an_example_runs_alone_and_leaves_nothing_that_it_does_not_announce(farm, path, tmp_path):
-    printed = farm.run(path, cwd=tmp_path, env={"TRITON_INTERPRET": "0"}, stage="libraries", timeout=300)
+def test_an_example_runs_alone_and_leaves_nothing_that_it_does_not_announce(ran, path):
+    printed, folder = ran(path)
     assert printed.strip()
     announced = ast.get_docstring(ast.parse(path.read_text()))
-    assert [left.name for left in tmp_path.iterdir() if left.name not in announced] == []
+    assert [left.name for left in folder.iterdir() if left.name not in announced] == []
+
+
+def test_the_student_learns_faster_with_the_teacher_than_from_rewards_alone(ran):
+    printed, folder = ran(ROOT / "examples" / "distill.py")
+    curves = {name: re.search(rf"^{name} +([\d. ]+)$", printed, re.MULTILINE)[1] for name in ("rewards", "teacher")}
+    rewards, teacher = ([float(value) for value in curve.split()] for curve in curves.values())
+    assert rewards[0] == teacher[0] < 0.5
+    assert teacher[3] > rewards[3]
+    assert teacher[-1] > max(rewards) + 0.05
+    for name in curves:
+        report = (folder / "runs" / f"distill-{name}" / "report.html").read_text()
+        assert ("divergence from the teacher" in report) is (name == "teacher")
+        assert "held-out reward" in report
 
 
 @parametrized(EXAMPLES)

@@ -2,7 +2,8 @@
 
     micro-batches = pack(EffectiveBatch)                      # [R, L] token ids, N completion tokens
     ref_logprobs  = reference(micro-batch)                    # [N], with beta > 0 only
-    loss.backward() for each micro-batch                      # normalised by the counts of the whole step
+    loss.backward() for each micro-batch                      # normalised by the counts of the whole step; with a
+                                                              # teacher, its hidden states first
     clip, check, optimizer.step()
 
 The loss is a sum over micro-batches, normalised by the token and sequence counts of the whole step over all ranks, so
@@ -37,6 +38,7 @@ from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
@@ -44,11 +46,13 @@ from fused_grpo.trainer.distributed.sharding import (
     is_sharded,
     prepare_sharding,
     reshard,
+    shard_by_its_layers,
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, row_layout
+from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, shared_layout
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
+from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
@@ -69,6 +73,11 @@ class Learner:
         max_steps: the length of the schedule.
         optimizers: an optimizer over the model's parameters and a schedule, instead of those of `args`.
         corrected: whether another engine than the trainer's own model samples, so that the loss corrects for it.
+        teacher: the model to distil from, or "self": the reference.
+
+    Raises:
+        InputError: a teacher with another vocabulary.
+        UnsupportedError: a teacher and virtual tokens.
     """
 
     def __init__(
@@ -80,7 +89,10 @@ class Learner:
         max_steps: int,
         optimizers: Optimizers = (None, None),
         corrected: bool = True,
+        teacher: PreTrainedModel | str | None = None,
     ) -> None:
+        if teacher is not None:
+            check_teacher_model(teacher, model)
         prepare_sharding(accelerator)
         self.args, self.accelerator, self.step = args, accelerator, 0
         self.loss_config = args.loss_config(corrected=corrected)
@@ -98,15 +110,25 @@ class Learner:
             router_aux_loss_coef=self.router_coefficient,
         )
         # A copy, because the model changes.
-        needs_copy = args.beta > 0 and not self.adapted
+        needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         # Rank 0 finds out how rows may be shared: under FSDP2 it may be the only one that has read the weights.
-        rows = [row_layout(model) if accelerator.is_main_process else {}]
+        models = [model] if teacher is None or isinstance(teacher, str) else [model, teacher]
+        rows = [shared_layout(models) if accelerator.is_main_process else {}]
         self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
+        self.teacher = None if teacher is None else self._make_teacher(teacher)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
+
+    def _make_teacher(self, model: PreTrainedModel | str) -> Teacher:
+        if isinstance(model, str):
+            return Teacher(self._reference_policy, self.args, fingerprint=model)
+        found = broadcast_object_list([fingerprint(model) if self.accelerator.is_main_process else ""])[0]
+        alone = PolicyLoss(model, self.loss_config, temperature=self.args.temperature).eval()
+        module = shard_by_its_layers(self.accelerator, alone)
+        return Teacher(lambda: nullcontext(module), self.args, fingerprint=found)
 
     def learn(
         self, batch: EffectiveBatch, *, check: Check | None = None, event: Event = lambda name: None
@@ -126,7 +148,7 @@ class Learner:
         if self.loss_config.selects_by_covariance:
             measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        options |= self._counts(packed, batch)
+        options |= self._counts(packed, batch) | {"teacher": self.teacher}
         self.policy.train()
         try:
             outputs: list[GRPOLossOutput] = []
@@ -175,7 +197,8 @@ class Learner:
         if self.loss_config.selects_by_covariance:
             measured = self._measured(policy, "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        outputs = self._measured(policy, "loss", packed, **options, **self._counts(packed, batch))
+        options |= self._counts(packed, batch) | {"teacher": self.teacher}
+        outputs = self._measured(policy, "loss", packed, **options)
         return self._metrics(batch, packed, outputs)["loss"]
 
     def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:

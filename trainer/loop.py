@@ -72,6 +72,7 @@ from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for
+from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
 class GRPOTrainer(WithCheckpoints):
@@ -93,9 +94,11 @@ class GRPOTrainer(WithCheckpoints):
         optimizers: an optimizer over the model's parameters, and a schedule of it; None for what `args` asks for.
         rollout_func: `f(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}` in place of an engine.
         rollout_engine: anything that satisfies `RolloutEngine`, in place of the one that `args` asks for.
+        teacher_model: a path, a hub id, a causal LM, or "self" for the reference model, with `args.distillation_coef`:
+            on-policy distillation. `reward_funcs` may be left out then (docs/divergence.md).
         peft_config: a `peft.LoraConfig` or `PromptTuningConfig`: train that, and nothing else (docs/lora.md).
         tools, environment_factory, quantization_config: TRL's, refused where they are set.
-            All but `rollout_engine` are in TRL's order, and may be passed by position.
+            All but `rollout_engine` and `teacher_model` are in TRL's order, and may be passed by position.
 
     Raises:
         InputError: options that do not go together.
@@ -128,12 +131,13 @@ class GRPOTrainer(WithCheckpoints):
         environment_factory: Any = None,
         *,
         rollout_engine: RolloutEngine | None = None,
+        teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
         self.args = args = GRPOConfig() if args is None else args
-        missing = {"quantization_config": quantization_config, "tools": tools}
-        missing["environment_factory"] = environment_factory
-        check_arguments(args, rollout_func=rollout_func, eval_dataset=eval_dataset, **missing)
+        given = {"quantization_config": quantization_config, "tools": tools, "environment_factory": environment_factory}
+        given |= {"rollout_func": rollout_func, "eval_dataset": eval_dataset, "teacher_model": teacher_model}
+        check_arguments(args, **given)
         self.train_dataset = self.dataset = check_dataset(train_dataset, name="train_dataset")
         fill_loader_options(args, stream=is_stream(self.dataset))
         self.eval_dataset = eval_dataset
@@ -162,10 +166,12 @@ class GRPOTrainer(WithCheckpoints):
             self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
             # Resolved once: what follows depends on it.
             self.engine_name = engine_name(args, peft_config or getattr(model, "active_peft_config", None))
-            self.facts = self._announce(model, peft_config, rollout_engine or rollout_func or self.engine_name)
+            engine = rollout_engine or rollout_func or self.engine_name
+            self.facts = self._announce(model, peft_config, engine, teacher_model)
+            teacher = load_teacher(teacher_model, args, self.accelerator, self.processing_class)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             loaded = model_for(model, args, self.accelerator, pad_token_id=self.processing_class.pad_token_id)
-            self.model = adapt(loaded, peft_config, args, self.accelerator)
+            self.model = adapt(loaded, peft_config, args, self.accelerator, keep_reference=teacher == SELF)
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or self.engine_name != "transformers"
             self.learner = Learner(
@@ -175,6 +181,7 @@ class GRPOTrainer(WithCheckpoints):
                 max_steps=self.max_steps,
                 optimizers=optimizers,
                 corrected=own_weights,
+                teacher=teacher,
             )
             self.collector = self._make_collector()
             self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
@@ -276,9 +283,10 @@ class GRPOTrainer(WithCheckpoints):
             barrier(self.accelerator)
             distributed.destroy_process_group()
 
-    def _announce(self, model: Any, peft_config: Any, engine: Any) -> dict[str, str]:
+    def _announce(self, model: Any, peft_config: Any, engine: Any, teacher: Any) -> dict[str, str]:
         about: dict[str, Any] = {"peft_config": peft_config, "engine": engine, "tokenizer": self.processing_class}
         about |= {"rewards": self.rewards.names, "dataset": self.dataset, "max_steps": self.max_steps}
+        about["teacher"] = teacher
         return announce(self.model_path or model, self.args, self.accelerator, **about)
 
     def _make_collector(self) -> Collector:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fused_grpo.config import GRPOLossConfig
+from fused_grpo.distillation import Distillation
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.integrations.logit_transform import logit_transform
@@ -68,7 +69,9 @@ class PolicyLoss(nn.Module):
         """Tie again what the model ties, where Accelerate has replaced its parameters."""
         self.model.tie_weights()
 
-    def forward(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"] = "loss", **step: Any) -> Any:
+    def forward(
+        self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies", "head_inputs"] = "loss", **step: Any
+    ) -> Any:
         """The loss of `_loss`, or what the method of that name returns: whatever runs the model comes through here."""
         return getattr(self, f"_{what}")(batch, **step)
 
@@ -82,6 +85,7 @@ class PolicyLoss(nn.Module):
         config: GRPOLossConfig | None = None,
         entropy_threshold: Tensor | None = None,
         num_entropy_tokens: float | None = None,
+        teacher: Callable[[MicroBatch], Distillation] | None = None,
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
@@ -91,6 +95,8 @@ class PolicyLoss(nn.Module):
 
         `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
         """
+        # First, before the policy keeps activations.
+        distillation = None if teacher is None else teacher(batch)
         # A micro-batch without sequences has no tokens for its routers either.
         balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
         states = self._states(batch, **({"output_router_logits": True} if balanced else {}))
@@ -113,6 +119,7 @@ class PolicyLoss(nn.Module):
             num_entropy_tokens=num_entropy_tokens,
             config=self.loss_config if config is None else config,
             chunk_bytes=self.chunk_bytes,
+            distillation=distillation,
             **options,
         )
         if aux_loss is None:
@@ -141,11 +148,11 @@ class PolicyLoss(nn.Module):
         return found
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch, self._states(batch))
+        hidden, weight, options = self._head_inputs(batch)
         return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
 
     def _entropies(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch, self._states(batch))
+        hidden, weight, options = self._head_inputs(batch)
         options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
 
@@ -159,9 +166,10 @@ class PolicyLoss(nn.Module):
         inputs = model_inputs(self.model, batch.input_ids, batch.position_ids)
         return backbone(**inputs, position_ids=batch.position_ids, use_cache=False, **options)
 
-    def _head_inputs(self, batch: MicroBatch, states: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _head_inputs(self, batch: MicroBatch, states: Any = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and what makes log-probs of
         their logits: the transform, and the tokens that the sampler kept."""
+        states = self._states(batch) if states is None else states
         model = base_model(self.model)
         head = model.get_output_embeddings()
         hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)

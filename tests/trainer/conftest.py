@@ -128,6 +128,7 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
         callbacks: Any = None,
         **options: Any,
     ) -> GRPOTrainer:
+        arguments = {name: options.pop(name) for name in ("teacher_model", "peft_config") if name in options}
         defaults = {
             "output_dir": str(tmp_path / "run"),
             "overwrite_output_dir": True,
@@ -153,6 +154,7 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
             callbacks=callbacks,
             processing_class=tokenizer,
             rollout_engine=engine(model, tokenizer),
+            **arguments,
         )
 
     return make

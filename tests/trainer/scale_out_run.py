@@ -2,8 +2,9 @@
 
     python scale_out_run.py <plan.json>
 
-A plan is a list of {"out": folder, "model": {...}, "options": {...}}; of each run every process leaves what it saw in
-<out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is sharded.
+A plan is a list of {"out": folder, "model": {...}, "options": {...}}, where the "teacher" of a model is "self" or what
+differs in the teacher's configuration. Of each run every process leaves what it saw in <out>/rank-<rank>.pt. With
+Accelerate's variables for FSDP2 in the environment, the policy is sharded.
 """
 
 from __future__ import annotations
@@ -141,7 +142,10 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
+    teacher = config.pop("teacher", None)
     model = Qwen2ForCausalLM(Qwen2Config(**config))
+    if isinstance(teacher, dict):
+        teacher = Qwen2ForCausalLM(Qwen2Config(**config | teacher))
     callbacks = [Stop] if options.pop("rank_that_stops", None) == int(os.environ.get("RANK", "0")) else []
     rewards = half_equal if options.pop("half_equal", False) else reward
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
@@ -149,6 +153,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
+    more["teacher_model"] = teacher
     engine.fails = args.rollout_failure == "drop"
     trainer = GRPOTrainer(model, rewards, args, rows, **more)
     learner = trainer.learner

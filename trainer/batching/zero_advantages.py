@@ -4,6 +4,7 @@ The policy term of every loss is a multiple of the advantage, which is 0 where a
 completion has no gradient, unless something else gives it one or lets other tokens depend on it:
 
     beta > 0                      the KL term is of every token
+    distillation_coef             the divergence from the teacher, too
     entropy_coef                  the bonus, too
     use_adaptive_entropy          the next coefficient follows from the entropy of every token
     top_entropy_quantile < 1      every token decides which entropies are high
@@ -34,8 +35,8 @@ Metrics = dict[str, float]
 
 def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     """Whether a completion with advantage 0 has no gradient and no effect on others, and may be left out."""
-    weights = (args.beta, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio, router_coefficient)
-    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any(weights)
+    weights = (args.beta, args.distillation_coef, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio)
+    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any((*weights, router_coefficient))
     return args.skip_zero_advantages and not of_every_token
 
 

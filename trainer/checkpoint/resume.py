@@ -176,7 +176,7 @@ def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
 
 
 def _identity(learner: Any) -> dict[str, Any]:
-    """What has to be as it was: options, processes, the classes of optimizer and schedule, and the adapter."""
+    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter and teacher."""
     processes = learner.accelerator.num_processes
     return {
         **{name: getattr(learner.args, name) for name in _SAME_OPTIONS},
@@ -185,6 +185,7 @@ def _identity(learner: Any) -> dict[str, Any]:
         "optimizer": type(learner.optimizer.optimizer).__name__,
         "schedule": type(learner.scheduler).__name__,
         "adapter": adapter_identity(_model(learner)),
+        "teacher": None if learner.teacher is None else learner.teacher.identity,
     }
 
 

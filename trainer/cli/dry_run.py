@@ -12,6 +12,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from fused_grpo.trainer.data.prompts import longest_prompt
 from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
+from fused_grpo.trainer.models.teacher import SELF
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str]:
@@ -50,7 +52,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
     sampled = list(islice(iter(rows), SAMPLED_PROMPTS))
     prompt_tokens = longest_prompt(sampled, tokenizer, chat_template_kwargs=options.chat_template_kwargs)
     how: dict[str, Any] = {"processes": processes, "engine": engine_name(options)}
-    terms = memory_terms(shape, options, prompt_tokens=prompt_tokens, **how)
+    terms = memory_terms(shape, options, prompt_tokens=prompt_tokens, teacher=described_teacher(options), **how)
     yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
     for text in warnings_of(options, tokenizer, **how):
         yield textwrap.fill(f"warning: {text}", 80)
@@ -112,17 +114,38 @@ def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
     if options.model is None:
         tokenizer = arithmetic.build_tokenizer()
         return model_shape(arithmetic.build_model_config(tokenizer), **lora), tokenizer
-    try:
+    with _loading(f"--model {options.model}, whose config or tokenizer"):
         config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
         tokenizer = load_tokenizer(options.model, None, trust_remote_code=options.trust_remote_code)
+    return model_shape(config, **lora), tokenizer
+
+
+def described_teacher(options: TrainOptions) -> ModelShape | str | None:
+    """The shape of the teacher; "self" for the reference, None without one.
+
+    Raises:
+        DataError: neither a directory of a model nor a reachable hub id.
+    """
+    from transformers import AutoConfig
+
+    if options.teacher_model is None or options.teacher_model == SELF:
+        return options.teacher_model
+    with _loading(f"--teacher-model {options.teacher_model}, whose config"):
+        return model_shape(
+            AutoConfig.from_pretrained(options.teacher_model, trust_remote_code=options.trust_remote_code)
+        )
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    try:
+        yield
     except FusedGRPOError:
         raise
     except Exception as error:  # from the network, the hub, or an unknown config
         raise DataError(
-            f"got --model {options.model}, whose config or tokenizer cannot be loaded: {error}; "
-            "fix: a directory with a model in it, or the name of one on the hub"
+            f"got {what} cannot be loaded: {error}; fix: a directory with a model in it, or the name of one on the hub"
         ) from error
-    return model_shape(config, **lora), tokenizer
 
 
 def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:

@@ -123,7 +123,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Check that model, dataset and rewards are all given or all left out.
+    """Check that model, dataset and rewards are all given or all left out; with a teacher, rewards may be.
 
     Raises:
         InputError: some are given without the others.
@@ -133,6 +133,8 @@ def check_combination(options: TrainOptions) -> None:
         "--dataset": options.dataset is not None,
         "--reward-funcs": bool(options.reward_funcs),
     }
+    if options.teacher_model is not None and options.model is not None:
+        del given["--reward-funcs"]
     if any(given.values()) and not all(given.values()):
         has = " and ".join(option for option, is_given in given.items() if is_given)
         lacks = " and ".join(option for option, is_given in given.items() if not is_given)
@@ -163,7 +165,8 @@ def train_demo(options: TrainOptions) -> None:
     say("no --model given: making a small one for the built-in arithmetic task")
     splits = arithmetic.build_splits()
     # A checkpoint holds every weight except those of a reference model and the base of an adapter.
-    is_in_checkpoint = bool(options.resume_from_checkpoint) and options.beta == 0 and not options.use_peft
+    needs_initial = options.beta > 0 or options.use_peft or options.teacher_model == "self"
+    is_in_checkpoint = bool(options.resume_from_checkpoint) and not needs_initial
     stage = {"max_batches": 0} if is_in_checkpoint else {}
     model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"), **stage)
     trainer = GRPOTrainer(
@@ -173,7 +176,7 @@ def train_demo(options: TrainOptions) -> None:
         splits.train,
         eval_dataset=splits.heldout,
         processing_class=tokenizer,
-        **adapter(options),
+        **more_arguments(options),
     )
     result = run_trainer(trainer)
     if result.eval_before is not None and result.eval_after is not None:
@@ -191,7 +194,7 @@ def train_given(options: TrainOptions) -> None:
         options.trainer_args(),
         load_prompts(options, held_out=False),
         eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
-        **adapter(options),
+        **more_arguments(options),
     )
     say(f"model: {run_trainer(trainer).checkpoint}")
 
@@ -204,9 +207,9 @@ def run_trainer(trainer: GRPOTrainer) -> TrainResult:
     return result
 
 
-def adapter(options: TrainOptions) -> dict[str, Any]:
-    """The trainer's argument for a LoRA adapter, with `use_peft`."""
-    return {"peft_config": options.peft_config()} if options.use_peft else {}
+def more_arguments(options: TrainOptions) -> dict[str, Any]:
+    """The trainer's arguments for a LoRA adapter and a teacher; None without."""
+    return {"peft_config": options.peft_config(), "teacher_model": options.teacher_model}
 
 
 def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:

@@ -24,6 +24,7 @@ import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
 
@@ -73,6 +74,9 @@ class TrainOptions(GRPOConfig):
 
     model: str | None = None
     """Path or hub id of the model. None trains a small new model on the built-in arithmetic task."""
+    teacher_model: str | None = None
+    """Path or hub id of a model to distil from, with `distillation_coef`, or "self" for the reference model.
+    `reward_funcs` may be left out then."""
     dataset: str | None = None
     """Source of the prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as
     module:name or path.py:name. The model gets the column of prompts, the rewards get all others."""
@@ -124,6 +128,7 @@ class TrainOptions(GRPOConfig):
             if (rows := getattr(self, name)) is not None and rows < 1:
                 raise InputError(f"got {name}={rows}, want at least 1 row, or None for all")
         super().__post_init__()
+        check_teacher(self, self.teacher_model)
 
     def trainer_args(self) -> GRPOConfig:
         return GRPOConfig(**{field.name: getattr(self, field.name) for field in own_fields(GRPOConfig)})

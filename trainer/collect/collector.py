@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo.errors import RewardError, UnavailableError
+from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer.batching.balancing import balanced
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
 from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
@@ -48,6 +48,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
 
 
@@ -357,7 +358,23 @@ class Collector:
 
 
 def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
-    """The reward functions, with the options of `args`."""
+    """The reward functions, with the options of `args`. With a teacher there may be none: all rewards are 0 then.
+
+    Raises:
+        InputError: options about rewards without any, and as `Rewards`.
+    """
+    if args.distillation_coef > 0 and (functions is None or functions == []):
+        if args.dynamic_sampling:
+            raise InputError(
+                f"got dynamic_sampling={args.dynamic_sampling} without reward_funcs, want rewards that differ in some "
+                "groups; fix: dynamic_sampling=0"
+            )
+        functions = no_reward
+    elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
+        raise InputError(
+            "got num_generations=1 with reward_funcs, want at least 2: an advantage compares a group's members; fix: "
+            "leave reward_funcs out, where the teacher alone counts"
+        )
     return Rewards(
         functions,
         weights=args.reward_weights,

@@ -23,6 +23,7 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.formatting import bytes_text, short_number
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.memory_estimate import ModelShape, memory_terms, model_shape, shape_of
+from fused_grpo.trainer.models.teacher import SELF
 
 SAMPLED_PROMPTS = 256
 
@@ -38,6 +39,7 @@ def announce(
     engine: Any,
     rewards: list[str],
     max_steps: int,
+    teacher: Any = None,
 ) -> dict[str, str]:
     """Print what the run will do, and what its options alone give reason to warn of, on the first process.
 
@@ -51,26 +53,35 @@ def announce(
         engine: the user's rollout engine or function; else the name of the engine that is going to start.
         rewards: names of the reward functions.
         max_steps: number of optimizer steps.
+        teacher: a path, a hub id, a module or "self", to distil from.
 
     Returns:
         What was printed, for run.json and trackers.
     """
     engine = engine if isinstance(engine, str) else getattr(engine, "name", FunctionEngine.name)
     processes, is_known = accelerator.num_processes, not is_stream(dataset)
-    name = model if isinstance(model, str) else type(base_model(model)).__name__.removesuffix("ForCausalLM")
-    shape = _shape(args, model, peft_config)
-    size = "" if shape is None else f" ({short_number(shape.parameters)} parameters{_trained(shape)})"
+    shape = _shape(args, model, peft_config, args.model_init_kwargs)
     facts = {
         "task": "+".join(rewards),
-        "model": f"{name}{size}",
+        "model": _described(model, shape),
         "data": (f"{len(dataset):,} prompts" if is_known else "a stream of prompts") + _kind(dataset, tokenizer),
         "engine": engine,
         "batch": _batch(args, processes),
         "run": f"{max_steps:,} optimizer steps",
         "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
     }
-    if shape is not None and is_known and (memory := _memory(args, shape, dataset, tokenizer, engine, processes)):
-        facts["memory"] = memory
+    of_teacher: ModelShape | str | None = None
+    if teacher == SELF:
+        of_teacher, facts["teacher"] = SELF, "the reference model"
+    elif teacher is not None:
+        of_teacher = _shape(args, teacher, None, args.teacher_model_init_kwargs)
+        facts["teacher"] = _described(teacher, of_teacher, is_teacher=True)
+    if teacher is not None:
+        facts["teacher"] += f", {args.distillation_kind} x {args.distillation_coef}"
+    if shape is not None and is_known:
+        how: dict[str, Any] = {"engine": engine, "processes": processes, "teacher": of_teacher}
+        if memory := _memory(args, shape, dataset, tokenizer, **how):
+            facts["memory"] = memory
     facts["output"] = args.output_dir
     console = Console(0, quiet=not accelerator.is_main_process)
     console.banner(facts)
@@ -84,6 +95,14 @@ def warnings_of(args: GRPOConfig, tokenizer: Any, *, engine: str, processes: int
     corrected = engine != "transformers" and args.vllm_importance_sampling_correction
     thinks = any(word in _template(tokenizer) for word in ("enable_thinking", "<think>"))
     return at_start(args, processes=processes, corrected=corrected, thinks=thinks)
+
+
+def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:
+    """Name and size of a model."""
+    name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
+    if shape is None:
+        return name
+    return f"{name} ({short_number(shape.parameters)} parameters{'' if is_teacher else _trained(shape)})"
 
 
 def _kind(dataset: Any, tokenizer: Any) -> str:
@@ -113,7 +132,7 @@ def _batch(args: GRPOConfig, processes: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _shape(args: GRPOConfig, model: Any, peft_config: Any) -> ModelShape | None:
+def _shape(args: GRPOConfig, model: Any, peft_config: Any, init_kwargs: dict[str, Any] | None) -> ModelShape | None:
     from transformers import AutoConfig
 
     lora: dict[str, Any] = {}
@@ -123,7 +142,7 @@ def _shape(args: GRPOConfig, model: Any, peft_config: Any) -> ModelShape | None:
     try:
         if isinstance(model, nn.Module):
             return shape_of(model, **lora)
-        options = {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+        options = {**(init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
         of_config = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
         return model_shape(AutoConfig.from_pretrained(model, **of_config), **lora)
     except Exception:  # of the network, the hub, a config's own code: loading the model raises it again
@@ -135,7 +154,14 @@ def _trained(shape: ModelShape) -> str:
 
 
 def _memory(
-    args: GRPOConfig, shape: ModelShape, dataset: Any, tokenizer: Any, engine: str, processes: int
+    args: GRPOConfig,
+    shape: ModelShape,
+    dataset: Any,
+    tokenizer: Any,
+    *,
+    engine: str,
+    processes: int,
+    teacher: ModelShape | str | None,
 ) -> str | None:
     """The sum of the estimate of `--dry-run`, for one device."""
     options: Any = {"chat_template_kwargs": args.chat_template_kwargs}
@@ -149,6 +175,7 @@ def _memory(
         prompt_tokens=prompt_tokens,
         processes=processes,
         engine=engine if engine in get_args(EngineName) else "server",  # the memory of the user's own is unknown
+        teacher=teacher,
     )
     known = bytes_text(sum(term.size or 0 for term in terms))
     without = "" if all(term.size is not None for term in terms) else f" and {engine}'s"

@@ -92,14 +92,15 @@ def check_config(args: Any) -> None:
     _check_together(args)
 
 
-def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, **missing: Any) -> None:
+def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_model: Any, **missing: Any) -> None:
     """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
         UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
-        InputError: `rollout_func` with `generate_ahead`, or evaluations without a dataset.
+        InputError: `rollout_func` with `generate_ahead`, evaluations without a dataset, or as `check_teacher`.
     """
     refuse_trainer_arguments(**missing)
+    check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
     if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
@@ -108,6 +109,24 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, **missin
             "want one; fix: pass it, or leave both out"
         )
     _warn_of_unusual_losses(args)
+
+
+def check_teacher(args: Any, teacher_model: Any) -> None:
+    """Check that there is a teacher where its divergence has a weight, and nowhere else.
+
+    Raises:
+        InputError: one without the other.
+    """
+    if args.distillation_coef > 0 and teacher_model is None:
+        raise InputError(
+            f"got distillation_coef={args.distillation_coef} without a teacher_model, want one to distil from; fix: a "
+            "path, a hub id, a model, or 'self' for the reference model"
+        )
+    if args.distillation_coef == 0 and teacher_model is not None:
+        raise InputError(
+            "got a teacher_model with distillation_coef=0, where it has no effect, want a weight > 0; fix: "
+            "distillation_coef=1.0, or leave the teacher out"
+        )
 
 
 def fill_loader_options(args: Any, *, stream: bool) -> None:
@@ -175,7 +194,8 @@ def _check_optimizer(args: Any) -> None:
 
 def _check_numbers(args: Any) -> None:
     alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
-    enough = args.num_generations >= (1 if alone else 2)
+    # What a completion learns from a teacher depends on no other.
+    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
     want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
     want(args, "max_steps", args.max_steps == -1 or args.max_steps > 0, "a number of steps > 0, or -1 for epochs")
     want(args, "num_train_epochs", args.num_train_epochs > 0, "> 0")
@@ -214,6 +234,25 @@ def _check_bounds(args: Any) -> None:
     for name in ("seed", "data_seed"):
         seed = getattr(args, name)
         want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
+
+
+def _check_distillation(args: Any) -> None:
+    want(args, "distillation_coef", 0 <= args.distillation_coef < math.inf, "finite and >= 0")
+    both = "between 0 and 1, without both; fix: distillation_kind='forward_kl' for TRL's 0, 'reverse_kl' for its 1"
+    want(args, "distillation_beta", 0 < args.distillation_beta < 1, both)
+    if args.distillation_coef == 0:
+        return
+    with_teacher = f"with distillation_coef={args.distillation_coef}"
+    if args.entropy_coef > 0 or args.use_adaptive_entropy:
+        raise InputError(
+            f"got entropy_coef={args.entropy_coef} (use_adaptive_entropy={args.use_adaptive_entropy}) {with_teacher}, "
+            "want no entropy bonus: distillation_kind='reverse_kl' contains one; fix: leave either out"
+        )
+    if args.sampling(seed=0).wants_support:
+        raise InputError(
+            f"got top_p={args.top_p}, top_k={args.top_k} and min_p={args.min_p} {with_teacher}, want a divergence and "
+            "log-probs over the whole vocabulary; fix: leave them out, or sampling_support='off'"
+        )
 
 
 def _check_best_model(args: Any) -> None:
@@ -274,6 +313,7 @@ def _check_together(args: Any) -> None:
             )
     _check_best_model(args)
     _check_estimator(args)
+    _check_distillation(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

@@ -90,8 +90,8 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     """Number of further generations for groups whose rewards are all equal (DAPO). 0 keeps such groups."""
 
     skip_zero_advantages: bool = True
-    """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no entropy term).
-    Loss and gradients stay the same; metrics such as `entropy` are of the other completions. False keeps all."""
+    """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no teacher, no
+    entropy term). Loss and gradients stay the same; metrics such as `entropy` are of the others. False keeps all."""
     generate_ahead: bool = False
     """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
 
@@ -194,6 +194,14 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     """Share of the policy in the reference model at each update."""
     ref_model_sync_steps: int = 512
     """Number of optimizer steps between two updates of the reference model."""
+    distillation_coef: float = 0.0
+    """Weight of the divergence of the policy from `teacher_model`, over the whole vocabulary and for every token."""
+    distillation_kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """Divergence from the teacher (docs/divergence.md)."""
+    distillation_beta: float = 0.5
+    """Weight of the teacher in the mixture of "jsd"."""
+    teacher_model_init_kwargs: JSONObject = None
+    """Arguments of `from_pretrained`, for a teacher that is a path or hub id."""
     top_entropy_quantile: float = 1.0
     """Share of the tokens of a step, those of highest entropy, that the loss uses."""
     clip_cov_ratio: float = 0.0

@@ -14,6 +14,7 @@ from fused_grpo.errors import InputError
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 DICTS = (
     "model_init_kwargs",
+    "teacher_model_init_kwargs",
     "gradient_checkpointing_kwargs",
     "lr_scheduler_kwargs",
     "generation_kwargs",

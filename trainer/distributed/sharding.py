@@ -85,6 +85,23 @@ def shard_like_policy(accelerator: Accelerator, frozen: M, policy: nn.Module) ->
     return sharded
 
 
+def shard_by_its_layers(accelerator: Accelerator, frozen: M) -> M:
+    """A model that is not trained and no copy of the policy, sharded by the layers of its own family.
+
+    Without FSDP2, it is on this rank's device.
+    """
+    if not accelerator.is_fsdp2:
+        return frozen.to(accelerator.device)
+    plugin: Any = accelerator.state.fsdp_plugin
+    # Those of the options are the policy's.
+    of_policy, plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap, None
+    try:
+        sharded: M = fsdp2_prepare_model(accelerator, frozen)
+    finally:
+        plugin.transformer_cls_names_to_wrap = of_policy
+    return sharded
+
+
 def reshard(module: nn.Module) -> None:
     """Free what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
     if isinstance(module, FSDPModule):

@@ -89,7 +89,7 @@ class Advice:
 
     def _equal(self, share: float | None) -> str | None:
         self.equal_steps = self.equal_steps + 1 if share == 1.0 else 0
-        if self.equal_steps < EQUAL_STEPS:
+        if self.equal_steps < EQUAL_STEPS or self.args.distillation_coef > 0:
             return None
         return (
             f"in {EQUAL_STEPS} steps all completions of each prompt got the same reward, so nothing was learnt; fix: "

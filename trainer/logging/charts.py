@@ -33,6 +33,7 @@ PANELS: dict[str, dict[str, str]] = {
     "groups with equal rewards (share)": {"": "groups_with_equal_rewards"},
     "entropy (nats per token)": {"": "entropy"},
     "KL to the reference (nats per token)": {"": "kl"},
+    "divergence from the teacher (nats per token)": {"": "distillation"},
     "clipped tokens (share)": {
         "low": "clip_ratio/low_mean",
         "high": "clip_ratio/high_mean",

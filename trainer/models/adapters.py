@@ -61,7 +61,9 @@ _UNSUPPORTED = (
 )
 
 
-def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerator) -> Any:
+def adapt(
+    model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerator, *, keep_reference: bool = False
+) -> Any:
     """The model with the adapter to train, or the model itself if it has no adapter and `peft_config` is None.
 
     Args:
@@ -71,6 +73,7 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
             gets a frozen copy as the reference.
         accelerator: the processes of the run.
+        keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:
         InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings,
@@ -94,7 +97,7 @@ def adapt(model: Any, peft_config: Any, args: GRPOConfig, accelerator: Accelerat
         )
     if is_adapted(model):
         _check_given(model, peft_config, peft)
-        if args.beta > 0:
+        if args.beta > 0 or keep_reference:
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,16 @@ def row_layout(model: PreTrainedModel) -> dict[str, bool]:
         type(model).__name__,
     )
     return {"one_row": False, "share_rows": False}
+
+
+def shared_layout(models: Sequence[PreTrainedModel]) -> dict[str, bool]:
+    """The `row_layout` for models that get the same rows.
+
+    A variable-length kernel takes its sequences in one row; so can all others, with a mask.
+    """
+    layouts = [row_layout(model) for model in models]
+    share = all(layout["share_rows"] for layout in layouts)
+    return {"one_row": share and any(layout["one_row"] for layout in layouts), "share_rows": share}
 
 
 def attention_cost(model: PreTrainedModel) -> float:
@@ -104,36 +114,42 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
 def model_for(
     model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
 ) -> Any:
-    """The given model, or the one of a path or hub id. As in TRL, its configurations get the tokenizer's padding token.
-
-    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
-    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
-    """
-    options = _loading_options(args)
-    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
-    if isinstance(model, str | Path) and not in_memory_first:
-        options = {"device_map": {"": accelerator.device}, **options}
-    loaded = load_model(str(model) if isinstance(model, Path) else model, **options)
+    """`load_on_rank`. As in TRL, the model's configurations get the tokenizer's padding token."""
+    loaded = load_on_rank(model, accelerator, **_loading_options(args))
     for config in (loaded.config.get_text_config(), loaded.generation_config):
         if config is not None:
             config.pad_token_id = pad_token_id
     return loaded
 
 
+def load_on_rank(model: str | Path | PreTrainedModel, accelerator: Accelerator, **options: Any) -> PreTrainedModel:
+    """The given model, or the one of a path or hub id, by `load_model`.
+
+    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
+    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
+    """
+    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
+    if isinstance(model, str | Path) and not in_memory_first:
+        options = {"device_map": {"": accelerator.device}, **options}
+    return load_model(str(model) if isinstance(model, Path) else model, **options)
+
+
 def _loading_options(args: GRPOConfig) -> dict[str, Any]:
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
-def load_model(model: str | PreTrainedModel, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+def load_model(
+    model: str | PreTrainedModel, *, trust_remote_code: bool, given: str = "model_init_kwargs", **options: Any
+) -> PreTrainedModel:
     """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
 
-    Logs a warning, once, where there are options for a module.
+    Logs a warning, once, where there are options for a module; `given` is their name in the config.
     """
     if not isinstance(model, str):
         if options:
             warn_once(
-                f"got model_init_kwargs {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
-                "change nothing; fix: pass its path or hub id as `model`"
+                f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
+                "change nothing; fix: pass its path or hub id"
             )
         return model
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}

@@ -1,9 +1,9 @@
 """An estimate of the memory of one device, from the shape of the model and the options.
 
 No weight is loaded: the model is built on the meta device, where tensors have shapes and no storage. Weights,
-gradients, optimizer state and the reference are exact. Activations are rough: what the layers of a Llama-like model
-keep for the backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32; under autocast
-34 D + 8 I bytes, because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
+gradients, optimizer state, the reference and a teacher are exact. Activations are rough: what the layers of a
+Llama-like model keep for the backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32;
+under autocast 34 D + 8 I bytes, because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
 
 Letters: P parameters, T those that are trained, L layers, D hidden size, I intermediate size, V vocabulary, N tokens of
 a micro-batch, C completion tokens of a micro-batch.
@@ -26,7 +26,7 @@ from fused_grpo.trainer.models.loading import wants_bf16
 LEFT_OUT = (
     "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, the copy of the "
     "weights while they go to an engine, CUDA's own context (about 0.5 GB), and what the allocator wastes. Under "
-    "FSDP2, weights, gradients, AdamW state and the reference are divided by the number of processes."
+    "FSDP2, weights, gradients, AdamW state, the reference and a teacher are divided by the number of processes."
 )
 
 
@@ -99,7 +99,15 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
     )
 
 
-def memory_terms(shape: ModelShape, args: GRPOConfig, *, prompt_tokens: int, processes: int, engine: str) -> list[Term]:
+def memory_terms(
+    shape: ModelShape,
+    args: GRPOConfig,
+    *,
+    prompt_tokens: int,
+    processes: int,
+    engine: str,
+    teacher: ModelShape | str | None = None,
+) -> list[Term]:
     """All parts of the estimate, for one device.
 
     Args:
@@ -108,6 +116,7 @@ def memory_terms(shape: ModelShape, args: GRPOConfig, *, prompt_tokens: int, pro
         prompt_tokens: of the longest prompt.
         processes: how many train.
         engine: "vllm", "server" or "transformers".
+        teacher: the shape of a teacher; "self": the reference.
     """
     trained, bf16 = shape.trained, wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens)
@@ -117,12 +126,19 @@ def memory_terms(shape: ModelShape, args: GRPOConfig, *, prompt_tokens: int, pro
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
     ]
-    if args.beta > 0 and shape.head_trained:
-        terms.append(Term("reference model, fp32", "4 P (beta > 0)", 4 * shape.parameters))
+    if (args.beta > 0 or teacher == "self") and shape.head_trained:
+        why = "beta > 0" if args.beta > 0 else "the teacher"
+        terms.append(Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters))
+    if isinstance(teacher, ModelShape):
+        dtype = _teacher_dtype(args)
+        size = dtype.itemsize * teacher.parameters
+        terms.append(Term(f"teacher, {str(dtype)[6:]}", f"{dtype.itemsize} P of the teacher", size))
     if bf16:
         terms.append(Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices))
     terms += [_activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)]
     terms += _head(shape, completion_tokens, args.chunk_bytes)
+    if teacher is not None:
+        terms += _teacher(teacher if isinstance(teacher, ModelShape) else shape, completion_tokens, args.chunk_bytes)
     return [*terms, _engine(shape, args, (prompt_tokens + args.max_completion_length) * sequences, bf16, engine)]
 
 
@@ -146,9 +162,27 @@ def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: b
     return Term("activations, roughly", f"{formula}, N = {tokens:,}", size)
 
 
-def _head(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
+def _chunk(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> int:
     budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    chunk = min(budget, 4 * tokens * shape.vocabulary)
+    return min(budget, 4 * tokens * shape.vocabulary)
+
+
+def _teacher_dtype(args: GRPOConfig) -> torch.dtype:
+    """Of a teacher that is loaded: what its options say, or fp32."""
+    given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+    dtype = getattr(torch, given, torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _teacher(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
+    """What the divergence adds to the loss; `chunk_bytes` is for the chunks of both models."""
+    hidden = Term("hidden states of the teacher", "4 C D of the teacher", 4 * tokens * shape.hidden)
+    chunk = Term("one chunk of its logits", "4 C V at most", _chunk(shape, tokens, None))
+    return [hidden, chunk] if chunk_bytes is None else [hidden]
+
+
+def _head(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
+    chunk = _chunk(shape, tokens, chunk_bytes)
     terms = [
         Term("one chunk of logits", f"min(chunk_bytes, 4 C V), C = {tokens:,}", chunk),
         Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden),

@@ -48,6 +48,11 @@ def accuracy_reward(
     return _grader()(completions=list(map(text_of, completions)), solution=solution, log_extra=log_extra)
 
 
+def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """0.0: the reward of a run that learns from a teacher alone."""
+    return [0.0] * len(completions)
+
+
 def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1.0 for a completion of one <think>...</think> block and an answer after it, else 0.0.
 

@@ -217,6 +217,7 @@ def test_a_router_loss_and_the_option_keep_everything():
     assert can_skip(GRPOConfig(), router_coefficient=0.0)
     assert not can_skip(GRPOConfig(), router_coefficient=1e-3)
     assert not can_skip(GRPOConfig(skip_zero_advantages=False), router_coefficient=0.0)
+    assert not can_skip(GRPOConfig(distillation_coef=0.1), router_coefficient=0.0)
 
 
 def equal_from_the_second_step(completions: list[str], **columns: Any) -> list[float]:

@@ -27,6 +27,7 @@ OPTIONS = {
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "dynamic sampling": {"dynamic_sampling": 2},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "a teacher": {"teacher_model": "self", "distillation_coef": 0.5, "num_iterations": 2, "steps_per_generation": 4},
     "kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "steps_per_generation": 4, "num_iterations": 2},
 }
 

@@ -110,6 +110,26 @@ def test_an_adapter_has_its_own_count_and_no_reference(make_model):
     assert only_queries.trained == 2 * 4 * (32 + 32)
 
 
+def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
+    shape, wider = (model_shape(make_model(hidden_size=size).config) for size in (32, 64))
+    options = TrainOptions(
+        teacher_model="self", distillation_coef=1.0, per_device_train_batch_size=1, num_generations=1
+    )
+    of_self, of_wider = (sizes(shape, options, teacher=teacher) for teacher in ("self", wider))
+    assert of_self["reference model, fp32"] == of_self["weights, fp32"]
+    assert not any(name.startswith("teacher") for name in of_self)
+    assert of_wider["teacher, float32"] == sum(p.nbytes for p in make_model(hidden_size=64).parameters())
+    assert "reference model, fp32" not in of_wider
+    tokens = options.max_completion_length
+    assert (of_self["hidden states of the teacher"], of_wider["hidden states of the teacher"]) == (
+        4 * tokens * 32,
+        4 * tokens * 64,
+    )
+    assert of_wider["one chunk of its logits"] == 4 * tokens * 22
+    options.teacher_model_init_kwargs = {"dtype": "bfloat16"}
+    assert sizes(shape, options, teacher=wider)["teacher, bfloat16"] == of_wider["teacher, float32"] / 2
+
+
 def test_the_chunk_is_never_larger_than_the_logits():
     shape = model_shape(parse_config(vocab_size=1000))
     few = TrainOptions(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_completion_length=10)

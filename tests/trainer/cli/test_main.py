@@ -82,6 +82,11 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
     [
         (["fly"], "InputError: got the command 'fly'"),
         (["train", "--model", "m"], "InputError: got --model without --dataset and --reward-funcs, want all three, or"),
+        (["train", "--model", "m", "--teacher-model", "t"], "InputError: got a teacher_model with distillation_coef=0"),
+        (
+            ["train", "--model", "m", "--teacher-model", "t", "--distillation-coef", "1"],
+            "InputError: got --model without --dataset, want",
+        ),
         (["train", "--dataset", "d.jsonl"], "InputError: got --dataset without --model and --reward-funcs, want all"),
         (["train", "--num-generations", "7"], "InputError: got an effective batch of 512"),
     ],

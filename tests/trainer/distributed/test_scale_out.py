@@ -21,6 +21,8 @@ TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
 COVARIANCE = {"kl_cov_ratio": 0.2, "num_iterations": 2, "advantage_estimator": "reinforce_plus_plus"}
 COVARIANCE |= {"scale_rewards": "group"}
+WIDER = {"teacher": {"hidden_size": 48}}
+DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
@@ -39,6 +41,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     ),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
     "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
+    "from a wider teacher": (WIDER, DISTILLED, (32, 1), (8, 2)),
+    "from the reference, tied": (
+        {**TIED, "teacher": "self"},
+        {**DISTILLED, "learning_rate": 1e-3, "num_iterations": 2},
+        (32, 1),
+        (8, 2),
+    ),
     "tokens of large covariance": ({}, COVARIANCE, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
@@ -46,7 +55,8 @@ RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_sche
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
 STOPPED = ("stopped", {}, {"rank_that_stops": 1, "save_strategy": "no"})
-BF16 = ("bf16", {}, {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2})
+MIXED = {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2}
+BF16 = ("bf16", WIDER, {**MIXED, **DISTILLED})
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,11 @@ def test_what_a_run_shows_is_warned_of_once(name, values, text):
     assert re.search(text, found)
 
 
+def test_groups_with_equal_rewards_learn_from_a_teacher():
+    advice = Advice(GRPOConfig(distillation_coef=1.0))
+    assert [text for _ in range(25) for text in advice({**HEALTHY, "groups_with_equal_rewards": 1.0})] == []
+
+
 def test_what_passes_is_not_warned_of():
     one_bad = [HEALTHY | {"completions/clipped_ratio": 1.0}, *[HEALTHY] * 5]
     nine_equal = ([HEALTHY | {"groups_with_equal_rewards": 1.0}] * 9 + [HEALTHY]) * 2

@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 def test_all_kinds_of_run_have_a_recipe():
-    assert NAMES == ["demo", "gsm8k", "gsm8k-1gpu", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
+    assert NAMES == ["demo", "gsm8k", "gsm8k-1gpu", "gsm8k-distill", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,6 +39,7 @@ def test_a_recipe_is_dry_run(name, model, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = str(model / "rows.jsonl")
     small = [] if name == "demo" else ["--model", str(model), "--dataset", data]
+    small += ["--teacher-model", str(model)] if name == "gsm8k-distill" else []
     main(["train", "--config", name, "--dry-run", *small])
     shown = capsys.readouterr().out
     assert "optimizer step" in shown

@@ -1,0 +1,62 @@
+"""The bugs of `planted_bugs.py` in the trainer's distillation: (file, old, new, caught by)."""
+
+from __future__ import annotations
+
+RUNS = "tests/trainer/test_distillation.py"
+STEPS = [RUNS, "-k", "full_logits"]
+ADAPTER = [RUNS, "-k", "adapter"]
+EQUAL = [RUNS, "-k", "without_an_advantage"]
+OTHERS = [RUNS, "-k", "mixes_packed"]
+EVALUATION = [RUNS, "-k", "evaluation"]
+RESUMED = [RUNS, "-k", "another_teacher"]
+
+BUGS = {
+    "the teacher's hidden states are shifted by a token": (
+        "trainer/distillation.py",
+        "return Distillation(hidden,",
+        "return Distillation(hidden.roll(1, 0),",
+        STEPS,
+    ),
+    "the coefficient of the divergence is ignored": (
+        "trainer/distillation.py",
+        '"coef": args.distillation_coef,',
+        '"coef": 1.0,',
+        STEPS,
+    ),
+    "the kind of the divergence is ignored": (
+        "trainer/distillation.py",
+        '"kind": args.distillation_kind,',
+        '"kind": "reverse_kl",',
+        STEPS,
+    ),
+    "a policy with an adapter is its own teacher": (
+        "trainer/models/adapters.py",
+        "with model.disable_adapter():",
+        "if True:",
+        ADAPTER,
+    ),
+    "completions without an advantage do not learn from the teacher": (
+        "trainer/batching/zero_advantages.py",
+        "(args.beta, args.distillation_coef, args.entropy_coef,",
+        "(args.beta, args.entropy_coef,",
+        EQUAL,
+    ),
+    "the teacher's attention is not tried": (
+        "trainer/learner.py",
+        "shared_layout(models)",
+        "shared_layout(models[:1])",
+        OTHERS,
+    ),
+    "an evaluation has no teacher": (
+        "trainer/learner.py",
+        '{"teacher": self.teacher}\n        outputs',
+        '{"teacher": None}\n        outputs',
+        EVALUATION,
+    ),
+    "a run goes on with another teacher": (
+        "trainer/checkpoint/resume.py",
+        "None if learner.teacher is None else learner.teacher.identity",
+        "None",
+        RESUMED,
+    ),
+}
