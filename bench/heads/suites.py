@@ -149,6 +149,11 @@ GPU: list[Case] = [
         Case(Work(kind="loss", head="Qwen3-1.7B", tokens=tokens, **BF16), MAIN, rounds=3)
         for tokens in (1024, 2048, 4096, 16384, 32768, 131072)
     ),
+    # The heads beside that of one token over the vocabulary.
+    Case(Work(kind="divergence", head="Qwen3-8B", tokens=8192, **BF16), DISTILLERS, rounds=3),
+    Case(Work(kind="divergence", head="Qwen3-0.6B", tokens=8192, **BF16), DISTILLERS, rounds=3),
+    Case(Work(kind="logprobs", head="Qwen3-8B", tokens=8192, several=8, **BF16), (FLOOR, *OURS[:1], "full logits")),
+    Case(Work(kind="loss", head="Qwen3-8B", tokens=8192, kept=20, **BF16), (*OURS[:1], "full logits")),
 ]
 LONGEST = [Work(kind="loss", head="Qwen3-8B", tokens=4096, **BF16)]
 MOST_TOKENS = 2**20

@@ -66,8 +66,8 @@ NO_LAUNCH = {
 GEMMS = {"mm", "addmm", "addmm_"}
 # By the name of the kernel, the names of its arguments N, D and V.
 TRITON_GEMMS = {"_logprob_forward_kernel": ("N", "D", "V")}
-# Arguments that TRL's kernels read and write although they get them once.
-TRITON_IN_PLACE = {"_backward_kernel": "mm_ptr"}
+# Arguments that TRL's kernels (of log-probs and of divergences) read and write although they get them once.
+TRITON_IN_PLACE = {"_backward_kernel": ("mm_ptr", "s_ptr")}
 # The upstream gradient of a loss is 1 where the backward pass begins, so these kernels move nothing.
 TRITON_UNTOUCHED = {"_scale_kernel"}
 # Operations whose first argument is only written, or only gives a shape.
@@ -167,7 +167,7 @@ class Trace(TorchDispatchMode):
         """Record a kernel that Triton would launch."""
         name, given = kernel.__name__, dict(zip(kernel.arg_names, args, strict=False))
         tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in args])
-        moved = _sizes(tensors) + (_sizes(given[TRITON_IN_PLACE[name]]) if name in TRITON_IN_PLACE else 0)
+        moved = _sizes(tensors) + sum(_sizes(given[x]) for x in TRITON_IN_PLACE.get(name, ()) if x in given)
         moved = 0 if name in TRITON_UNTOUCHED else moved
         flops = 2 * math.prod(given[size] for size in TRITON_GEMMS[name]) if name in TRITON_GEMMS else 0
         dtype = tensors[0].dtype if flops else None

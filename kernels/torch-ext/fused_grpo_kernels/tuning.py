@@ -134,7 +134,7 @@ ENTRY: dict[str, EntryTile] = {
 # For passes over the rows of two tiles, with sums of several kinds: four warps have registers for them.
 PAIR: dict[str, RowTile] = {
     "interpreter": ROW["interpreter"],
-    "default": RowTile(1024, num_warps=4),
+    "default": RowTile(1024, num_warps=8),
 }
 
 # Two tokens per thread of the loss kernel: with more, triton 3.6 spills registers.
