@@ -87,7 +87,7 @@ class _Logits:
         self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
         # Those of the soft cap [R, V]: after the sweeps, nothing has the logits any more.
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
-        width = max(1, chunking.BLOCK_BYTES // max(1, len(raw) * raw.element_size()))
+        width = 1 << (max(1, chunking.BLOCK_BYTES // max(1, len(raw) * raw.element_size())).bit_length() - 1)
         self.columns = list(chunking.chunks(raw.shape[1], width))
         # The largest of each place in a block over all blocks, then of each row: twice as fast as each block's by rows.
         tops = self._transformed_(self.columns[0]).clone()
