@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import chunking
-from fused_grpo.torch_passes import _all_equal, _exp, _in_place, _sums, empty_tile
+from fused_grpo.torch_passes import _all_equal, _exp, _in_place, _sums, block_width, empty_tile
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -87,9 +87,9 @@ class _Logits:
         self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
         # Those of the soft cap [R, V]: after the sweeps, nothing has the logits any more.
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
-        width = 1 << (max(1, chunking.BLOCK_BYTES // max(1, len(raw) * raw.element_size())).bit_length() - 1)
+        width = block_width(raw)
         self.columns = list(chunking.chunks(raw.shape[1], width))
-        # The largest of each place in a block over all blocks, then of each row: twice as fast as each block's by rows.
+        # Elementwise over the blocks first: a maximum of each row in each block takes twice as long.
         tops = self._transformed_(self.columns[0]).clone()
         for columns in self.columns[1:]:
             z = self._transformed_(columns)
@@ -191,7 +191,7 @@ class _Pair:
         of_s, of_t = _sums(_exp(s, out=s)), _sums(_exp(t, out=t))
         x = torch.mul(d, weights, out=t if reverse else d)
         total = _sums(x)
-        # 0 * inf is to be 0. On a GPU, the question would synchronize.
+        # 0 * inf is to be 0, not NaN. On a GPU, the question would synchronize.
         if not s.is_cpu or total.isnan().any():
             total = _sums(x.masked_fill_(weights == 0.0, 0.0))
         return of_s, of_t, total
