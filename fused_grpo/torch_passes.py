@@ -43,6 +43,12 @@ def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.dev
     return _cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
 
 
+def block_width(tile: Tensor) -> int:
+    """The columns of a block of a tile [R, C]. With powers of two, all blocks of a batch-invariant tile have the same
+    width, and `_sums` has equal parts."""
+    return 1 << (max(1, BLOCK_BYTES // max(1, len(tile) * tile.element_size())).bit_length() - 1)
+
+
 def row_statistics(logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Any) -> RowState:
     """The state of the rows of a tile, which is not changed. `targets` outside of [0, C) are in another tile.
 
@@ -276,8 +282,7 @@ class _Tile:
         self._column = torch.where(self.has_target, targets, 0)[:, None]
         # At one temperature that equals the scale, the raw logits are the logits, which saves a pass.
         self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
-        # With powers of two, all blocks of a batch-invariant tile have the same width.
-        self.width = 1 << (max(1, BLOCK_BYTES // max(1, len(raw) * raw.element_size())).bit_length() - 1)
+        self.width = block_width(raw)
         self._scratch: dict[int, Tensor] = {}
         at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
         z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)

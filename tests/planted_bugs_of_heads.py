@@ -43,10 +43,16 @@ BUGS = {
         "1 + t",
         DIVERGENCE,
     ),
+    "the most probable token is sought in the first block alone": (
+        "fused_grpo/torch_divergence.py",
+        "tops.argmax(1)[:, None] + starts)",
+        "tops.argmax(1)[:, None] + 0 * starts)",
+        DIVERGENCE,
+    ),
     "two tokens of probability 0 diverge": (
         "fused_grpo/torch_divergence.py",
-        "d.masked_fill_(weights == 0.0, 0.0)",
-        "pass",
+        "x.masked_fill_(weights == 0.0, 0.0)",
+        "x",
         NOT_ALLOWED,
     ),
     "the teacher has the temperature and bias of the student": (

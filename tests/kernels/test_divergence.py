@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 @pytest.fixture(params=["triton", "torch"])
 def pass_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     # As many columns in a block as there are in a tile of the interpreter.
-    monkeypatch.setattr(torch_divergence, "_BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
     return (kernels if request.param == "triton" else torch_divergence).divergence_gradient_
 
 
