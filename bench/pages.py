@@ -149,7 +149,7 @@ def predictions_text(content: Mapping[str, Any]) -> str:
         f"{shape.replace(',', ', ')}; memory is the most bytes at a time beside the inputs, gradients included.",
         facts_table(times, shape),
         "### Where the time goes",
-        f"{shape.replace(',', ', ')}; operations that take less than 0.3 % are added up.",
+        f"{shape.replace(',', ', ')}; operations that take less than 1 % are added up.",
         *(operations_table(plan, rows) for plan, rows in operations.items()),
         "## Other machines",
         f"Milliseconds, and in parentheses the multiple of the bare GEMMs, at N={N}.",
@@ -190,14 +190,14 @@ def time_cell(times: Times, plan: str, shape: str) -> str:
 
 
 def facts_table(times: Times, shape: str) -> str:
-    rows = {plan: shapes[shape] for plan, shapes in times.items()}
+    rows = {plan: shapes[shape] for plan, shapes in times.items() if not plan.startswith(FLOOR)}
     lines = [[p, str(f["launches"]), str(f["waits"]), f"{f['peak'] / 2**30:.2f}"] for p, f in rows.items()]
     return tables.markdown(["", "launches", "waits", "memory (GiB)"], lines)
 
 
 def operations_table(plan: str, rows: list[list[Any]]) -> str:
     total = sum(ms for _, _, ms in rows)
-    large = [row for row in rows if row[2] >= 0.003 * total]
+    large = [row for row in rows if row[2] >= 0.01 * total]
     small = rows[len(large) :]
     found = [[f"`{name}`", count, ms] for name, count, ms in large]
     found += [["others", sum(count for _, count, _ in small), sum(ms for _, _, ms in small)]]

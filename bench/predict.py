@@ -86,7 +86,6 @@ WORKS: tuple[tuple[Kind, Gradients, int | None], ...] = (
     ("logprobs", "no_grad", None),
     ("logprobs", "trainable", 8),
     ("divergence", "trainable", None),
-    ("divergence", "frozen", None),
 )
 HEADS = {1024: "Qwen3-0.6B", 2048: "Qwen3-1.7B", 4096: "Qwen3-8B"}
 VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"

@@ -124,7 +124,7 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
         ({"sequence_rejection": "k3"}, "want a statistic and a bound of it"),
         ({"sequence_rejection_max": 0.1}, "want a statistic and a bound of it"),
         ({"sequence_rejection": "k3", "sequence_rejection_max": math.nan}, "sequence_rejection_max=nan, want numbers"),
-        ({"clip_cov_lb": 2.0, "clip_cov_ub": 1.0}, "clip_cov_lb=2.0 and clip_cov_ub=1.0, want numbers, the first no larger"),
+        ({"clip_cov_lb": 2.0, "clip_cov_ub": 1.0}, "clip_cov_ub=1.0, want numbers, the first no larger"),
         ({"clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1}, "want one of them"),
         ({"kl_cov_ratio": 1.5}, r"kl_cov_ratio=1.5, want a share in \[0, 1\]"),
         ({"kl_cov_coef": -1.0}, "kl_cov_coef=-1.0"),
