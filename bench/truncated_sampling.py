@@ -1,8 +1,9 @@
-"""Ratios of trainer to sampler under top_p, top_k and min_p: `python -m fused_grpo.bench.truncated_sampling`.
+"""Truncated sampling: its ratios, and what is learned under it: `python -m fused_grpo.bench.truncated_sampling`.
 
 It writes bench/results/<machine>/truncated-sampling-<date>.json, whose figures docs/engines.md quotes. A model with
 random weights and 1000 tokens makes three steps on policy, in fp32, sampled by transformers and by vLLM in process.
-Every ratio of the trainer's log-prob to the sampler's should be 1.
+Every ratio of the trainer's log-prob to the sampler's should be 1. Then the built-in task is trained with and without
+top_p, from the same weights with the same seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fused_grpo.bench.accuracy import ROOT, git
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
+from fused_grpo.trainer.recipes import arithmetic
 
 VOCABULARY = 1000
 SAMPLING: tuple[Mapping[str, Any], ...] = (
@@ -32,6 +33,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"min_p": 0.05},
     {"top_p": 0.8, "top_k": 50, "min_p": 0.05},
 )
+SEEDS, STEPS = (0, 1, 2), 40
 
 
 def main() -> None:
@@ -43,9 +45,11 @@ def main() -> None:
         for engine in ("transformers", "vllm")
         for support in ("require", "off")
     ]
+    training = [trained(seed, options) for seed in SEEDS for options in ({}, {"top_p": 0.9})]
     commit = {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    about = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today, "commit": commit}
-    path.write_text(json.dumps({**about, "environment": environment(), "runs": runs}, indent=1) + "\n")
+    found = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today, "commit": commit}
+    found |= {"environment": environment(), "runs": runs, "training": training}
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
 
 
@@ -56,7 +60,7 @@ def measured(engine: str, support: str, options: Mapping[str, Any]) -> dict[str,
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     ends: dict[str, Any] = {"eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.15}
     model: Any = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **shape, **ends))
-    tokenizer, ratios = build_tokenizer(), list[Tensor]()
+    tokenizer, ratios = arithmetic.build_tokenizer(), list[Tensor]()
     with tempfile.TemporaryDirectory() as folder:
         sizes: dict[str, Any] = {"per_device_train_batch_size": 64, "max_completion_length": 16, "max_steps": 3}
         how: dict[str, Any] = {"sampling_support": support, "use_vllm": engine == "vllm", "bf16": False}
@@ -70,6 +74,24 @@ def measured(engine: str, support: str, options: Mapping[str, Any]) -> dict[str,
     row = {"engine": engine, "sampling_support": support, **options, "tokens": len(found), "mean": found.mean().item()}
     row |= {"outside [0.9, 1.1]": ((found - 1).abs() > 0.1).double().mean().item()}
     row |= {"largest |log ratio|": found.log().abs().max().item(), "kept": metrics.get("sampling/kept_tokens/mean")}
+    print(row, flush=True)
+    return row
+
+
+def trained(seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The held-out accuracies of a run on the built-in task, sampled by transformers."""
+    model, tokenizer = arithmetic.make_base_model()
+    splits = arithmetic.build_splits()
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 512, "num_generations": 8, "max_completion_length": 5}
+    how: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 5, "use_vllm": False, "save_strategy": "no"}
+    how |= {"max_steps": STEPS, "eval_steps": 8, "logging_steps": 8, "gradient_checkpointing": False, "seed": seed}
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"processing_class": tokenizer, "eval_dataset": splits.heldout}
+        args = GRPOConfig(folder, **sizes, **how, **options)
+        trainer = GRPOTrainer(model, arithmetic.accuracy_reward, args, splits.train, **given)
+        trainer.train()
+    heldout = {entry["step"]: entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry}
+    row = {"seed": seed, **options, "held-out accuracy": heldout}
     print(row, flush=True)
     return row
 
