@@ -86,7 +86,7 @@ def trained(seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
     how: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 5, "use_vllm": False, "save_strategy": "no"}
     how |= {"max_steps": STEPS, "eval_steps": 8, "logging_steps": 8, "gradient_checkpointing": False, "seed": seed}
     with tempfile.TemporaryDirectory() as folder:
-        given = {"processing_class": tokenizer, "eval_dataset": splits.heldout}
+        given: dict[str, Any] = {"processing_class": tokenizer, "eval_dataset": splits.heldout}
         args = GRPOConfig(folder, **sizes, **how, **options)
         trainer = GRPOTrainer(model, arithmetic.accuracy_reward, args, splits.train, **given)
         trainer.train()
