@@ -47,8 +47,8 @@ def main() -> None:
     ]
     training = [trained(seed, options) for seed in SEEDS for options in ({}, {"top_p": 0.9})]
     commit = {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    found = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today, "commit": commit}
-    found |= {"environment": environment(), "runs": runs, "training": training}
+    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today}
+    found |= {"commit": commit, "environment": environment(), "runs": runs, "training": training}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
 

@@ -68,12 +68,12 @@ def accuracy_reward(completions: Sequence[str], answer: Sequence[str], **columns
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+def build_model_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64) -> Qwen2Config:
     """The configuration of a Qwen2 with two layers."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -86,7 +86,12 @@ def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 
 
 def make_base_model(
-    *, seed: int = 1, target: float = 0.42, max_batches: int = 1500, on_progress: Callable[[str], None] | None = None
+    *,
+    seed: int = 1,
+    target: float = 0.42,
+    max_batches: int = 1500,
+    hidden_size: int = 64,
+    on_progress: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The supervised stage: a model that adds and does not carry yet. The same seed gives the same model.
 
@@ -94,12 +99,13 @@ def make_base_model(
         seed: seed of the weights and of the order of the sums.
         target: training stops at this accuracy on the dev split.
         max_batches: training stops after so many batches at the latest.
+        hidden_size: of the model, a multiple of 4; a larger one learns in fewer batches.
         on_progress: called with a line of text every 50 batches and at the end.
     """
     tokenizer, splits = build_tokenizer(), build_splits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(build_model_config(tokenizer))
+        model = Qwen2ForCausalLM(build_model_config(tokenizer, hidden_size))
     say = on_progress or (lambda line: None)
     draw = _worked_sums(tokenizer, splits.train, torch.Generator().manual_seed(seed))
     dev_prompts, dev_answers = _encode(tokenizer, splits.dev)
