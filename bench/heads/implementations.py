@@ -26,10 +26,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fused_grpo
-from fused_grpo import fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs
+from fused_grpo import Distillation, fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs
 from fused_grpo.bench.heads.work import Batch, Work, kept_tokens, logprobs_of
 
 EPSILON = 0.2
+COEF = 0.1
+"""Of the divergence in a distillation."""
 
 LogprobOp = Callable[[Tensor, Tensor, Tensor, Work], Tensor]
 """(hidden [N, D], weight [V, D], targets [N] or [N, K], work) -> log-probs in the shape of targets."""
@@ -55,6 +57,7 @@ class Implementation:
     loss: LossOp | None = None
     """None: the log-probs, followed by TRL's formula."""
     divergence: LossOp | None = None
+    distillation: LossOp | None = None
     several: bool = False
     """Whether its op takes K targets per row."""
     missing: str | None = None
@@ -71,8 +74,8 @@ class Implementation:
             return "has no op for log-probs"
         if work.kind == "loss" and self.loss is None and self.logprobs is None:
             return "has no op for log-probs or for the loss"
-        if work.kind == "divergence" and self.divergence is None:
-            return "has no op for a divergence"
+        if work.has_teacher and getattr(self, work.kind) is None:
+            return f"has no op for a {work.kind}"
         if work.several is not None and not self.several:
             return "takes one target per row"
         return self.limits(work, device)
@@ -98,9 +101,9 @@ class Implementation:
             value.backward(batch.upstream if work.kind == "logprobs" else None)
 
     def _loss(self, batch: Batch, work: Work) -> Tensor:
-        if work.kind == "divergence":
-            assert self.divergence is not None
-            return self.divergence(batch, work)
+        if work.has_teacher:
+            value: Tensor = getattr(self, work.kind)(batch, work)
+            return value
         if self.loss is not None:
             return self.loss(batch, work)
         assert self.logprobs is not None
@@ -128,8 +131,8 @@ def dapo(logprobs: Tensor, batch: Batch) -> Tensor:
     return (per_token_loss * mask).sum() / normalizer
 
 
-def full_divergence(batch: Batch, work: Work) -> Tensor:
-    """The ops of a trainer with both models' logits: the mean of the Jensen-Shannon divergence."""
+def full_log_softmax(batch: Batch, work: Work) -> list[Tensor]:
+    """Log-probs of the whole vocabulary [N, V], of the student and of the teacher."""
     assert batch.teacher_hidden is not None
     assert batch.teacher_weight is not None
     kept, softcap, found = batch.mask.bool(), work.shape.softcap, []
@@ -137,8 +140,21 @@ def full_divergence(batch: Batch, work: Work) -> Tensor:
         logits = linear(hidden[kept], weight)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+    return found
+
+
+def full_divergence(batch: Batch, work: Work) -> Tensor:
+    """The ops of a trainer with both models' logits: the mean of the Jensen-Shannon divergence."""
+    found = full_log_softmax(batch, work)
     mixed = torch.logaddexp(*found) - math.log(2.0)
     return sum((x.exp() * (x - mixed)).sum(-1).mean() for x in found) / 2  # type: ignore[return-value]
+
+
+def full_distillation(batch: Batch, work: Work) -> Tensor:
+    """The same for the GRPO loss plus the mean of the reverse KL divergence."""
+    p, q = full_log_softmax(batch, work)
+    logprobs = over_scored(lambda hidden, weight, targets, work: p.gather(-1, targets[:, None])[:, 0], batch, work)
+    return dapo(logprobs, batch) + COEF * (p.exp() * (p - q)).sum(-1).mean()
 
 
 def ours_divergence(batch: Batch, work: Work) -> Tensor:
@@ -173,6 +189,13 @@ def ours_loss(**options: Any) -> LossOp:
     return loss
 
 
+def ours_distillation(batch: Batch, work: Work) -> Tensor:
+    assert batch.teacher_hidden is not None
+    assert batch.teacher_weight is not None
+    teacher = Distillation(batch.teacher_hidden, batch.teacher_weight, coef=COEF, softcap=work.shape.softcap)
+    return ours_loss(distillation=teacher)(batch, work)
+
+
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
     """The ops of a causal LM and its trainer: logits in the model's dtype, log_softmax in fp32."""
     return logprobs_of(linear(hidden, weight), targets, work)
@@ -192,11 +215,11 @@ def exact(batch: Batch, work: Work) -> Result:
     """The reference: full logits in fp64 from the same inputs."""
     leaves = {name: getattr(batch, name).detach().double() for name in ("hidden", "weight")}
     names = ["advantages", "old_logprobs", "upstream"]
-    names += ["teacher_hidden", "teacher_weight"] if work.kind == "divergence" else []
+    names += ["teacher_hidden", "teacher_weight"] if work.has_teacher else []
     wide = {name: getattr(batch, name).double() for name in names}
     leaves["hidden"].requires_grad_(work.gradients != "no_grad")
     leaves["weight"].requires_grad_(work.gradients == "trainable")
-    ops: dict[str, Any] = {"logprobs": full_logits, "divergence": full_divergence}
+    ops: dict[str, Any] = {"logprobs": full_logits, "divergence": full_divergence, "distillation": full_distillation}
     reference = Implementation(name="fp64", version=None, setting="", several=True, **ops)
     return reference.run(batch._replace(**leaves, **wide), work)
 
@@ -227,9 +250,17 @@ def ours() -> list[Implementation]:
             logprobs=ours_logprobs,
             loss=ours_loss(),
             divergence=ours_divergence,
+            distillation=ours_distillation,
             several=True,
         ),
         OneTarget(name="fused-grpo, one target", version=version, setting="the first of K targets", floor=True),
+        Implementation(
+            name="fused-grpo, no teacher",
+            version=version,
+            setting="the loss of a distillation without its divergence",
+            distillation=ours_loss(),
+            floor=True,
+        ),
         Implementation(
             name="fused-grpo, needed",
             version=version,
@@ -252,6 +283,7 @@ def plain() -> list[Implementation]:
             setting="F.linear, log_softmax in fp32",
             logprobs=full_logits,
             divergence=full_divergence,
+            distillation=full_distillation,
             several=True,
         ),
         Implementation(

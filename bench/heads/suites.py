@@ -93,6 +93,16 @@ SEVERAL = Case(
     slow=("full logits",),
     memory=False,
 )
+# Of the kinds of divergence, the one that takes longest; in the distillation, the default.
+DIVERGENCE = Case(
+    Work(kind="divergence", head="GPT-2", tokens=2048),
+    (FLOOR, "fused-grpo", "TRL divergence"),
+    3,
+    slow=("TRL divergence",),
+    memory=False,
+)
+NO_TEACHER = "fused-grpo, no teacher"
+DISTILLATION = Case(Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo"), 4, memory=False)
 
 CPU: list[Case] = [
     LOSS,
@@ -100,6 +110,8 @@ CPU: list[Case] = [
     FROZEN,
     KEPT,
     SEVERAL,
+    DIVERGENCE,
+    DISTILLATION,
     Case(Work(kind="logprobs", head="GPT-2", tokens=256), rounds=2),
     Case(Work(kind="loss", head="GPT-2", tokens=512, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
     Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
@@ -120,6 +132,9 @@ PROMISES = [
     Promise(FROZEN, "TRL", "fused-grpo", ">= 1.8"),
     Promise(KEPT, "fused-grpo", "full logits", "<= 0.04"),
     Promise(SEVERAL, "fused-grpo", ONE_TARGET, "<= 1.1"),
+    Promise(DIVERGENCE, "fused-grpo", FLOOR, "<= 1.2"),
+    Promise(DIVERGENCE, "TRL divergence", "fused-grpo", ">= 1.4"),
+    Promise(DISTILLATION, "fused-grpo", NO_TEACHER, "<= 1.4"),
 ]
 
 GPU_KINDS: list[tuple[Kind, Gradients]] = [("logprobs", "frozen"), ("logprobs", "no_grad"), ("loss", "frozen")]

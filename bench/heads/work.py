@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["logprobs", "loss", "divergence"]
+Kind = Literal["logprobs", "loss", "divergence", "distillation"]
 Gradients = Literal["no_grad", "frozen", "trainable"]
 
 
@@ -44,8 +44,9 @@ class Work:
     """One measurement."""
 
     kind: Kind
-    """Log-probs and gradients for a given upstream gradient; the GRPO loss (dapo, off policy) and its gradients; or the
-    Jensen-Shannon divergence (beta 0.5) from a teacher with the same shape, and its gradients."""
+    """Log-probs and gradients for a given upstream gradient; the GRPO loss (dapo, off policy) and its gradients; the
+    Jensen-Shannon divergence (beta 0.5) from a teacher with the same shape, and its gradients; or that loss plus
+    `COEF` times the reverse KL divergence from such a teacher, and its gradients."""
     head: str
     """A name in `HEADS`."""
     tokens: int
@@ -88,7 +89,11 @@ class Work:
         """Products over the head that every plan needs: logits, dH, dW; the logits once more for log-probs with a
         trainable head, whose upstream gradient is not known in the forward pass; and those of a teacher."""
         products = {"no_grad": 1, "frozen": 2, "trainable": 4 if self.kind == "logprobs" else 3}[self.gradients]
-        return products + (self.kind == "divergence")
+        return products + self.has_teacher
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.kind in ("divergence", "distillation")
 
     @property
     def flop(self) -> int:
@@ -122,7 +127,7 @@ class Batch(NamedTuple):
     advantages: Tensor  # [B]
     old_logprobs: Tensor  # [B, T], 0 where masked
     upstream: Tensor  # as targets, the gradient of each log-prob for "logprobs": that of GRPO on policy, split over K
-    teacher_hidden: Tensor | None = None  # [B, T, D], for "divergence" alone
+    teacher_hidden: Tensor | None = None  # [B, T, D], for works with a teacher
     teacher_weight: Tensor | None = None  # [V, D]
 
 
@@ -159,7 +164,7 @@ def batch_of(work: Work, device: str = "cpu") -> Batch:
     hidden.requires_grad_(work.gradients != "no_grad")
     weight.requires_grad_(work.gradients == "trainable")
     teacher: tuple[Tensor, ...] = ()
-    if work.kind == "divergence":
+    if work.has_teacher:
         others = torch.randn(b, t, head.hidden, generator=generator, device=device)
         vectors = torch.randn(head.vocab, head.hidden, generator=generator, device=device)
         teacher = (others.to(dtype), vectors.mul_(spread / math.sqrt(head.hidden)).to(dtype))

@@ -29,8 +29,10 @@ WORKS = [
 ]
 WORKS[:0] = [Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True, several=3)]
 WORKS += [
-    Work(kind="divergence", head=head, tokens=2048, gradients=gradients, uneven=True)
-    for head, gradients in product(("GPT-2", "Gemma-2-2B"), ("no_grad", "frozen", "trainable"))
+    Work(kind=kind, head=head, tokens=2048, gradients=gradients, uneven=True)
+    for kind, head, gradients in product(
+        ("divergence", "distillation"), ("GPT-2", "Gemma-2-2B"), ("no_grad", "frozen", "trainable")
+    )
 ]
 # Each compilation takes seconds: all that differs in what is compiled, once.
 FEW = [
@@ -249,7 +251,7 @@ def test_the_floor_follows_when_the_work_changes():
 def test_names_are_unique_and_the_floor_comes_first():
     everyone = peers.everyone()
     names = [implementation.name for implementation in everyone]
-    floors = ["products alone", "fused-grpo, one target"]
+    floors = ["products alone", "fused-grpo, one target", "fused-grpo, no teacher"]
     assert set(names) == {*NAMES, *floors}
     assert len(set(names)) == len(names)
     assert names[0] == "products alone"
@@ -264,6 +266,17 @@ def test_one_target_is_the_first_of_several():
     expected = named("fused-grpo").run(alone, work)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert implementation.why_not(TRAINABLE, "cpu") is not None
+
+
+def test_without_a_teacher_a_distillation_is_the_loss():
+    work = replace(TRAINABLE, kind="distillation")
+    batch, found = batch_of(work), []
+    for name in ("fused-grpo, no teacher", "fused-grpo"):
+        found.append(named(name).run(batch, work))
+    loss = named("fused-grpo").run(batch, replace(work, kind="loss"))
+    assert all(torch.equal(*pair) for pair in zip(found[0], loss, strict=True))
+    assert found[1].value > found[0].value
+    assert named("fused-grpo, no teacher").why_not(TRAINABLE, "cpu") is not None
 
 
 def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
