@@ -29,13 +29,19 @@ class Teacher:
     Args:
         policy: lends the teacher, a `PolicyLoss` that is not trained while it is lent.
         args: kind and weight of the divergence.
+        vocab_size: the rows of the policy's head; a teacher may have further ones, for padding, which take no part.
         fingerprint: of the teacher's weights; a resumed run must have the same.
     """
 
     def __init__(
-        self, policy: Callable[[], AbstractContextManager[PolicyLoss]], args: GRPOConfig, *, fingerprint: str
+        self,
+        policy: Callable[[], AbstractContextManager[PolicyLoss]],
+        args: GRPOConfig,
+        *,
+        vocab_size: int,
+        fingerprint: str,
     ) -> None:
-        self.policy = policy
+        self.policy, self.vocab_size = policy, vocab_size
         self.options: dict[str, Any] = {
             "coef": args.distillation_coef,
             "kind": args.distillation_kind,
@@ -52,7 +58,8 @@ class Teacher:
                 hidden, weight, of_head = policy(batch, "head_inputs")
             finally:
                 policy.train(was_training)
-            bias = of_head["bias"]
+            bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
+            weight = weight[: self.vocab_size]
             if isinstance(policy, FSDPModule):  # the gathered head is freed with the rest
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
                 reshard(policy)

@@ -76,7 +76,7 @@ class Learner:
         teacher: the model to distil from, or "self": the reference.
 
     Raises:
-        InputError: a teacher with another vocabulary.
+        InputError: a teacher with a smaller vocabulary.
         UnsupportedError: a teacher and virtual tokens.
     """
 
@@ -101,6 +101,7 @@ class Learner:
         _prepare_model(model, args)
         self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
+        vocab_size = len(base_model(model).get_output_embeddings().weight)
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         policy = PolicyLoss(
             model,
@@ -119,16 +120,16 @@ class Learner:
         self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
-        self.teacher = None if teacher is None else self._make_teacher(teacher)
+        self.teacher = None if teacher is None else self._make_teacher(teacher, vocab_size=vocab_size)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def _make_teacher(self, model: PreTrainedModel | str) -> Teacher:
+    def _make_teacher(self, model: PreTrainedModel | str, *, vocab_size: int) -> Teacher:
         if isinstance(model, str):
-            return Teacher(self._reference_policy, self.args, fingerprint=model)
+            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=model)
         found = broadcast_object_list([fingerprint(model) if self.accelerator.is_main_process else ""])[0]
         alone = PolicyLoss(model, self.loss_config, temperature=self.args.temperature).eval()
         module = shard_by_its_layers(self.accelerator, alone)
-        return Teacher(lambda: nullcontext(module), self.args, fingerprint=found)
+        return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=found)
 
     def learn(
         self, batch: EffectiveBatch, *, check: Check | None = None, event: Event = lambda name: None

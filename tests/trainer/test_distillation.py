@@ -317,12 +317,23 @@ def test_arguments_that_do_not_go_with_a_teacher_are_refused(make_trainer, argum
         make_trainer(**arguments)
 
 
+def test_further_rows_of_a_teachers_vocabulary_take_no_part(make_trainer, make_model):
+    larger = make_model(seed=3, vocab_size=30)
+    same, found = copy.deepcopy(larger), []
+    same.resize_token_embeddings(22)
+    for teacher in (larger, same):
+        trainer = make_trainer(teacher_model=teacher, **RUN)
+        trainer.train()
+        found.append(numbers(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
 def test_a_teacher_has_the_vocabulary_of_the_policy(make_trainer, make_model, tokenizer, tmp_path):
     options = {"distillation_coef": 1.0}
     with pytest.raises(
-        InputError, match=r"vocabulary of 30 and a policy with one of 22, .*resize_token_embeddings\(22"
+        InputError, match=r"vocabulary of 20 and a policy with one of 22, .*resize_token_embeddings\(20"
     ):
-        make_trainer(teacher_model=make_model(vocab_size=30), **options)
+        make_trainer(teacher_model=make_model(vocab_size=20), **options)
     tokenizer.save_pretrained(tmp_path / "teacher")
     make_model().save_pretrained(tmp_path / "teacher")
     assert make_trainer(teacher_model=tmp_path / "teacher", **options).learner.teacher is not None

@@ -63,7 +63,7 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
     """Check that the teacher can see the policy's tokens and has a logit for each.
 
     Raises:
-        InputError: another vocabulary, or the policy itself.
+        InputError: a smaller vocabulary, or the policy itself.
         UnsupportedError: virtual tokens, which are in the rows of one of the two.
     """
     for name, model in (("the policy", policy), ("the teacher", teacher)):
@@ -80,11 +80,11 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
             "for the model as it is now, or load it a second time"
         )
     ours, theirs = (len(base_model(model).get_output_embeddings().weight) for model in (policy, teacher))
-    if ours != theirs:
+    if ours > theirs:
         raise InputError(
-            f"got a teacher_model with a vocabulary of {theirs} and a policy with one of {ours}, want the same; fix: "
-            "a teacher of the policy's family; where only rows of padding differ, pass the loaded model after its "
-            f"resize_token_embeddings({min(ours, theirs)})"
+            f"got a teacher_model with a vocabulary of {theirs} and a policy with one of {ours}, want one that has all "
+            "of the policy's tokens; fix: a teacher of the policy's family; where only rows of padding differ, pass "
+            f"the policy as a loaded model after its resize_token_embeddings({theirs})"
         )
 
 
