@@ -65,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE != "cuda":
         patch_helpers_once()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
-    os.environ.setdefault("FARM", f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}")
+    if "FARM" not in os.environ:
+        os.environ["FARM"] = f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}"
 
 
 def pytest_unconfigure() -> None:

@@ -6,6 +6,7 @@ RUNS, options by name (JSON).
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -20,8 +21,11 @@ V, GROUP, LONGEST = 43, 4, 9
 PROMPTS = ["2 3", "4 5 6 7", "8", "9 10 11", "12 13", "14", "15 16 17", "18 19"]
 # What the clock says is not compared, and neither is what it gives.
 CLOCKED = ("time", "runtime", "per_second", "num_tokens_per")
+# Outputs and models of this process, and gone with it.
+FOLDER = tempfile.TemporaryDirectory(prefix="trl-runs-")
 
 
+@functools.cache
 def saved_model() -> str:
     """A folder with the model that every run starts from: TRL reads its reference from there."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -39,7 +43,7 @@ def saved_model() -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-    folder = tempfile.mkdtemp()
+    folder = tempfile.mkdtemp(dir=FOLDER.name)
     model.save_pretrained(folder)
     return folder
 
@@ -90,7 +94,7 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = (config_class or trl.GRPOConfig)(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=tempfile.mkdtemp(dir=FOLDER.name),
             **{
                 "per_device_train_batch_size": 8,
                 "gradient_accumulation_steps": 2,
