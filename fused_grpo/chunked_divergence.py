@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo import chunking
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import power_of_two_scale
@@ -45,6 +46,8 @@ class TwoHeads:
     def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None) -> tuple[Tensor, Tensor]:
         """[R, V] for the logits of each. The slopes of the student's soft cap take as much on the torch path."""
         tiles = 2 if self.student.softcap is None else 3
+        if chunk_bytes is None and self.student.hidden.device.type == "cpu":
+            chunk_bytes = chunking.CPU_PAIR_BYTES
         budget = None if chunk_bytes is None else max(1, chunk_bytes // tiles)
         rows = min(head.chunk_rows(budget) for head in (self.student, self.teacher))
         where = {"dtype": self.student.dtype, "device": self.student.hidden.device}

@@ -39,6 +39,9 @@ CPU_TILE_BYTES = 64 * 2**20
 # Whole rows on a CPU: small beside full logits, and enough rows for a fast GEMM.
 CPU_CHUNK_BYTES = 96 * 2**20
 
+# The chunks of a student and of a teacher together on a CPU: small beside two full logits, and fewer sums of dW.
+CPU_PAIR_BYTES = 288 * 2**20
+
 # fp32 numbers per cache line, to which columns are aligned.
 _LINE = 16
 

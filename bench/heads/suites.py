@@ -97,12 +97,12 @@ SEVERAL = Case(
 DIVERGENCE = Case(
     Work(kind="divergence", head="GPT-2", tokens=2048),
     (FLOOR, "fused-grpo", "TRL divergence"),
-    3,
+    7,
     slow=("TRL divergence",),
     memory=False,
 )
 NO_TEACHER = "fused-grpo, no teacher"
-DISTILLATION = Case(Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo"), 4, memory=False)
+DISTILLATION = Case(Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo"), 5, memory=False)
 
 CPU: list[Case] = [
     LOSS,
