@@ -6,7 +6,8 @@ A page has blocks, whose content this module writes:
     ...
     <!-- end of figures -->
 
-    loss, logprobs    a table of one group of that kind (`results_file.headline`)
+    loss, logprobs, divergence, distillation
+                      a table of one group of that kind (`results_file.headline`)
     trainer           tables of the groups of whole trainers and generation
     machine           machine, versions and date of a result file, in one sentence
     accuracy          all of a file of accuracy.py
@@ -60,7 +61,7 @@ Times = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def figures(what: str, group: str | None, path: Path) -> str:
     """The content of a block, without the link to its file."""
     match what:
-        case "loss" | "logprobs":
+        case "loss" | "logprobs" | "divergence" | "distillation":
             return head_text(read(path), what, group)
         case "trainer":
             return trainer_text(read(path), group)
@@ -71,7 +72,7 @@ def figures(what: str, group: str | None, path: Path) -> str:
             return accuracy_text(json.loads(path.read_text()))
         case "predictions":
             return predictions_text(json.loads(path.read_text()))
-    want = "loss, logprobs, trainer, machine, accuracy or predictions"
+    want = "loss, logprobs, divergence, distillation, trainer, machine, accuracy or predictions"
     raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
 
 

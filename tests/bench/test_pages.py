@@ -107,7 +107,7 @@ def test_trainers_have_their_speed(build, saved):
         (
             "speed",
             "../result.json",
-            "got the figures 'speed', want loss, logprobs, trainer, machine, accuracy or predictions",
+            "got the figures 'speed', want loss, logprobs, divergence, distillation, trainer, ",
         ),
         ("logprobs", "../result.json", "got no group with logprobs"),
         ("loss", "../other.json", "got no file at"),
