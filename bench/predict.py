@@ -38,12 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_grpo.bench import pages
 from fused_grpo.bench.heads.peers import named
 from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.heads.work import Batch, Gradients, Kind, Work
-from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu
+from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu, known
 from fused_grpo.bench.predictions.predicted import PATH, plan_of, shape_of
 from fused_grpo.errors import FusedGRPOError, UnavailableError
 
@@ -78,14 +79,16 @@ MACHINES = (
 
 OURS = "fused-grpo"
 IMPLEMENTATIONS = (FLOOR, OURS, "full logits", "TRL", "TRL divergence")
-WORKS: tuple[tuple[Kind, Gradients, int | None], ...] = (
-    ("loss", "trainable", None),
-    ("loss", "frozen", None),
-    ("logprobs", "trainable", None),
-    ("logprobs", "frozen", None),
-    ("logprobs", "no_grad", None),
-    ("logprobs", "trainable", 8),
-    ("divergence", "trainable", None),
+# The last two: targets per token, and kept tokens.
+WORKS: tuple[tuple[Kind, Gradients, int | None, int | None], ...] = (
+    ("loss", "trainable", None, None),
+    ("loss", "frozen", None, None),
+    ("logprobs", "trainable", None, None),
+    ("logprobs", "frozen", None, None),
+    ("logprobs", "no_grad", None, None),
+    ("logprobs", "trainable", 8, None),
+    ("divergence", "trainable", None, None),
+    ("loss", "trainable", None, 20),
 )
 HEADS = {1024: "Qwen3-0.6B", 2048: "Qwen3-1.7B", 4096: "Qwen3-8B"}
 VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"
@@ -105,17 +108,18 @@ class Job:
     kind: Kind
     gradients: Gradients
     several: int | None
+    kept: int | None
     D: int
     N: int
 
     @property
     def plan(self) -> str:
-        return plan_of(self.implementation, self.kind, self.gradients, self.several)
+        return plan_of(self.implementation, self.kind, self.gradients, self.several, self.kept)
 
     @property
     def work(self) -> Work:
         how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "gradients": self.gradients}
-        how["several"] = self.several
+        how |= {"several": self.several, "kept": self.kept}
         return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **how)
 
 
@@ -147,18 +151,23 @@ def traced(job: Job) -> tuple[Trace, int]:
 
 
 def empty_batch(work: Work) -> Batch:
-    """`batch_of` without numbers."""
+    """`batch_of` without numbers, but for the targets and the mask from which the plan of kept tokens follows."""
     b, t, head = work.sequences, work.tokens // work.sequences, work.shape
     half: dict[str, Any] = {"dtype": getattr(torch, work.dtype), "device": "cuda"}
     single, ids = partial(torch.empty, device="cuda"), partial(torch.empty, dtype=torch.int64, device="cuda")
     k = () if work.several is None else (work.several,)
     vectors, matrix = (b, t, head.hidden), (head.vocab, head.hidden)
     teacher = [torch.empty(shape, **half) for shape in (vectors, matrix) if work.kind == "divergence"]
+    targets, mask = ids(b, t, *k), ids(b, t)
+    if work.kept is not None:
+        with _disable_current_modes():
+            spread, ones = (31 * torch.arange(b * t) % head.vocab).view(b, t), torch.ones(b, t, dtype=torch.int64)
+        targets, mask = known(spread), known(ones)
     return Batch(
         torch.empty(vectors, **half, requires_grad=work.gradients != "no_grad"),
         torch.empty(matrix, **half, requires_grad=work.gradients == "trainable"),
-        ids(b, t, *k),
-        ids(b, t),
+        targets,
+        mask,
         single(b),
         single(b, t),
         single(b, t, *k),
@@ -208,6 +217,7 @@ def jobs(names: Sequence[str] = IMPLEMENTATIONS) -> list[Job]:
         for implementation, work in itertools.product(names, WORKS)
         for D, N in itertools.product(HEADS, TOKENS if machine is H200 else FEW_TOKENS)
     ]
+    asked = [job for job in asked if job.kept is None or job.implementation == OURS]
     return [job for job in asked if able[job.implementation].why_not(job.work, "cuda") is None]
 
 

@@ -106,7 +106,7 @@ def timed(scale: Scale, name: str, work: Work, *, budget: float | None = None) -
         expected = predicted.of_work(name, work.described(), scale.device_name)
     seconds = Clock(scale.device).seconds(lambda: implementation.run(batch, work))
     shape = {"N": work.tokens, "D": work.shape.hidden, "V": work.shape.vocab, "chunk GiB": budget}
-    plan = predicted.plan_of(name, work.kind, work.gradients)
+    plan = predicted.plan_of(name, work.kind, work.gradients, work.several, work.kept)
     yield figure_of(plan, seconds * 1e3, "ms", scaled(expected, 1e3), **shape)
     if name == OURS and budget is None:
         batch.hidden.grad = batch.weight.grad = None

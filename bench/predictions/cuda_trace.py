@@ -8,11 +8,12 @@
 
 Tensors are fake: they have a shape, a dtype and `device="cuda"`, and nothing computes. The Python code is the real one,
 so a wrong branch, a wrong keyword or a wait for the device shows. Needs a CUDA build of torch (a CPU build has no CUDA
-device) and a process without TRITON_INTERPRET.
+device) and a process without TRITON_INTERPRET. Where a plan follows from values, as that of kept tokens does, `known`
+gives a tensor some, and what follows from such tensors alone is computed too, on the CPU.
 
 Bytes of an operation follow from shapes: each input is read once, each new output is written once, and a tensor that is
 changed in place is read and written. A Triton kernel reads or writes each of its tensors once; a pass in place gets its
-memory twice, as input and as output. Gathers and scatters move as many elements as they pick.
+memory twice, as input and as output. Gathers and scatters move as many elements or rows as they pick.
 
 Autograd's engine has a thread for each device that exists, so none for this one; `backward` walks the same nodes.
 """
@@ -36,7 +37,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,7 +47,9 @@ from fused_grpo import _custom_ops, chunking
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 """A kernel and its arguments; of tensors only the dtypes."""
 
-# Operations that wait for the device, and the value that they return here.
+# The values of fake tensors that have some, on the CPU.
+VALUES: Any = WeakTensorKeyDictionary()
+# Operations that wait for the device, and the value that they return here for a tensor without values.
 ANSWERS = {"_local_scalar_dense": 1, "is_nonzero": True, "equal": True}
 NO_LAUNCH = {
     "_unsafe_view",
@@ -68,10 +72,15 @@ GEMMS = {"mm", "addmm", "addmm_"}
 TRITON_GEMMS = {"_logprob_forward_kernel": ("N", "D", "V")}
 # Arguments that TRL's kernels (of log-probs and of divergences) read and write although they get them once.
 TRITON_IN_PLACE = {"_backward_kernel": ("mm_ptr", "s_ptr")}
+# Matrices of which a kernel reads or writes one row for each element of another argument.
+TRITON_ROWS = {"_entry_logits_kernel": {"weight": "tokens"}}
+TRITON_ROWS["_weighted_rows_kernel"] = {"matrix": "index", "out": "places"}
 # The upstream gradient of a loss is 1 where the backward pass begins, so these kernels move nothing.
 TRITON_UNTOUCHED = {"_scale_kernel"}
 # Operations whose first argument is only written, or only gives a shape.
 UNREAD = {"copy_", "fill_", "zero_", "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+# Operations with results in a shape that depends on values.
+BY_VALUES = {"nonzero", "unique_consecutive"}
 GATHERS = {"embedding", "gather", "index", "index_select", "take"}
 # Operations by the position of the argument that they move.
 SCATTERS = {"_index_put_impl_": 2, "index_add_": 3, "index_copy_": 3, "index_put_": 2, "scatter_": 3, "scatter_add_": 3}
@@ -116,14 +125,20 @@ class Trace(TorchDispatchMode):
         if func.namespace == "fused_grpo":
             with self:  # the operations inside a custom op
                 return getattr(_custom_ops, "_" + func._opname)(*args, **kwargs)
+        values = computed(func, args, kwargs)
+        leaves_gpu = name == "_to_copy" and kwargs.get("device") == torch.device("cpu")
+        if (name in ANSWERS or leaves_gpu) and args[0].is_cuda:
+            self.waits.append("cpu" if leaves_gpu else name)
         if name in ANSWERS:
-            self.waits.append(name)
-            return ANSWERS[name]
+            return ANSWERS[name] if values is None else values
         if name == "sum" and args[0].dtype == torch.bool:
             self._masked = args[0].numel()
         if name in IN_PLACE:
             func = getattr(getattr(torch.ops.aten, IN_PLACE[name]), func._overloadname)
-        made = self._made(func, args, kwargs)
+        made = self._made(func, args, kwargs, values)
+        if values is not None:
+            pairs = zip(tree_leaves(made), tree_leaves(values), strict=True)
+            VALUES.update((tensor, its) for tensor, its in pairs if isinstance(tensor, Tensor))
         if not func.is_view and name != "prim::device":
             for tensor in _tensors(made):
                 self._hold(tensor)
@@ -131,12 +146,19 @@ class Trace(TorchDispatchMode):
                 self._add(func, args, kwargs, made)
         return made
 
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _made(self, func: Any, args: Any, kwargs: Any, values: Any) -> Any:
         """The result of an operation, whose shape may depend on the values of a mask."""
         name = name_of(func)
+        if name in BY_VALUES and values is not None:
+            self.waits += [name] * args[0].is_cuda
+            return tree_map(lambda real: args[0].new_empty(real.shape, dtype=real.dtype), values)
         if name == "nonzero":
             self.waits.append(name)
-            return args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
+            found = args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
+            if len(VALUES):  # the first ones, so that what follows has values
+                with _disable_current_modes():
+                    VALUES[found] = torch.arange(len(found))[:, None].expand(found.shape)
+            return found
         if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
             self.waits.append("index by a mask")
             (mask,) = args[1]
@@ -151,7 +173,7 @@ class Trace(TorchDispatchMode):
     def answer(self, tensor: Tensor) -> list[int]:
         """The number of rows that may have a gradient, and of those that are scored."""
         self.waits.append("tolist")
-        return [self._some(self._masked)] * len(tensor)
+        return VALUES[tensor].tolist() if tensor in VALUES else [self._some(self._masked)] * len(tensor)
 
     def _add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         if not any(tensor.is_cuda for tensor in _tensors((args, kwargs, made))):
@@ -168,6 +190,8 @@ class Trace(TorchDispatchMode):
         name, given = kernel.__name__, dict(zip(kernel.arg_names, args, strict=False))
         tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in args])
         moved = _sizes(tensors) + sum(_sizes(given[x]) for x in TRITON_IN_PLACE.get(name, ()) if x in given)
+        for matrix, picked in TRITON_ROWS.get(name, {}).items():
+            moved += (len(given[picked]) - len(given[matrix])) * given[matrix][:1].nbytes
         moved = 0 if name in TRITON_UNTOUCHED else moved
         flops = 2 * math.prod(given[size] for size in TRITON_GEMMS[name]) if name in TRITON_GEMMS else 0
         dtype = tensors[0].dtype if flops else None
@@ -186,6 +210,34 @@ class Trace(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.held -= size
+
+
+def known(values: Tensor) -> Tensor:
+    """A fake tensor with these values on the fake GPU."""
+    fake = torch.empty(values.shape, dtype=values.dtype, device="cuda")
+    VALUES[fake] = values
+    return fake
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on the values of its tensors; None if they have none."""
+    if not len(VALUES):
+        return None
+    tensors = _tensors((args, kwargs))
+    if not all(tensor in VALUES for tensor in tensors) or not (tensors or name_of(func) == "arange"):
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                VALUES.pop(value, None)
+        return None
+    with _disable_current_modes():
+        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return VALUES[value] if isinstance(value, Tensor) else value
 
 
 def name_of(func: Any) -> str:

@@ -37,16 +37,17 @@ def of_work(implementation: str, work: Mapping[str, Any], device: str) -> float 
     """Seconds for a row of a result file, by `Work.described` and the device name of torch."""
     machine, file = machine_of(device), content()
     asked = (work["vocab"], work["dtype"], work["sequences"], work["idle"], work["uneven"])
-    if machine is None or work.get("kept") or asked != (file["vocab"], file["dtype"], file["sequences"], 0.0, False):
+    if machine is None or asked != (file["vocab"], file["dtype"], file["sequences"], 0.0, False):
         return None
-    plan = plan_of(implementation, work["kind"], work["gradients"], work.get("several"))
+    plan = plan_of(implementation, work["kind"], work["gradients"], work.get("several"), work.get("kept"))
     ms = predicted(plan, work["hidden"], work["tokens"], machine)
     return None if ms is None else ms / 1000
 
 
-def plan_of(implementation: str, kind: str, gradients: str, several: int | None = None) -> str:
-    """`fused-grpo: loss, trainable`; with K targets per row `fused-grpo: logprobs, trainable, K=8`."""
-    return f"{implementation}: {kind}, {gradients}" + (f", K={several}" if several else "")
+def plan_of(implementation: str, kind: str, gradients: str, several: int | None = None, kept: int | None = None) -> str:
+    """`fused-grpo: loss, trainable`; K targets or the number of kept tokens follow: `..., K=8`, `..., 20 kept`."""
+    more = (f", K={several}" if several else "") + (f", {kept} kept" if kept else "")
+    return f"{implementation}: {kind}, {gradients}{more}"
 
 
 def shape_of(D: int, N: int) -> str:

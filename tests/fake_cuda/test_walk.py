@@ -79,6 +79,20 @@ def test_a_divergence_waits_for_the_unmasked_rows_alone_and_holds_two_chunks(see
         assert peak <= max(4 * head + 2 * CHUNK, 6 * head) + 8192 * 4096 * 12, kind
 
 
+def test_kept_tokens_wait_for_their_plan_alone_and_no_gathered_rows_are_held(seen: dict[str, Facts]) -> None:
+    head = 151936 * 4096
+    calls = {name: facts for name, facts in seen.items() if name.startswith("kept tokens")}
+    assert len(calls) >= 30
+    for name, facts in calls.items():
+        # No number of rows, entries or vocabulary makes it more.
+        assert len(facts["waits"]) <= (8 if "no_grad" in name else 17), name
+    for what in ("log-probs", "loss"):
+        options = "plain" if what == "log-probs" else "dapo"
+        # Gathered, the rows of W for all entries would take 1.4 GB. The rows that keep everything take a chunk.
+        assert calls[f"kept tokens, {what}, no_grad, bf16, {options}"]["peak"] <= 2**28
+        assert calls[f"kept tokens, {what}, trainable, bf16, {options}"]["peak"] <= 6 * head + 2**28
+
+
 def test_launches_of_a_chunk_are_few(seen: dict[str, Facts]) -> None:
     """Half of the tokens are scored: one chunk, or four. Joining what they found is five launches a call."""
     few, many = (seen[f"loss, trainable, N={tokens}, KL"]["launches"] for tokens in (8192, 32768))

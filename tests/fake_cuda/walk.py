@@ -27,9 +27,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 import compile_all
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_grpo import GRPOLossConfig, _custom_ops, fused_linear_divergence, fused_linear_grpo_loss, grpo_loss
-from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu
+from fused_grpo import (
+    GRPOLossConfig,
+    _custom_ops,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    grpo_loss,
+    linear_logprobs_and_entropy,
+)
+from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu, known
 
 N, D, V = 8192, 4096, 151936
 MEMORY = 141 * 2**30
@@ -129,6 +137,39 @@ def call_divergence(dtype: str, wanted: str, kind: str, **options: Any) -> Calla
     return lambda: fused_linear_divergence(*models, num_tokens=1e4, **given)
 
 
+def call_support(dtype: str, wanted: str, options: str = "plain", *, loss: str | None = None) -> Callable[[], Any]:
+    """Most rows keep 20 tokens, some a thousand, and some everything. Without `loss`, log-probs and entropies."""
+    tensors, rest = head(dtype, options)
+    tensors["hidden"] = torch.empty(1, N, D, dtype=tensors["hidden"].dtype, device="cuda")
+    tensors["hidden"].requires_grad_(wanted != "no_grad")
+    for name in ("weight", "bias"):
+        if wanted == "trainable" and (leaf := tensors.get(name, rest.get(name))) is not None:
+            leaf.requires_grad_()
+    with _disable_current_modes():
+        sizes = torch.full((N,), 20)
+        sizes[::8], sizes[1::256] = 0, 1000
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        row = torch.arange(N).repeat_interleave(sizes)
+        token_ids = (31 * row + torch.arange(len(row)) - offsets[row]) % V
+        values = {"targets": 31 * torch.arange(N)[None] % V, "mask": torch.ones(1, N), "advantages": torch.ones(1)}
+    fake = {name: known(its) for name, its in values.items()}
+    rest |= {"support": (known(token_ids), known(offsets))}
+    tensors["targets"] = fake.pop("targets")
+    if loss is not None:
+        names = ["old_logprobs", "ref_logprobs"][: 1 + bool(LOSSES[loss].get("beta"))]
+        rest |= fake | {name: torch.empty(1, N, device="cuda") for name in names}
+        config = GRPOLossConfig(**LOSSES[loss])
+        return lambda: fused_linear_grpo_loss(**tensors, **rest, config=config, num_tokens=1e4, num_sequences=64.0)
+
+    def call() -> Any:
+        found = linear_logprobs_and_entropy(**tensors, **rest)
+        if wanted != "no_grad":
+            found.logprobs.backward(torch.empty_like(found.logprobs))
+        return found
+
+    return call
+
+
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     def capturing() -> Any:
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
@@ -175,6 +216,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         "divergence, trainable, bf16, soft caps",
         lambda: call_divergence("bf16", "trainable", "jsd", student_softcap=30.0, teacher_softcap=50.0),
     )
+    for dtype, wanted in itertools.product(DTYPES, ("no_grad", "frozen", "trainable")):
+        for options in OPTIONS if dtype == "bf16" else ("plain",):
+            shown = f"{wanted}, {dtype}, {options}"
+            yield f"kept tokens, log-probs, {shown}", lambda a=(dtype, wanted, options): call_support(*a)
+        for loss in ("dapo", "sequence", "entropy bonus") if dtype == "bf16" else ("dapo",):
+            shown = f"{wanted}, {dtype}, {loss}"
+            yield f"kept tokens, loss, {shown}", lambda a=(dtype, wanted), loss=loss: call_support(*a, loss=loss)
     for sizes in ({"N": 64}, {"N": 1024}, {"V": 151665}, {"D": 1024}, {"N": 1, "V": 50257, "D": 768}):
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
         yield f"loss, trainable, {shown}", lambda s=sizes: call_loss("bf16", "plain", "trainable", "dapo", "old", **s)
