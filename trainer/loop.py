@@ -104,7 +104,7 @@ class GRPOTrainer(WithCheckpoints):
         InputError: options that do not go together.
         UnsupportedError: an argument of TRL's that this trainer does not have.
         DataError: a dataset that cannot be used.
-        CheckpointError: `args.output_dir` holds another run, or no checkpoint to resume from.
+        CheckpointError: `args.output_dir` holds a run that is alive, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.
     """
 
@@ -149,13 +149,12 @@ class GRPOTrainer(WithCheckpoints):
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
             self.prompts_per_process = args.prompts_per_process(processes)
-            check_output_dir(
-                self.output_dir,
-                # Where there are checkpoints, the arguments of `train` say whether to resume from them.
-                resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
-                overwrite=args.overwrite_output_dir,
-                keep=self.model_path,
-            )
+            with all_ranks_succeed(self.accelerator, "looking at the output directory"):
+                if self.accelerator.is_main_process:
+                    # Where there are checkpoints, the arguments of `train` say whether to resume from them.
+                    resume = bool(args.resume_from_checkpoint or checkpoints(self.output_dir))
+                    overwrite = args.overwrite_output_dir
+                    check_output_dir(self.output_dir, resume=resume, overwrite=overwrite, keep=self.model_path)
             options = {"processing_classes": reward_processing_classes, "device": self.accelerator.device}
             self.rewards = make_rewards(reward_funcs, args, **options)
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
@@ -199,7 +198,7 @@ class GRPOTrainer(WithCheckpoints):
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
-            resume_from_checkpoint: replaces the option of that name.
+            resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
@@ -207,7 +206,7 @@ class GRPOTrainer(WithCheckpoints):
             NonFiniteError: the loss or a gradient is not finite.
             PeerError: another rank failed; the message has its reason.
                 In all four cases the step that failed has updated nothing.
-            CheckpointError: the checkpoint to resume from is damaged, or belongs to another run.
+            CheckpointError: the checkpoint to resume from is damaged or of another run, or a run is alive there.
             SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
         """
         try:

@@ -85,7 +85,16 @@ BEHAVIOURS = [
         "it needs a plain vLLM server with `VLLM_SERVER_DEV_MODE=1` ([scaling out](scaling-out.md))",
         "none",
     ),
-    Behaviour("`output_dir` is overwritten", "refused without `overwrite_output_dir`", "none"),
+    Behaviour(
+        "a second run in an `output_dir` writes over the first",
+        "the first one's files are moved to `former-run-<n>` there (`overwrite_output_dir` removes them)",
+        "none",
+    ),
+    Behaviour(
+        "`use_liger_kernel` with LoRA on `lm_head` or with prompt tuning is an error",
+        "the fused loss can do both",
+        "none",
+    ),
     Behaviour(
         "resuming loses the rollouts in progress", "a resumed run is exact and keeps them", "one generated batch"
     ),
