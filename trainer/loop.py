@@ -54,6 +54,7 @@ from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
@@ -75,7 +76,7 @@ from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
-class GRPOTrainer(WithCheckpoints):
+class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 
     Args:

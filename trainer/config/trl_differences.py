@@ -125,7 +125,7 @@ ABSENT: dict[str, str] = {
     "the loss is `fused_grpo.loss`, its options `args.loss_config()`": """
         get_gamma_weights get_high_entropy_mask get_off_policy_mask label_smoother""",
     "`sampler` draws the rows as they are needed": """
-        get_train_dataloader get_eval_dataloader get_test_dataloader get_batch_samples get_total_train_batch_size
+        get_test_dataloader get_batch_samples get_total_train_batch_size
         set_initial_training_values num_examples data_collator""",
     "an evaluation samples and scores: there are no predictions": """
         evaluation_loop predict prediction_step compute_metrics preprocess_logits_for_metrics gather_function
