@@ -58,9 +58,12 @@ def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
     assert "<polyline" in (folder / "report.html").read_text()
     assert "<polyline" in (folder / "reward.svg").read_text()
     AutoModelForCausalLM.from_pretrained(folder / "final")
-    again = start(folder)
-    assert again.wait() == 1
-    assert "holds another run" in again.output
+    again = start(folder, "--dry-run")
+    assert again.wait() == 0
+    shown = " ".join(again.output.split())
+    assert "holds another run (checkpoint-" in shown
+    assert f"moved to {folder / 'former-run-1'}" in shown
+    assert not (folder / "former-run-1").exists()
 
 
 @pytest.mark.parametrize("kill", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])

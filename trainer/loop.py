@@ -54,6 +54,7 @@ from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.epochs import planned_steps
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
@@ -75,7 +76,7 @@ from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
-class GRPOTrainer(WithCheckpoints):
+class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 
     Args:
@@ -104,7 +105,7 @@ class GRPOTrainer(WithCheckpoints):
         InputError: options that do not go together.
         UnsupportedError: an argument of TRL's that this trainer does not have.
         DataError: a dataset that cannot be used.
-        CheckpointError: `args.output_dir` holds another run, or no checkpoint to resume from.
+        CheckpointError: `args.output_dir` holds a run that is alive, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.
     """
 
@@ -149,13 +150,12 @@ class GRPOTrainer(WithCheckpoints):
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
             self.prompts_per_process = args.prompts_per_process(processes)
-            check_output_dir(
-                self.output_dir,
-                # Where there are checkpoints, the arguments of `train` say whether to resume from them.
-                resume=bool(args.resume_from_checkpoint or checkpoints(self.output_dir)),
-                overwrite=args.overwrite_output_dir,
-                keep=self.model_path,
-            )
+            with all_ranks_succeed(self.accelerator, "looking at the output directory"):
+                if self.accelerator.is_main_process:
+                    # Where there are checkpoints, the arguments of `train` say whether to resume from them.
+                    resume = bool(args.resume_from_checkpoint or checkpoints(self.output_dir))
+                    overwrite = args.overwrite_output_dir
+                    check_output_dir(self.output_dir, resume=resume, overwrite=overwrite, keep=self.model_path)
             options = {"processing_classes": reward_processing_classes, "device": self.accelerator.device}
             self.rewards = make_rewards(reward_funcs, args, **options)
             if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
@@ -199,7 +199,7 @@ class GRPOTrainer(WithCheckpoints):
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
-            resume_from_checkpoint: replaces the option of that name.
+            resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
@@ -207,7 +207,7 @@ class GRPOTrainer(WithCheckpoints):
             NonFiniteError: the loss or a gradient is not finite.
             PeerError: another rank failed; the message has its reason.
                 In all four cases the step that failed has updated nothing.
-            CheckpointError: the checkpoint to resume from is damaged, or belongs to another run.
+            CheckpointError: the checkpoint to resume from is damaged or of another run, or a run is alive there.
             SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
         """
         try:

@@ -1,6 +1,6 @@
 """A short run that can be told where to die. Run by test_resume.py and test_kills.py, in a process of its own.
 
-    python resume_run.py OUTPUT_DIR ENGINE (fresh|resume) WHERE NUMBER
+    python resume_run.py OUTPUT_DIR ENGINE (fresh|again|resume) WHERE NUMBER
 
 WHERE is "generation", "accumulation", "logging" (half a record is written), "saving" or "renaming": the process kills
 itself there, once step NUMBER is reached, with a signal that nothing can catch. Or "operation in a save": before the

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fused_grpo.errors import CheckpointError, InputError
+from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.config import trl_fields
 from fused_grpo.trainer.learner import Learner
@@ -34,12 +34,6 @@ def test_a_rollout_func_is_corrected_for_where_it_is_vllms(
     options = {"processing_class": tokenizer, "rollout_func": lambda prompts, trainer: None}
     trainer = GRPOTrainer(make_model(), lambda completions: completions, args, [{"prompt": "1+1="}], **options)
     assert (trainer.learner.loss_config.sampling_correction is not None) == corrects
-
-
-def test_another_runs_directory_is_refused_untouched(make_trainer):
-    make_trainer().train()
-    with pytest.raises(CheckpointError, match="overwrite"):
-        make_trainer(overwrite_output_dir=False)
 
 
 def test_what_is_no_reward_function_is_refused(make_trainer):

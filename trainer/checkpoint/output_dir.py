@@ -1,29 +1,45 @@
-"""The output directory of a run: another run in it is never lost, and leftovers of a killed run are removed."""
+"""The output directory of a run: another run in it is never lost, and leftovers of a killed run are removed.
+
+Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
+works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
+are renamed last. So what a crash between two renames leaves is still known as a run, and the next start moves it too.
+A run that is alive has its log locked, and is neither moved nor removed.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import TEMPORARY, checkpoints, is_removable, remove, remove_empty
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
+    NONFINITE_FOLDER,
     OLD_ROLLOUTS_FILE,
     REPORT_FILE,
     REWARD_FILE,
     ROLLOUTS_FILE,
     RUN_FILE,
+    TRACKERS_FOLDER,
 )
+from fused_grpo.trainer.logging.run_log import is_locked
+
+_log = logging.getLogger(__name__)
 
 # Runs of an earlier version have reward.png.
 RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
+# What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
+_MOVED_FOLDERS = re.compile(rf"checkpoint-\d+|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
 
 
 def check_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> list[Path]:
-    """What `prepare_output_dir` would remove. Nothing is written or removed.
+    """What `prepare_output_dir` would move aside, or with `overwrite` remove. Nothing is changed.
 
     Raises:
         CheckpointError: where `prepare_output_dir` would raise it.
@@ -31,43 +47,49 @@ def check_output_dir(
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
-    found = _run_files(path)
-    if found and not (resume or overwrite):
-        raise CheckpointError(
-            f"got {path}, which holds another run ({', '.join(sorted(file.name for file in found))}); "
-            "want an output directory of its own; fix: choose another --output-dir, or pass --overwrite-output-dir"
-        )
-    if resume:
-        return []
+    found = [] if resume else _run_files(path)
     if keep is not None and any(Path(keep).resolve().is_relative_to(entry.resolve()) for entry in found):
         raise CheckpointError(
-            f"got {keep} as the model and --overwrite-output-dir for the directory that holds it; "
-            "want the model to survive; fix: choose another --output-dir"
+            f"got {keep} as the model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
+            "want the model to stay where it is; fix: choose another --output-dir"
         )
-    return found
+    if found and is_locked(path):
+        raise CheckpointError(
+            f"got {path}, where another run is being trained now; want an output directory of its own; "
+            "fix: choose another --output-dir, or wait until that run has ended"
+        )
+    return found if resume or overwrite else [*found, *_folders(path, found, keep)]
 
 
 def prepare_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> Path:
-    """Make `path` ready for a run. Nothing is written or removed where this raises.
+    """Make `path` ready for a run. Nothing is moved or removed where this raises.
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
-        resume: keep the run that is there and continue its files.
+        resume: keep the run that is there and continue its files. Otherwise it is moved to `former_run(path)`.
         overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
-        keep: the model that this run is going to read; `overwrite` refuses to remove it.
+        keep: the model that this run is going to read; it is neither moved nor removed.
 
     Raises:
-        CheckpointError: another run is there and neither `resume` nor `overwrite` is set; or it holds `keep`; or
-            `path` is a file or cannot be written.
+        CheckpointError: the run that is there is being trained, or holds `keep`; or `path` is a file or cannot be
+            written.
     """
     path = Path(path)
-    removed = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep)
+    found = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep)
     try:
-        remove(removed)
         path.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
+        # Before their checkpoints are gone, which say what they are.
+        for leftover in _leftovers(path):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if overwrite:
+            remove(found)
+        elif found:
+            _move_aside(path, found)
+        for checkpoint in checkpoints(path):
+            if not checkpoint.is_symlink():
+                remove_empty(checkpoint)
     except OSError as error:
         raise CheckpointError(
             f"got {path}, which cannot be written ({error.strerror}); want a directory for this run; "
@@ -76,23 +98,55 @@ def prepare_output_dir(
     return path
 
 
+def former_run(path: Path) -> Path:
+    """The folder that a run in `path` would be moved to."""
+    return next(folder for number in count(1) if not (folder := Path(path) / f"former-run-{number}").exists())
+
+
 def _run_files(path: Path) -> list[Path]:
     """Logs, reports and checkpoints of a run in `path`; a report without logs is a copy that the user made."""
     if not path.is_dir():
         return []
     has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
     files = [path / name for name in RUN_FILES if (path / name).is_file()] if has_logs else []
-    return [*files, *(child for child in sorted(path.iterdir()) if is_removable(child))]
+    leftovers = _leftovers(path)
+    return [*files, *(child for child in sorted(path.iterdir()) if is_removable(child) and child not in leftovers)]
 
 
-def _remove_leftovers(output_dir: Path) -> None:
-    """Remove what a killed save or removal has left: a half-written copy, one that was replaced, an empty directory."""
-    for path in output_dir.glob(".*"):
-        if not (found := TEMPORARY.fullmatch(path.name)) or path.is_symlink():
-            continue
-        name, role = found.groups()
-        if role == "partial" or (output_dir / name).exists():
-            shutil.rmtree(path, ignore_errors=True)
-    for path in checkpoints(output_dir):
-        if not path.is_symlink():
-            remove_empty(path)
+def _folders(path: Path, found: list[Path], keep: str | Path | None) -> list[Path]:
+    """Further folders that this run may write: of the run that is `found`, or checkpoints of another trainer."""
+    more = [
+        child
+        for child in (sorted(path.iterdir()) if path.is_dir() else [])
+        if _MOVED_FOLDERS.fullmatch(child.name) and child.is_dir() and not child.is_symlink() and child not in found
+        if any(child.iterdir()) and not (keep is not None and Path(keep).resolve().is_relative_to(child.resolve()))
+    ]
+    return more if found or any(child.name.startswith("checkpoint-") for child in more) else []
+
+
+def _move_aside(path: Path, found: list[Path]) -> None:
+    """Rename what was `found`, the logs last; all of it or nothing."""
+    target, moved = former_run(path), list[Path]()
+    target.mkdir()
+    try:
+        for entry in reversed(found):
+            entry.rename(target / entry.name)
+            moved.append(entry)
+    except OSError:
+        for entry in moved:
+            (target / entry.name).rename(entry)
+        target.rmdir()
+        raise
+    _log.warning(
+        "%s held another run, whose files are now in %s (overwrite_output_dir removes them instead)", path, target
+    )
+
+
+def _leftovers(output_dir: Path) -> list[Path]:
+    """What a killed save or removal has left: half-written copies, and replaced ones."""
+    return [
+        path
+        for path in output_dir.glob(".*")
+        if (match := TEMPORARY.fullmatch(path.name)) and not path.is_symlink()
+        if match[2] == "partial" or (output_dir / match[1]).exists()
+    ]

@@ -14,12 +14,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
 from fused_grpo.errors import DataError, FusedGRPOError
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.collect.plan import SAMPLED_PROMPTS, warnings_of
 from fused_grpo.trainer.data.prompts import longest_prompt
@@ -39,6 +41,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
     Raises:
         InputError: a batch that does not divide.
         DataError: a dataset, or a model's config or tokenizer, that cannot be loaded.
+        CheckpointError: an output directory that the run would refuse.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     yield resolved(options)
@@ -54,8 +57,22 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str
     how: dict[str, Any] = {"processes": processes, "engine": engine_name(options)}
     terms = memory_terms(shape, options, prompt_tokens=prompt_tokens, teacher=described_teacher(options), **how)
     yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
-    for text in warnings_of(options, tokenizer, **how):
-        yield textwrap.fill(f"warning: {text}", 80)
+    for text in [*warnings_of(options, tokenizer, **how), *output_warnings(options)]:
+        yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
+
+
+def output_warnings(options: TrainOptions) -> Iterator[str]:
+    """What the run would do with another run in its output directory.
+
+    Raises:
+        CheckpointError: where the run would raise it.
+    """
+    path, overwrite = Path(options.output_dir), options.overwrite_output_dir
+    resume = bool(options.resume_from_checkpoint)
+    if found := check_output_dir(path, resume=resume, overwrite=overwrite, keep=options.model):
+        names = ", ".join(sorted(entry.name for entry in found))
+        fate = "removed" if overwrite else f"moved to {former_run(path)}"
+        yield f"{path} holds another run ({names}), which would be {fate}"
 
 
 def resolved(options: TrainOptions) -> str:

@@ -1,4 +1,4 @@
-"""Names of the files that a run leaves in its output directory, beside its checkpoints and its final model."""
+"""Names of the files and folders that a run leaves in its output directory, beside checkpoints and the final model."""
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -6,3 +6,5 @@ OLD_ROLLOUTS_FILE = "rollouts-old.jsonl"
 RUN_FILE = "run.json"
 REPORT_FILE = "report.html"
 REWARD_FILE = "reward.svg"
+TRACKERS_FOLDER = "trackers"
+NONFINITE_FOLDER = "nonfinite-step-"

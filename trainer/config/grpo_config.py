@@ -51,7 +51,7 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     """
 
     output_dir: str = "runs/grpo"
-    """Directory of metrics, rollouts, report and checkpoints. It must not hold another run."""
+    """Directory of metrics, rollouts, report and checkpoints. Another run in it is moved to former-run-<n> there."""
     _: KW_ONLY
     overwrite_output_dir: bool = False
     """Remove the files of an earlier run in `output_dir` first."""

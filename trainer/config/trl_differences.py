@@ -85,7 +85,16 @@ BEHAVIOURS = [
         "it needs a plain vLLM server with `VLLM_SERVER_DEV_MODE=1` ([scaling out](scaling-out.md))",
         "none",
     ),
-    Behaviour("`output_dir` is overwritten", "refused without `overwrite_output_dir`", "none"),
+    Behaviour(
+        "a second run in an `output_dir` writes over the first",
+        "the first one's files are moved to `former-run-<n>` there (`overwrite_output_dir` removes them)",
+        "none",
+    ),
+    Behaviour(
+        "`use_liger_kernel` with LoRA on `lm_head` or with prompt tuning is an error",
+        "the fused loss can do both",
+        "none",
+    ),
     Behaviour(
         "resuming loses the rollouts in progress", "a resumed run is exact and keeps them", "one generated batch"
     ),
@@ -116,7 +125,7 @@ ABSENT: dict[str, str] = {
     "the loss is `fused_grpo.loss`, its options `args.loss_config()`": """
         get_gamma_weights get_high_entropy_mask get_off_policy_mask label_smoother""",
     "`sampler` draws the rows as they are needed": """
-        get_train_dataloader get_eval_dataloader get_test_dataloader get_batch_samples get_total_train_batch_size
+        get_test_dataloader get_batch_samples get_total_train_batch_size
         set_initial_training_values num_examples data_collator""",
     "an evaluation samples and scores: there are no predictions": """
         evaluation_loop predict prediction_step compute_metrics preprocess_logits_for_metrics gather_function

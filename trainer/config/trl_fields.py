@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 Config = TypeVar("Config")
 
 DIFFERENT: dict[str, str] = {
-    "output_dir": '"runs/grpo" by default; refused where it holds another run',
+    "output_dir": '"runs/grpo" by default; another run in it is moved to former-run-<n> there',
     "project": '"fused-grpo" by default',
     "resume_from_checkpoint": "True finds the newest complete checkpoint; exact, rollouts in progress included",
     "model_init_kwargs": "trust_remote_code in it is used for tokenizer and engine too",

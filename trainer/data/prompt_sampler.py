@@ -82,6 +82,18 @@ class PromptSampler:
         self._rows.next_pass()
 
     @property
+    def batches_per_pass(self) -> int:
+        """Batches of a pass over a dataset with a length, without the prompts that fill none."""
+        assert self.num_prompts is not None
+        return self.num_prompts // self._size
+
+    def first_pass(self) -> Iterator[list[int]]:
+        """The row numbers of this rank in the batches of a first pass; what this sampler draws next stays as it is."""
+        rows = _IndexedRows(self._dataset, seed=self._seed, shuffle=self._shuffle)
+        for batch in range(self.batches_per_pass):
+            yield [rows.number_at(batch * self._size + place) for place in self._share]
+
+    @property
     def row_numbers(self) -> list[int]:
         """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
         return self._rows.row_numbers
@@ -187,7 +199,7 @@ class _IndexedRows:
         self._order: tuple[int, array[int]] | None = None
 
     def take(self, size: int, share: Sequence[int]) -> list[Row]:
-        self.row_numbers = [self._index(self.used + place) for place in share]
+        self.row_numbers = [self.number_at(self.used + place) for place in share]
         self.used += size
         return [self._row(number) for number in self.row_numbers]
 
@@ -206,7 +218,8 @@ class _IndexedRows:
         except Exception as error:  # of the disk, or of a transform
             raise unreadable(index, "train_dataset", error) from error
 
-    def _index(self, place: int) -> int:
+    def number_at(self, place: int) -> int:
+        """The row at a place of the sequence."""
         number, offset = divmod(place, len(self._dataset))
         if not self._shuffle:
             return offset

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import NonFiniteError
+from fused_grpo.trainer.config.file_names import NONFINITE_FOLDER
 from fused_grpo.trainer.config.redaction import to_json
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class NonFiniteSteps:
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.in_a_row = 0
             return True
-        folder = self.output_dir / f"nonfinite-step-{step}"
+        folder = self.output_dir / f"{NONFINITE_FOLDER}{step}"
         what = f"got loss {metrics['loss']} and gradient norm {metrics['grad_norm']} in step {step}"
         kept = self._keep(folder, {"step": step, "rank": self.rank, "metrics": dict(metrics)}, evidence)
         if self.in_a_row >= self.limit:

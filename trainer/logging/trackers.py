@@ -16,6 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accelerate.utils import ProjectConfiguration
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.config.file_names import TRACKERS_FOLDER
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.redaction import redacted
 
@@ -42,7 +43,7 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
         raise UnavailableError(
             f"got report_to={name!r}, which is not installed; fix: pip install {PACKAGES.get(name, name)}"
         )
-    logs = str(Path(args.output_dir) / "trackers")  # for those that write files: TensorBoard
+    logs = str(Path(args.output_dir) / TRACKERS_FOLDER)  # for those that write files: TensorBoard
     return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
 
 

@@ -160,6 +160,20 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
     assert "one epoch" in shown[1]
 
 
+def test_what_would_happen_to_another_run_is_shown_and_does_not_happen(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / name).write_text("{}\n")
+    fates = {(): f"would be moved to {tmp_path / 'former-run-1'}", ("--overwrite-output-dir",): "would be removed"}
+    for options, fate in fates.items():
+        main(["train", "--dry-run", "--output-dir", str(tmp_path), *options])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"holds another run (metrics.jsonl, run.json), which {fate}" in shown
+    main(["train", "--dry-run", "--output-dir", str(tmp_path), "--resume"])
+    assert "another run" not in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+
+
 def test_the_demo_is_shown_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")

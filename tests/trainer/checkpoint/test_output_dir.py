@@ -1,0 +1,198 @@
+"""A second run in an output directory: the first is moved aside whole, and nothing of it is taken for the second's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from fused_grpo.errors import CheckpointError, InputError, RewardError
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint
+from fused_grpo.trainer.checkpoint.manifest import write_manifest
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
+from fused_grpo.trainer.logging.run_log import RunLog
+
+RUN = Path(__file__).parents[1] / "resume_run.py"
+THEIRS = {"notes.md": b"mine", "data/rows.jsonl": b"{}", ".checkpoint-9.notes": b"mine"}
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def write(directory: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+
+
+def write_run(directory: Path, text: bytes) -> dict[str, bytes]:
+    """A run with everything that one leaves; returns its files."""
+    log = RunLog(directory)
+    log.log_config({})
+    log.log_metrics({"text": text.decode()})
+    names = ("report.html", "reward.svg", "rollouts-old.jsonl", "nonfinite-step-2/rank-0.json", "trackers/x/events")
+    write(directory, dict.fromkeys(names, text))
+    saved = (".checkpoint-5.previous", "checkpoint-2", "checkpoint-4", "final")
+    write(directory, {f"{name}/model.safetensors": text for name in saved})
+    for name in saved:
+        write_manifest(directory / name)
+    return {name: content for name, content in everything(directory).items() if not name.startswith("former-run-")}
+
+
+def test_a_run_is_moved_aside_byte_for_byte_and_the_users_files_stay(tmp_path, caplog):
+    first = write_run(tmp_path, b"first")
+    write(tmp_path, THEIRS)
+    with caplog.at_level(logging.WARNING):
+        assert prepare_output_dir(tmp_path) == tmp_path
+    assert everything(tmp_path) == THEIRS | {f"former-run-1/{name}": content for name, content in first.items()}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} held another run, whose files are now in {tmp_path / 'former-run-1'} "
+        "(overwrite_output_dir removes them instead)"
+    ]
+    second = write_run(tmp_path, b"second")
+    prepare_output_dir(tmp_path)
+    assert everything(tmp_path / "former-run-1") == first
+    assert everything(tmp_path / "former-run-2") == {name: second[name] for name in first}
+    prepare_output_dir(tmp_path, overwrite=True)
+    assert everything(tmp_path / "former-run-1") == first
+
+
+def test_a_directory_without_a_run_and_one_that_is_resumed_are_left_as_they_are(tmp_path, caplog):
+    write(tmp_path, THEIRS | {"report.html": b"a copy", "trackers/a": b"b", "checkpoint-x/a": b"b"})
+    before = everything(tmp_path)
+    prepare_output_dir(tmp_path)
+    assert everything(tmp_path) == before
+    before |= write_run(tmp_path, b"run")
+    prepare_output_dir(tmp_path, resume=True)
+    assert everything(tmp_path) == before
+    assert not caplog.records
+
+
+def test_resuming_and_rotation_see_the_present_run_alone(tmp_path):
+    write_run(tmp_path, b"first")
+    prepare_output_dir(tmp_path)
+    assert checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path / "former-run-1").name == ".checkpoint-5.previous"
+
+
+def test_checkpoints_of_another_trainer_are_moved_before_a_save_would_meet_them(tmp_path):
+    write(tmp_path, {"checkpoint-500/model.safetensors": b"trl", "checkpoint-7/notes.md": b"mine"})
+    (tmp_path / "checkpoint-9").mkdir()
+    model = tmp_path / "checkpoint-7"
+    prepare_output_dir(tmp_path, keep=model)
+    moved = {"former-run-1/checkpoint-500/model.safetensors": b"trl", "checkpoint-7/notes.md": b"mine"}
+    assert everything(tmp_path) == moved
+    assert not (tmp_path / "checkpoint-9").exists()
+
+
+def test_a_run_that_holds_the_model_of_the_next_is_refused_untouched(tmp_path):
+    write_run(tmp_path, b"first")
+    before = everything(tmp_path)
+    with pytest.raises(CheckpointError, match="would be moved; want the model to stay where it is; fix: choose"):
+        prepare_output_dir(tmp_path, keep=str(tmp_path / "final"))
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("renames", range(12))
+def test_after_a_crash_between_two_renames_the_next_start_moves_the_rest(tmp_path, monkeypatch, renames):
+    first, rename, done = write_run(tmp_path, b"first"), Path.rename, []
+
+    def crash(self, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(self)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_output_dir(tmp_path)
+    monkeypatch.undo()
+    prepare_output_dir(tmp_path)
+    assert check_output_dir(tmp_path) == []
+    parts = [everything(folder) for folder in sorted(tmp_path.iterdir())]
+    assert len(parts) == 2
+    assert parts[0] | parts[1] == first
+    assert sum(map(len, parts)) == len(first)
+
+
+def test_a_rename_that_fails_undoes_those_before_it(tmp_path, monkeypatch):
+    write_run(tmp_path, b"first")
+    before, rename = everything(tmp_path), Path.rename
+
+    def refused(self, target):
+        if self.name == "run.json":
+            raise PermissionError(1, "Operation not permitted")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        prepare_output_dir(tmp_path)
+    assert everything(tmp_path) == before
+    assert not (tmp_path / "former-run-1").exists()
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_run_that_is_alive_is_neither_moved_nor_removed(farm, make_trainer, tmp_path, how):
+    run, deadline = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "wait", 0), time.monotonic() + 60
+    while "a save is done" not in run.output:
+        assert run.poll() is None, run.output
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.01)
+    before = everything(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="another run is being trained now"):
+        make_trainer(overwrite_output_dir=how == "removed").train()
+    assert everything(tmp_path / "run") == before
+    run.kill()
+    assert run.wait() == -9
+    make_trainer(overwrite_output_dir=how == "removed").train()
+    assert (tmp_path / "run" / "former-run-1").exists() == (how == "moved")
+
+
+def test_a_second_run_of_a_script_keeps_the_first_and_is_resumed_alone(make_trainer, tmp_path):
+    """As TRL's users run one: nothing is moved before the run begins to write."""
+    run, options = tmp_path / "run", {"overwrite_output_dir": False, "max_steps": 4, "save_steps": 2}
+    make_trainer(**options).train()
+    first = everything(run)
+    again = make_trainer(**options, learning_rate=1e-2)
+    assert everything(run) == first
+    again.train()
+    assert everything(run / "former-run-1") == first
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4"]
+    resumed = make_trainer(**options | {"max_steps": 5})
+    resumed.train(resume_from_checkpoint=True)
+    assert [path.name for path in sorted(run.glob("former-run-*"))] == ["former-run-1"]
+    assert everything(run / "former-run-1") == first
+    assert (run / "metrics.jsonl").read_text().count('"rollout_engine"') == 5
+
+
+def test_a_second_train_moves_nothing_once_there_are_steps_and_a_failed_start_before(make_trainer, tmp_path):
+    def reward(completions, **columns):
+        if not (tmp_path / "fixed").exists():
+            raise ValueError("not yet")
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(reward, overwrite_output_dir=False)
+    with pytest.raises(RewardError):
+        trainer.train()
+    (tmp_path / "fixed").touch()
+    trainer.train()
+    run = everything(tmp_path / "run")
+    assert {"former-run-1/metrics.jsonl", "metrics.jsonl"} <= run.keys()
+    with pytest.raises(InputError, match=r"second train\(\)"):
+        trainer.train()
+    assert everything(tmp_path / "run") == run
+
+
+def test_of_two_processes_one_moves_the_run_and_both_train(farm, tmp_path):
+    farm.run(RUN, tmp_path / "run", "transformers", "fresh", "nowhere", 0, processes=2)
+    first = everything(tmp_path / "run")
+    farm.run(RUN, tmp_path / "run", "transformers", "again", "nowhere", 0, processes=2)
+    assert everything(tmp_path / "run" / "former-run-1") == first
+    assert not (tmp_path / "run" / "former-run-2").exists()
+    weights = "checkpoint-10/model.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == first[weights]
