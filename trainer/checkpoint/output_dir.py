@@ -138,7 +138,10 @@ def _move_aside(path: Path, found: list[Path]) -> None:
         target.rmdir()
         raise
     _log.warning(
-        "%s held another run, whose files are now in %s (overwrite_output_dir removes them instead)", path, target
+        "%s held another run, whose files are now in %s (instead of this, resume_from_checkpoint continues it, and "
+        "overwrite_output_dir removes it)",
+        path,
+        target,
     )
 
 

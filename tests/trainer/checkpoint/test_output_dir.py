@@ -50,7 +50,7 @@ def test_a_run_is_moved_aside_byte_for_byte_and_the_users_files_stay(tmp_path, c
     assert everything(tmp_path) == THEIRS | {f"former-run-1/{name}": content for name, content in first.items()}
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path} held another run, whose files are now in {tmp_path / 'former-run-1'} "
-        "(overwrite_output_dir removes them instead)"
+        "(instead of this, resume_from_checkpoint continues it, and overwrite_output_dir removes it)"
     ]
     second = write_run(tmp_path, b"second")
     prepare_output_dir(tmp_path)
