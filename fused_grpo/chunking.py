@@ -40,7 +40,7 @@ CPU_TILE_BYTES = 64 * 2**20
 CPU_CHUNK_BYTES = 96 * 2**20
 
 # The chunks of a student and of a teacher together on a CPU: small beside two full logits, and fewer sums of dW.
-CPU_PAIR_BYTES = 288 * 2**20
+CPU_PAIR_BYTES = 320 * 2**20
 
 # fp32 numbers per cache line, to which columns are aligned.
 _LINE = 16

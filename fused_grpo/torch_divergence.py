@@ -214,8 +214,9 @@ class _Pair:
 
     def _logarithms_(self, e_s: Tensor, f: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """f [R, c] becomes X; (the sums of X and of Y, both [R])."""
-        of_student = torch.div(difference, e_s, out=self.scratch(1, f)).mul_(self.beta).log1p_()
-        y = _sums(difference.div_(f).mul_(self.beta - 1).log1p_().mul_(f))
+        zero = f.new_zeros(())  # the quotient and its factor in one operation
+        of_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f)).log1p_()
+        y = _sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
         return _sums(torch.mul(of_student, e_s, out=f)), y
 
     def write_gradient(self, out: Tensor, rows: _Rows, upstream: Tensor, g: Tensor, targets: Tensor | None) -> Tensor:

@@ -189,11 +189,14 @@ def ours_loss(**options: Any) -> LossOp:
     return loss
 
 
-def ours_distillation(batch: Batch, work: Work) -> Tensor:
-    assert batch.teacher_hidden is not None
-    assert batch.teacher_weight is not None
-    teacher = Distillation(batch.teacher_hidden, batch.teacher_weight, coef=COEF, softcap=work.shape.softcap)
-    return ours_loss(distillation=teacher)(batch, work)
+def ours_distillation(kind: str) -> LossOp:
+    def distillation(batch: Batch, work: Work) -> Tensor:
+        assert batch.teacher_hidden is not None
+        assert batch.teacher_weight is not None
+        how: dict[str, Any] = {"coef": COEF, "kind": kind, "softcap": work.shape.softcap}
+        return ours_loss(distillation=Distillation(batch.teacher_hidden, batch.teacher_weight, **how))(batch, work)
+
+    return distillation
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
@@ -250,7 +253,7 @@ def ours() -> list[Implementation]:
             logprobs=ours_logprobs,
             loss=ours_loss(),
             divergence=ours_divergence,
-            distillation=ours_distillation,
+            distillation=ours_distillation("reverse_kl"),
             several=True,
         ),
         OneTarget(name="fused-grpo, one target", version=version, setting="the first of K targets", floor=True),
@@ -259,6 +262,13 @@ def ours() -> list[Implementation]:
             version=version,
             setting="the loss of a distillation without its divergence",
             distillation=ours_loss(),
+            floor=True,
+        ),
+        Implementation(
+            name="fused-grpo, JSD",
+            version=version,
+            setting="the kind that takes longest, whose result is that of another work",
+            distillation=ours_distillation("jsd"),
             floor=True,
         ),
         Implementation(

@@ -13,7 +13,7 @@ import torch
 
 from fused_grpo.bench.heads import peers
 from fused_grpo.bench.heads.correctness import errors_of
-from fused_grpo.bench.heads.implementations import Implementation, dapo, exact, full_logits, over_scored, peer
+from fused_grpo.bench.heads.implementations import COEF, Implementation, dapo, exact, full_logits, over_scored, peer
 from fused_grpo.bench.heads.peers import PEERS, named
 from fused_grpo.bench.heads.suites import EVERYONE
 from fused_grpo.bench.heads.work import HEADS, Work, batch_of, mask_of
@@ -251,7 +251,7 @@ def test_the_floor_follows_when_the_work_changes():
 def test_names_are_unique_and_the_floor_comes_first():
     everyone = peers.everyone()
     names = [implementation.name for implementation in everyone]
-    floors = ["products alone", "fused-grpo, one target", "fused-grpo, no teacher"]
+    floors = ["products alone", "fused-grpo, one target", "fused-grpo, no teacher", "fused-grpo, JSD"]
     assert set(names) == {*NAMES, *floors}
     assert len(set(names)) == len(names)
     assert names[0] == "products alone"
@@ -277,6 +277,15 @@ def test_without_a_teacher_a_distillation_is_the_loss():
     assert all(torch.equal(*pair) for pair in zip(found[0], loss, strict=True))
     assert found[1].value > found[0].value
     assert named("fused-grpo, no teacher").why_not(TRAINABLE, "cpu") is not None
+
+
+def test_a_distillation_by_jsd_is_the_loss_and_that_divergence():
+    work = replace(TRAINABLE, kind="distillation")
+    batch = batch_of(work)
+    parts = [named("fused-grpo, no teacher").run(batch, work), exact(batch, replace(work, kind="divergence"))]
+    found = named("fused-grpo, JSD").run(batch, work)
+    for mine, loss, divergence in zip(found, *parts, strict=True):
+        torch.testing.assert_close(mine, (loss + COEF * divergence).to(mine.dtype), atol=1e-6, rtol=1e-4)
 
 
 def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
