@@ -12,6 +12,7 @@ class BatchArithmetic:
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
+    num_iterations: int
     num_generations: int
     steps_per_generation: int | None
     generation_batch_size: int | None
@@ -20,18 +21,25 @@ class BatchArithmetic:
     def micro_batches_per_generation(self, num_processes: int) -> int:
         """`steps_per_generation`, from `generation_batch_size` where that is given.
 
+        At least `gradient_accumulation_steps`: until the weights change, one generation samples what several would.
+
         Raises:
-            InputError: `generation_batch_size` is no multiple of a micro-batch of all processes.
+            InputError: micro-batches of a generation that neither fill optimizer steps nor, used once, part of one.
         """
-        if self.generation_batch_size is None:
-            return self.steps_per_generation or self.gradient_accumulation_steps
-        micro_batch = self.per_device_train_batch_size * num_processes
-        if self.generation_batch_size % (micro_batch * self.gradient_accumulation_steps):
+        step, given = self.gradient_accumulation_steps, f"steps_per_generation={self.steps_per_generation}"
+        count, rest = self.steps_per_generation or step, 0
+        if self.generation_batch_size is not None:
+            given = f"generation_batch_size={self.generation_batch_size}"
+            count, rest = divmod(self.generation_batch_size, self.per_device_train_batch_size * num_processes)
+        part_of_a_step = count and not step % count and self.num_iterations == 1
+        if rest or not count or (count % step and not part_of_a_step):
+            batch = f"{self.per_device_train_batch_size} sequences on each of {num_processes} process(es)"
             raise InputError(
-                f"got generation_batch_size={self.generation_batch_size}, want a multiple of the effective batch: "
-                f"{micro_batch * self.gradient_accumulation_steps} sequences on {num_processes} process(es)"
+                f"got {given} with gradient_accumulation_steps={step} and num_iterations={self.num_iterations}, want "
+                f"{step} micro-batches ({batch}) times a whole number, or for num_iterations=1 a divisor of {step}: an "
+                "optimizer step uses one generated batch; fix: leave it out, or change one of the others"
             )
-        return self.generation_batch_size // micro_batch
+        return max(count, step)
 
     def optimizer_steps_per_generation(self, num_processes: int) -> int:
         """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""

@@ -297,13 +297,8 @@ def _check_together(args: Any) -> None:
             f"got steps_per_generation={args.steps_per_generation} and "
             f"generation_batch_size={args.generation_batch_size}, want one of the two; fix: leave one out"
         )
-    if (args.steps_per_generation or 0) % args.gradient_accumulation_steps:
-        raise InputError(
-            f"got steps_per_generation={args.steps_per_generation} with "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, want a multiple of it: "
-            "an optimizer step uses one generated batch; fix: steps_per_generation=None, or "
-            f"{args.gradient_accumulation_steps} times a whole number"
-        )
+    if args.generation_batch_size is None:  # else it depends on the number of processes
+        args.micro_batches_per_generation(1)
     in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
         if getattr(args, name) and not in_process:

@@ -91,8 +91,8 @@ BEHAVIOURS = [
         "none",
     ),
     Behaviour(
-        "`use_liger_kernel` with LoRA on `lm_head` or with prompt tuning is an error",
-        "the fused loss can do both",
+        "LoRA on `lm_head` is an error",
+        "it is trained: the fused loss adds it to the head",
         "none",
     ),
     Behaviour(
@@ -108,7 +108,7 @@ SIZES = {
     "num_generations_eval": "evaluations only",
     "optim": "none where it is accepted",
     "router_aux_loss_coef": "0.001 with an accumulation of 2: parameters 2e-4 to 4e-4; one micro-batch: 1.2e-7",
-    "steps_per_generation": "above",
+    "steps_per_generation": "above; of a divisor: other samples",
     "use_vllm": "another sampler",
     "vllm_importance_sampling_mode": "vLLM's log-probs against the trainer's: none if they agree",
 }

@@ -63,6 +63,40 @@ def test_a_process_samples_the_part_of_a_group_that_fits(processes, options, par
     assert part * prompts * processes == 8 * args.prompts_per_generation(processes)
 
 
+@pytest.mark.parametrize(
+    ("options", "micro_batches"),
+    [
+        ({}, 6),
+        ({"steps_per_generation": 12, "num_iterations": 2}, 12),
+        ({"steps_per_generation": 2}, 6),  # three generations with the same weights
+        ({"generation_batch_size": 8 * 2 * 12, "num_iterations": 2}, 12),
+        ({"generation_batch_size": 8 * 2}, 6),
+    ],
+)
+def test_a_generation_is_for_whole_optimizer_steps(options, micro_batches):
+    args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=6, **options)
+    assert args.micro_batches_per_generation(2) == micro_batches
+    assert args.optimizer_steps_per_generation(2) * 6 == micro_batches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_generation": 4},
+        {"steps_per_generation": 2, "num_iterations": 2},  # the second pass would come before the weights change
+        {"generation_batch_size": 8 * 4},
+        {"generation_batch_size": 8 * 6 + 4},
+        {"generation_batch_size": 4},
+    ],
+)
+def test_a_generation_that_ends_within_a_step_is_refused(options):
+    given = "{}={}".format(*next(iter(options.items())))
+    with pytest.raises(InputError, match=rf"got {given} with gradient_accumulation_steps=6 .*, want 6 micro-batches"):
+        GRPOConfig(
+            per_device_train_batch_size=8, gradient_accumulation_steps=6, **options
+        ).micro_batches_per_generation(1)
+
+
 def test_groups_on_several_processes_are_not_replaced():
     args = GRPOConfig(per_device_train_batch_size=4, num_generations=8, dynamic_sampling=1)
     with pytest.raises(InputError, match=r"got dynamic_sampling=1 with 4 sequences on each of 2 .* want whole groups"):

@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "not scaled, False": {"scale_rewards": False},
     "groups over micro-batches": {"num_generations": 6, **ACCUMULATED},
     "generation over steps": {"steps_per_generation": 4, **ACCUMULATED},
+    "generations within a step": {"steps_per_generation": 1, **ACCUMULATED},
     "clipped twice": {"delta": 2.0},
     "delta where it has no use": {"delta": 2.0, "loss_type": "cispo"},
     "workers": {"dataloader_num_workers": 2},
