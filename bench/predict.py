@@ -217,6 +217,7 @@ def jobs(names: Sequence[str] = IMPLEMENTATIONS) -> list[Job]:
         for implementation, work in itertools.product(names, WORKS)
         for D, N in itertools.product(HEADS, TOKENS if machine is H200 else FEW_TOKENS)
     ]
+    # The others compute the whole vocabulary all the same, which has a row of its own.
     asked = [job for job in asked if job.kept is None or job.implementation == OURS]
     return [job for job in asked if able[job.implementation].why_not(job.work, "cuda") is None]
 
