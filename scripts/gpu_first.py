@@ -2,8 +2,9 @@
 
 First come the tests of correctness (the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and tests/ops on
 the device, compute-sanitizer if it is installed), then timings (ceilings, GEMMs, kernels, losses, a trace, peers), each
-beside its prediction. A stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded
-and the next stage runs. In OUT:
+beside its prediction. Whole trainers are a run of their own, `--stages trainers`, for which TRL must be installed. A
+stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded and the next stage runs.
+In OUT:
 
     results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, machine and commit
     <stage>.log      the output of the stage
@@ -44,7 +45,7 @@ class Stage:
 
     name: str
     group: str
-    """"correctness" or "timing"."""
+    """"correctness", "timing" or "trainers"."""
     seconds: int
     command: tuple[str | Path, ...] | None
     """None if the machine does not have what the stage needs."""
@@ -56,17 +57,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, nargs="?", help="the folder for results; it is created")
     parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
-    parser.add_argument("--stages", help="names of stages or groups, separated by commas (default: all)")
+    help_of_stages = "names of stages or groups, separated by commas (default: %(default)s)"
+    parser.add_argument("--stages", default="correctness,timing", help=help_of_stages)
     parser.add_argument("--list", action="store_true", help="list the stages, and run none")
     parser.add_argument("--seconds", type=int, default=570, help="time limit of all stages in sum (default: 570)")
     given = parser.parse_args(arguments)
-    asked = given.stages.split(",") if given.stages else None
-    found = stages((given.output or Path()).resolve(), tiny=given.tiny)
-    chosen = [stage for stage in found if asked is None or {stage.name, stage.group} & {*asked}]
-    if asked and (unknown := {*asked} - {x for stage in found for x in (stage.name, stage.group)}):
+    asked, found = {*given.stages.split(",")}, stages((given.output or Path()).resolve(), tiny=given.tiny)
+    chosen = [stage for stage in found if {stage.name, stage.group} & asked]
+    if unknown := asked - {x for stage in found for x in (stage.name, stage.group)}:
         parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list shows them")
     if given.list:
-        for stage in chosen:
+        for stage in found:
             print(f"{stage.name:12} {stage.group:12} {stage.seconds:4} s  {shown(stage)}")
         return 0
     if given.output is None:
@@ -90,6 +91,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
 
     timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 120}
+    trainers = {"phase": 240, "longest": 180, "published": 150}
     measure = (python, "-m", "fused_grpo.bench.gpu.timings")
     options = (*(("--tiny",) if tiny else ()), "--output", output)
     return [
@@ -101,6 +103,10 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
             Stage(name=name, group="timing", seconds=seconds, command=(*measure, name, *options))
             for name, seconds in timings.items()
         ),
+        *(
+            Stage(name=part, group="trainers", seconds=seconds, command=whole_trainers(part, tiny=tiny))
+            for part, seconds in trainers.items()
+        ),
     ]
 
 
@@ -108,6 +114,13 @@ def has(module: str) -> bool:
     import importlib.util
 
     return importlib.util.find_spec(module) is not None
+
+
+def whole_trainers(part: str, *, tiny: bool) -> tuple[str, ...] | None:
+    """None where what they need is not installed."""
+    if not all(map(has, ("transformers", "accelerate", "datasets", "trl", "peft"))):
+        return None
+    return (sys.executable, "-m", "fused_grpo.bench.gpu.training", part, *(("--tiny",) if tiny else ()))
 
 
 def sanitizer_command(python: str) -> tuple[str | Path, ...] | None:

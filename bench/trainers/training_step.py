@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.types import EffectiveBatch
@@ -42,23 +49,28 @@ class Problem:
     layers: int
     completions: int
     longest: int
+    qwen3: Mapping[str, Any] | None = None
+    """Further fields of the configuration of a Qwen3; None is a small Qwen2."""
+    gradient_checkpointing: bool = False
 
     def model(self) -> PreTrainedModel:
-        config = Qwen2Config(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        )
-        with torch.random.fork_rng():
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": EOS,
+            "pad_token_id": PAD,
+        }
+        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
-            return Qwen2ForCausalLM(config)
+            if self.qwen3 is None:
+                return Qwen2ForCausalLM(Qwen2Config(**sizes))
+            return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **self.qwen3}))
 
     def batch(self) -> EffectiveBatch:
         generator, count = torch.Generator().manual_seed(0), self.completions
@@ -91,7 +103,7 @@ class Problem:
             "num_generations": GROUP,
             "max_completion_length": self.longest,
             "lr_scheduler_type": "constant",
-            "gradient_checkpointing": False,
+            "gradient_checkpointing": self.gradient_checkpointing,
             "bf16": torch.cuda.is_available(),
             "loss_type": "dapo",
             "beta": 0.0,
@@ -158,9 +170,9 @@ def trl_trainer(problem: Problem, reward: Any, *, kind: Any = None, learning_rat
         return kind(problem.model(), reward, args, rows, processing_class=problem.tokenizer(), **given)
 
 
-def ours(problem: Problem, *, learning_rate: float) -> TrainingStep:
+def ours(problem: Problem, *, learning_rate: float, **given: Any) -> TrainingStep:
     """A `GRPOTrainer`, whose step is `Learner.learn`: everything between rewards and the next rollouts."""
-    trainer = our_trainer(problem, no_reward, learning_rate=learning_rate, rollout_func=no_rollouts)
+    trainer = our_trainer(problem, no_reward, learning_rate=learning_rate, rollout_func=no_rollouts, **given)
     batch, learner = problem.batch(), trainer.learner
     return TrainingStep(step=lambda: learner.learn(batch), model=trainer.model, optimizer=learner.optimizer.optimizer)
 
@@ -183,6 +195,8 @@ def trl(problem: Problem, *, learning_rate: float, compact: bool = False, fused:
     trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.current_gradient_accumulation_steps = 1
+    if problem.gradient_checkpointing:  # as `train()` does
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     model.train()
 
     def step() -> None:

@@ -1,0 +1,167 @@
+"""Whole trainers on a GPU: `python -m fused_grpo.bench.gpu.training PART [--tiny]`.
+
+Prints a line of JSON for each figure as soon as it is measured. Models are of the shapes of Qwen3 with random weights,
+in bf16 autocast with gradient checkpointing; rollouts are fixed, their lengths uneven. Needs trl and datasets beside
+what the trainer needs. `--tiny` is for a machine without a GPU: every part runs in seconds.
+
+    phase      from scored rollouts to updated weights: ours, TRL's with our ops, TRL's, interleaved
+    longest    the longest completions that each trainer fits in memory
+    published  ours at the sizes for which prime-rl publishes figures of one H100: tokens a second, prompts counted, and
+               all memory, weights and optimizer included
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fused_grpo.bench.gpu.clock import Figure, figure_of
+from fused_grpo.bench.gpu.scale import GIB
+from fused_grpo.bench.interleaved import interleaved_seconds
+from fused_grpo.bench.memory import allocations_of
+from fused_grpo.bench.trainers import training_step
+from fused_grpo.bench.trainers.training_step import Problem, TrainingStep
+
+ROUNDS = 5
+OURS, FUSED, TRL = "fused-grpo trainer", "TRL, fused-grpo ops", "TRL"
+
+
+def qwen3(hidden: int, layers: int, intermediate: int, heads: int, *, longest: int, completions: int = 16) -> Problem:
+    more = {"intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": 8}
+    more |= {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 2**20}
+    sizes = {"vocab": 151936, "hidden": hidden, "layers": layers, "completions": completions, "longest": longest}
+    return Problem(**sizes, qwen3=more, gradient_checkpointing=True)
+
+
+FULL = {
+    "Qwen3-0.6B": qwen3(1024, 28, 3072, 16, longest=8192),
+    "Qwen3-1.7B": qwen3(2048, 28, 6144, 16, longest=8192),
+}
+# Eight completions have 3.2 times as many tokens as the longest one: about 16,384 and 65,536 in sum.
+PUBLISHED = [
+    (name, replace(problem, completions=8, longest=longest), rank)
+    for name, problem, rank in (
+        ("Qwen3-0.6B", FULL["Qwen3-0.6B"], None),
+        ("Qwen3-4B, LoRA", qwen3(2560, 36, 9728, 32, longest=8192), 16),
+    )
+    for longest in (5120, 20480)
+]
+SMALL = replace(qwen3(32, 2, 64, 8, longest=24, completions=8), vocab=500)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU")
+    given = parser.parse_args(arguments)
+    for figure in PARTS[given.part](tiny=given.tiny):
+        print(figure.line(), flush=True)
+
+
+def makers() -> dict[str, Callable[[Problem], TrainingStep]]:
+    """TRL scores the completion tokens alone where it has Triton, so `compact` changes nothing on a GPU."""
+    return {
+        OURS: functools.partial(training_step.ours, learning_rate=0.0),
+        FUSED: functools.partial(training_step.trl, learning_rate=0.0, fused=True),
+        TRL: functools.partial(training_step.trl, learning_rate=0.0, compact=True),
+    }
+
+
+def phase(*, tiny: bool) -> Iterator[Figure]:
+    """Tokens of completions a second, and bytes beside weights and optimizer state, gradients included."""
+    for name, problem in {"tiny": SMALL}.items() if tiny else FULL.items():
+        tokens, shape = sum(map(len, problem.batch().completion_ids)), shape_of(name, problem)
+        steps = {trainer: make(problem) for trainer, make in makers().items()}
+        actions = {trainer: made.step for trainer, made in steps.items()}
+        interleaved_seconds(actions, rounds=1)
+        rates = {
+            trainer: tokens / statistics.median(seconds)
+            for trainer, seconds in interleaved_seconds(actions, rounds=2 if tiny else ROUNDS).items()
+        }
+        for trainer, rate in rates.items():
+            yield figure_of(f"training phase: {trainer}", rate, "tokens/s", None, **shape)
+            peak = allocations_of(actions[trainer], device()).peak
+            yield figure_of(f"training phase: {trainer}, peak", peak / GIB, "GiB", None, **shape)
+        yield figure_of("training phase: ours over TRL", rates[OURS] / rates[TRL], "x", None, **shape)
+        del steps, actions
+        release()
+
+
+def longest(*, tiny: bool) -> Iterator[Figure]:
+    """The longest completion, from the given one on in steps of a square root of two, with four in the batch."""
+    name, first = ("tiny", SMALL) if tiny else ("Qwen3-0.6B", FULL["Qwen3-0.6B"])
+    first = replace(first, completions=4)
+    for trainer, make in makers().items():
+        fits = 0
+        for power in range(2 if tiny else 16):
+            problem = replace(first, longest=int(first.longest * 2 ** (power / 2)))
+            if not succeeds(make, problem):
+                break
+            fits = problem.longest
+        yield figure_of(f"longest completion: {trainer}", fits, "tokens", None, **shape_of(name, first, longest=None))
+
+
+def succeeds(make: Callable[[Problem], TrainingStep], problem: Problem) -> bool:
+    """Whether a step fits in memory."""
+    try:
+        make(problem).step()
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        release()
+    return True
+
+
+def published(*, tiny: bool) -> Iterator[Figure]:
+    for name, problem, rank in [("tiny, LoRA", SMALL, 4)] if tiny else PUBLISHED:
+        given: dict[str, Any] = {}
+        if rank is not None:
+            from peft import LoraConfig
+
+            given["peft_config"] = LoraConfig(r=rank, target_modules="all-linear")
+        release()
+        step = training_step.ours(problem, learning_rate=0.0, **given).step
+        batch = problem.batch()
+        tokens = sum(map(len, [*batch.prompt_ids, *batch.completion_ids]))
+        shape = shape_of(name, problem, tokens=tokens, rank=rank)
+        seconds = []
+        for _ in range(1 if tiny else 4):
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        yield figure_of("training phase", tokens / statistics.median(seconds[1:] or seconds), "tokens/s", None, **shape)
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        yield figure_of("training phase: all memory", peak / GIB, "GiB", None, **shape)
+        del step
+
+
+def shape_of(name: str, problem: Problem, **more: Any) -> dict[str, Any]:
+    return {"model": name, "completions": problem.completions, "longest": problem.longest, **more}
+
+
+def release() -> None:
+    """Free what the last trainer held, and count the peak anew."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+PARTS: dict[str, Callable[..., Iterator[Figure]]] = {part.__name__: part for part in (phase, longest, published)}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The measurements of whole trainers on a GPU, rehearsed on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import gpu_first
+import pytest
+
+from fused_grpo.bench.gpu import training
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+
+@pytest.mark.parametrize(
+    ("part", "figures"),
+    [
+        ("phase", {f"training phase: {name}{what}" for name in training.makers() for what in ("", ", peak")}),
+        ("longest", {f"longest completion: {name}" for name in training.makers()}),
+        ("published", {"training phase"}),
+    ],
+)
+def test_a_part_measures_every_trainer(part, figures, capsys):
+    training.main([part, "--tiny"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    found = {line["figure"]: line for line in map(json.loads, said)}
+    assert figures <= found.keys()
+    for name in figures:
+        assert found[name]["value"] > 0
+        assert found[name]["shape"]["longest" if part != "longest" else "model"]
+
+
+def test_the_longest_completion_is_the_last_that_fitted(monkeypatch):
+    monkeypatch.setattr(training, "succeeds", lambda make, problem: problem.longest < 100)
+    for figure in training.longest(tiny=False):
+        assert figure.value == 0
+    monkeypatch.setattr(training, "succeeds", lambda make, problem: problem.longest < 40_000)
+    for figure in training.longest(tiny=False):
+        assert figure.value == 32768
+
+
+def test_published_sizes_have_the_tokens_that_were_published():
+    counts = [sum(map(len, problem.batch().completion_ids)) for _, problem, _ in training.PUBLISHED]
+    for count, wanted in zip(counts, [16384, 65536] * 2, strict=True):
+        assert abs(count / wanted - 1) < 0.1
+
+
+def test_trainers_are_a_run_of_their_own(tmp_path):
+    trainers = [stage for stage in gpu_first.stages(tmp_path, tiny=True) if stage.group == "trainers"]
+    assert [stage.name for stage in trainers] == list(training.PARTS)
+    assert all(stage.command[1:] == ("-m", "fused_grpo.bench.gpu.training", stage.name, "--tiny") for stage in trainers)
+    assert sum(stage.seconds for stage in trainers) <= 570
