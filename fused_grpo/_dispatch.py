@@ -77,3 +77,12 @@ def divergence_pass(impl: str) -> Callable[..., Any]:
     """The row pass of `torch_divergence.py`, or the one of `fused_grpo.kernels`."""
     module = importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_divergence")
     return module.divergence_gradient_  # type: ignore[no-any-return]
+
+
+def divergence_of(impl: str) -> Callable[..., Any]:
+    """`torch_divergence.Divergence`, or the same by the kernel."""
+    from fused_grpo import chunked_divergence, torch_divergence
+
+    if impl == "triton":
+        return functools.partial(chunked_divergence.OnePass, passes(impl))
+    return torch_divergence.Divergence

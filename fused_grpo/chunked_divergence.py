@@ -25,6 +25,8 @@ from fused_grpo import chunking
 from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import power_of_two_scale
+from fused_grpo.statistics import RowState, Statistics
+from fused_grpo.torch_divergence import Divergence
 
 # fp16 ends at 2^16: d-logits are at most the upstream gradient times a log-ratio, which may be hundreds.
 _FP16_EXPONENT = 6
@@ -59,6 +61,44 @@ class TwoHeads:
         yield from zip(self.student.tiles(memory[0]), self.teacher.tiles(memory[1]), strict=True)
 
 
+class OnePass:
+    """`torch_divergence.Divergence` by the kernel, which computes the divergence and the gradient in one launch.
+
+    So the statistics of the student's softmax are a pass of their own.
+    """
+
+    def __init__(
+        self,
+        passes: ModuleType,
+        student: Tensor,
+        teacher: Tensor,
+        *,
+        targets: Tensor,
+        entropy: bool,
+        differentiated: bool,
+        **how: Any,
+    ) -> None:
+        self._passes, self._targets, self._entropy = passes, targets, entropy
+        self._tiles, self._how = (student, teacher), how
+        self._divergence: Tensor | None = None
+
+    @property
+    def divergence(self) -> Tensor:
+        if self._divergence is None:
+            self._divergence, _ = self._passes.divergence_gradient_(*self._tiles, upstream=None, **self._how)
+        return self._divergence
+
+    def statistics(self) -> Statistics:
+        head = self._how["student_head"]
+        state = self._passes.row_statistics(self._tiles[0], self._targets, entropy=self._entropy, **head)
+        return Statistics(*self._passes.finish_rows([RowState(*state)], entropy=self._entropy))
+
+    def gradient_(self, upstream: Tensor, grad_logprobs: Tensor, *, dtype: torch.dtype) -> Tensor:
+        how = {"upstream": upstream, "targets": self._targets, "grad_logprobs": grad_logprobs, "dtype": dtype}
+        self._divergence, gradient = self._passes.divergence_gradient_(*self._tiles, **how, **self._how)
+        return gradient  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Teacher:
     """A teacher in the pass of another loss: its logits cost U, its divergence and that loss share dH and dW."""
@@ -68,28 +108,38 @@ class Teacher:
     divergence: Tensor  # [N], 0 for the rows that have not been visited
     kind: str
     beta: float
-    divergence_gradient_: Callable[..., tuple[Tensor, Tensor | None]]
+    divergence_of: Callable[..., Divergence | OnePass]
     memory: Tensor | None = None  # [R, V] for its logits of a chunk
 
-    def visit_(self, tile: Tile, gradients: HeadGradients | None = None, grad_logprobs: Tensor | None = None) -> None:
-        """Overwrite whole rows of the student's raw logits, for the divergences of these rows.
-
-        With `gradients`, those of both losses are added, of the other one from its upstream gradients [R].
-        """
+    def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> Divergence | OnePass:
+        """The divergence of whole rows of the student's raw logits, which are overwritten, and their statistics."""
         assert self.memory is not None
-        rows = tile.rows if tile.index is None else tile.index
+        rows = self._rows(tile)
         mine = {name: getattr(self.head, name)[rows] for name in ("hidden", "targets", "temperature")}
         theirs = next(replace(self.head, **mine).tiles(self.memory))
-        how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "upstream": None}
-        how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "dtype": tile.hidden.dtype}
+        how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "entropy": entropy, "targets": tile.targets}
+        how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "differentiated": differentiated}
+        return self.divergence_of(tile.logits, theirs.logits, **how)
+
+    def finish(
+        self,
+        tile: Tile,
+        found: Divergence | OnePass,
+        gradients: HeadGradients | None = None,
+        grad_logprobs: Tensor | None = None,
+    ) -> None:
+        """Keep the divergences of visited rows; with `gradients`, add those of both losses, the other's from [R]."""
+        rows = self._rows(tile)
         if gradients is not None:
             assert grad_logprobs is not None
             scale = 1.0 if gradients.scale is None else gradients.scale
-            how |= {"upstream": self.weights[rows] * scale, "grad_logprobs": grad_logprobs * scale}
-            how["targets"] = tile.targets
-        self.divergence[rows], gradient = self.divergence_gradient_(tile.logits, theirs.logits, **how)
-        if gradients is not None and gradient is not None:
-            gradients.add_gradient(tile, gradient)
+            upstream = self.weights[rows] * scale, grad_logprobs * scale
+            gradients.add_gradient(tile, found.gradient_(*upstream, dtype=tile.hidden.dtype))
+        self.divergence[rows] = found.divergence
+
+    @staticmethod
+    def _rows(tile: Tile) -> slice | Tensor:
+        return tile.rows if tile.index is None else tile.index
 
     def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The statistics of the other loss, with the divergences in them and in the loss."""

@@ -78,7 +78,8 @@ def chunked_loss(
     `teacher`, every unmasked row has a gradient.
     """
     differentiated = any(wanted.values())
-    # A rank that wants no gradient visits the same rows in the same order as the other ranks.
+    # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher the rows
+    # that move stay where they are, since all rows have a gradient.
     moves_alone = (differentiated or shards is not None) and teacher is None
     order, active = rows_in_order(inputs, config, score, moves_alone)
     rows = head.select(order)
@@ -178,10 +179,15 @@ class _Chunks:
                 options = {"entropy": self.entropy, "dtype": self.head.gemm_dtype, **tile.arguments}
                 weights, scale, known = self.passes.softmax_weights_(tile.logits, tile.targets, **options)
                 rows = Statistics(*known)
+            elif self.teacher is not None:
+                found = self.teacher.visit_(tile, entropy=self.entropy, differentiated=self.gradients is not None)
+                rows = found.statistics()
             else:
                 rows = self._statistics(tile)
             done, some = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=self.config, passes=self.passes)
-            if self.gradients is not None and len(mine.targets):
+            if self.teacher is not None:
+                self.teacher.finish(tile, found, self.gradients, done.logprobs)
+            elif self.gradients is not None and len(mine.targets):
                 if at_once:
                     self.gradients.add_weights(mine, self.passes, weights[first], scale[first], done.logprobs[first])
                 else:
@@ -225,14 +231,14 @@ class _Chunks:
         else:
             state = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
         if self.teacher is not None and self.gradients is None:
-            self.teacher.visit_(tile)
+            self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
         parts = [RowState(*state)] if self.shards is None else self.shards.gather(RowState(*state))
         return Statistics(*self.passes.finish_rows(parts, entropy=self.entropy))
 
     def _add_known(self, tile: Tile, rows: Statistics, done: LossGradients) -> None:
         """Add the gradients of rows whose statistics are known."""
         if self.gradients is not None and self.teacher is not None:
-            self.teacher.visit_(tile, self.gradients, done.logprobs)
+            self.teacher.finish(tile, self.teacher.visit_(tile), self.gradients, done.logprobs)
         elif self.gradients is not None and tile.logits.numel():
             options: dict[str, Any] = {"grad_logprobs": done.logprobs, "grad_entropy": done.entropy}
             self.gradients.add_known(tile, self.passes, rows, **options)

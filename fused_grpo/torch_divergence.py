@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import chunking
+from fused_grpo.statistics import RowState, Statistics, finish_rows
 from fused_grpo.torch_passes import _all_equal, _exp, _in_place, _sums, block_width, empty_tile
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
@@ -52,22 +53,10 @@ def divergence_gradient_(
     `upstream` [R] is d loss / d divergence; None is no gradient. If `targets` [R] and `grad_logprobs` [R] are given,
     the gradient is that of the sum over rows of upstream * divergence + grad_logprobs * log p of the target.
     """
-    if not len(student):
-        return student.new_zeros(0), None if upstream is None else _in_place(student, dtype or student.dtype)
-    models = _Logits(student, slopes=upstream is not None, **student_head), _Logits(teacher, **teacher_head)
-    pair = _Pair(*models, kind, beta)
-    rows = pair.sweep()
-    divergence = rows.divergence.clamp_min(0.0)
-    if upstream is None:
-        return divergence, None
-    out = _in_place(student, dtype or student.dtype)
-    slope = pair.student.scale / pair.student.temperature
-    g = torch.zeros_like(upstream) if grad_logprobs is None else grad_logprobs * slope
-    hit = pair.write_gradient(out, rows, upstream * slope, g, targets)
-    if targets is not None:
-        at_target = torch.where(hit, 0.0, g)[:, None] * pair.student.slopes_at(targets[:, None])
-        out.scatter_add_(1, targets[:, None], at_target.to(out.dtype))
-    return divergence, out
+    how: dict[str, Any] = {"kind": kind, "beta": beta, "student_head": student_head, "teacher_head": teacher_head}
+    pair = Divergence(student, teacher, targets=targets, differentiated=upstream is not None, **how)
+    gradient = None if upstream is None else pair.gradient_(upstream, grad_logprobs, dtype=dtype)
+    return pair.divergence, gradient
 
 
 class _Logits:
@@ -134,15 +123,63 @@ class _Rows(NamedTuple):
     x_others: Tensor  # the same without the student's most probable token
 
 
-class _Pair:
-    """Two tiles of logits. The most probable token of each is a column of `peaks` [R, 2], outside of the sweeps."""
+class Divergence:
+    """The divergence [R] of two tiles, in which it leaves e_s and X, from which `gradient_` makes the gradient.
 
-    def __init__(self, student: _Logits, teacher: _Logits, kind: str, beta: float) -> None:
-        self.student, self.teacher, self.kind, self.beta = student, teacher, kind, beta
-        self.least = _LEAST[student.z.dtype]
-        self.at = torch.stack([student.at, teacher.at], 1)
-        self.same = student.at == teacher.at
+    The tiles and heads are those of `divergence_gradient_`. The most probable token of each model is a column of
+    `peaks` [R, 2], outside of the sweeps. With `targets` [R], `statistics` has their log-probs, and with `entropy` the
+    student's entropies, at the cost of one more exponential for each column.
+    """
+
+    def __init__(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        *,
+        kind: str,
+        beta: float,
+        student_head: dict[str, Any],
+        teacher_head: dict[str, Any],
+        targets: Tensor | None = None,
+        entropy: bool = False,
+        differentiated: bool = True,
+    ) -> None:
+        self.student = _Logits(student, slopes=differentiated, **student_head)
+        self.teacher = _Logits(teacher, **teacher_head)
+        self.kind, self.beta, self.targets, self.entropy = kind, beta, targets, entropy
+        self.least = _LEAST[student.dtype]
+        self.at = torch.stack([self.student.at, self.teacher.at], 1)
+        self.same = self.student.at == self.teacher.at
         self._scratch = dict[int, Tensor]()
+        self._target_logit = None if targets is None else student.gather(1, targets[:, None])[:, 0]
+        self._weighted = torch.zeros_like(self.student.largest)  # the sum of e_s c_s
+        self.rows = self.sweep()
+        self.divergence = self.rows.divergence.clamp_min(0.0)
+
+    def statistics(self) -> Statistics:
+        """The student's log-probs of the targets and, where requested, its entropies."""
+        assert self.targets is not None
+        assert self._target_logit is not None
+        c, s = self._target_logit - self.student.largest, self.rows.s
+        e = c.exp()
+        total = torch.where(self.student.at == self.targets, s, 1 + s - e)
+        weighted = self._weighted - e * c.clamp_min(-128.0)
+        state = RowState(self.student.largest, total, weighted, self._target_logit)
+        return finish_rows([state], entropy=self.entropy)
+
+    def gradient_(
+        self, upstream: Tensor, grad_logprobs: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """d loss / d(h.w) of the student [R, V] over its tile, from d loss / d divergence and d loss / d log p, [R]."""
+        out = _in_place(self.student.z, dtype or self.student.z.dtype)
+        slope = self.student.scale / self.student.temperature
+        g = torch.zeros_like(upstream) if grad_logprobs is None else grad_logprobs * slope
+        hit = self._write(out, upstream * slope, g)
+        if self.targets is not None:
+            column = self.targets[:, None]
+            at_target = torch.where(hit, 0.0, g)[:, None] * self.student.slopes_at(column)
+            out.scatter_add_(1, column, at_target.to(out.dtype))
+        return out
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(columns, student, teacher) of a block [R, c], one after the other."""
@@ -164,11 +201,13 @@ class _Pair:
         # Of each model, e of the other's peak; its own is 1.
         s, t = (torch.where(self.same, 0.0, c.exp()) for c in (peak_s[:, 1], peak_t[:, 0]))
         of_t = t.clone()
+        self._add_entropy(peak_s)
         weighted = self._exponentials_(peak_s, peak_t)[2]
         total = peak_t[:, 1].clone() if self.kind == "reverse_kl" else weighted
         for _, e_s, e_t in self.blocks():
             e_s.sub_(self.student.largest[:, None])
             e_t.sub_(self.teacher.largest[:, None])
+            self._add_entropy(e_s)
             for sums, part in zip((s, t, total), self._exponentials_(e_s, e_t), strict=True):
                 sums += part
         difference = (s - t) / (1 + t)
@@ -179,6 +218,12 @@ class _Pair:
             x = total + peak_t[:, 0]
             return _Rows(x / (1 + s) - log_rho, s, t, x, total)
         return _Rows(log_rho + total / (1 + t), s, t, 1 + t, torch.where(self.same, t, 1 + t - of_t))
+
+    def _add_entropy(self, c: Tensor) -> None:
+        """Add e c of some columns [R, c] of the student. Below -128 e is 0 or almost 0: this only avoids 0 * -inf."""
+        if self.entropy:
+            e = _exp(c, out=self.scratch(1, c))
+            self._weighted += _sums(e.mul_(torch.clamp_min(c, -128.0, out=self.scratch(0, c))))
 
     def _exponentials_(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """c_s and c_t [R, c] become e_s and X (e_t for jsd); (their sums, that of X or of -e_t d, each [R])."""
@@ -219,15 +264,15 @@ class _Pair:
         y = _sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
         return _sums(torch.mul(of_student, e_s, out=f)), y
 
-    def write_gradient(self, out: Tensor, rows: _Rows, upstream: Tensor, g: Tensor, targets: Tensor | None) -> Tensor:
+    def _write(self, out: Tensor, upstream: Tensor, g: Tensor) -> Tensor:
         """d loss / d(h.w) into `out` [R, V], the memory of the student's tile, but for g at the targets of some rows.
 
         Returns which rows [R] have it already.
         """
-        x, y = self._coefficients(rows, upstream, g)
+        rows, (x, y) = self.rows, self._coefficients(upstream, g)
         peak_s, peak_t = self.peaks
         at_peaks = (x * peak_t.t() - y * peak_s.t()).t()
-        confident, hit = rows.s < 1, self.student.at == (-1 if targets is None else targets)
+        confident, hit = rows.s < 1, self.student.at == (-1 if self.targets is None else self.targets)
         of_others = x * rows.x_others - y * rows.s
         at_peaks[:, 0] = torch.where(confident, -of_others - torch.where(hit, 0.0, g), at_peaks[:, 0])
         for columns, e_s, of_x in self.blocks():
@@ -242,8 +287,9 @@ class _Pair:
             out.scatter_(1, self.at[:, column, None], at_peaks[:, column, None])
         return confident & hit
 
-    def _coefficients(self, rows: _Rows, upstream: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def _coefficients(self, upstream: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """x and y [R] of the gradient x X - y e_s."""
+        rows = self.rows
         p = 1 / (1 + rows.s)
         if self.kind == "forward_kl":
             return -upstream / (1 + rows.t), (g - upstream) * p

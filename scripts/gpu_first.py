@@ -57,14 +57,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, nargs="?", help="the folder for results; it is created")
     parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
-    help_of_stages = "names of stages or groups, separated by commas (default: %(default)s)"
-    parser.add_argument("--stages", default="correctness,timing", help=help_of_stages)
+    parser.add_argument("--stages", help="names of stages or groups, separated by commas (default: all but trainers)")
     parser.add_argument("--list", action="store_true", help="list the stages, and run none")
     parser.add_argument("--seconds", type=int, default=570, help="time limit of all stages in sum (default: 570)")
     given = parser.parse_args(arguments)
-    asked, found = {*given.stages.split(",")}, stages((given.output or Path()).resolve(), tiny=given.tiny)
+    found = stages((given.output or Path()).resolve(), tiny=given.tiny)
+    known = {x for stage in found for x in (stage.name, stage.group)}
+    asked = {*given.stages.split(",")} if given.stages else {"correctness", "timing"} & known
     chosen = [stage for stage in found if {stage.name, stage.group} & asked]
-    if unknown := asked - {x for stage in found for x in (stage.name, stage.group)}:
+    if unknown := asked - known:
         parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list shows them")
     if given.list:
         for stage in found:

@@ -13,6 +13,7 @@ KEPT_REFUSED = ["tests/ops/test_support.py", "-k", "cannot_be_is_refused"]
 KEPT_PIECES = ["tests/ops/test_support.py", "-k", "long_segments and torch"]
 KEPT_KERNELS = ["tests/kernels/test_support.py", "-k", "triton and weighted_rows"]
 DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "torch and (autograd or confident)"]
+SWEEP = ["tests/kernels/test_divergence.py", "-k", "statistics_of_the_sweep"]
 KERNEL_DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "triton and ((autograd and 130) or confident)"]
 DIVERGENCES = ["tests/ops/test_divergence.py", "-k", "ten_digits or masked_tokens or four_products"]
 DISTILLATION = ["tests/ops/test_distillation.py", "-k", "ten_digits or product_more"]
@@ -33,8 +34,8 @@ BUGS = {
     ),
     "jsd mixes the wrong way round": (
         "fused_grpo/torch_divergence.py",
-        "out=self.scratch(1, f)).mul_(self.beta).log1p_()",
-        "out=self.scratch(1, f)).mul_(1 - self.beta).log1p_()",
+        "e_s, value=self.beta, out=",
+        "e_s, value=1 - self.beta, out=",
         DIVERGENCE,
     ),
     "the teacher's peak counts among its others": (
@@ -69,14 +70,8 @@ BUGS = {
     ),
     "a teacher's rows are those of the chunk": (
         "fused_grpo/chunked_divergence.py",
-        "rows = tile.rows if tile.index is None else tile.index",
-        "rows = tile.rows",
-        DISTILLATION,
-    ),
-    "tokens without an advantage do not learn from the teacher": (
-        "fused_grpo/chunked_loss.py",
-        "(differentiated or shards is not None) and teacher is None",
-        "differentiated or shards is not None",
+        "return tile.rows if tile.index is None else tile.index",
+        "return tile.rows",
         DISTILLATION,
     ),
     "a loss in two phases leaves the teacher out where it has no gradient itself": (
@@ -87,9 +82,27 @@ BUGS = {
     ),
     "the gradients of the loss are lost beside those of the divergence": (
         "fused_grpo/chunked_divergence.py",
-        '"grad_logprobs": grad_logprobs * scale',
-        '"grad_logprobs": 0.0 * grad_logprobs',
+        "self.weights[rows] * scale, grad_logprobs * scale",
+        "self.weights[rows] * scale, 0.0 * grad_logprobs",
         DISTILLATION,
+    ),
+    "beside a teacher, the others of a target leave out the most probable token": (
+        "fused_grpo/torch_divergence.py",
+        "torch.where(self.student.at == self.targets, s, 1 + s - e)",
+        "s",
+        SWEEP,
+    ),
+    "beside a teacher, the entropy counts the target twice": (
+        "fused_grpo/torch_divergence.py",
+        "weighted = self._weighted - e * c.clamp_min(-128.0)",
+        "weighted = self._weighted",
+        SWEEP,
+    ),
+    "beside a teacher, the entropy leaves out the teacher's most probable token": (
+        "fused_grpo/torch_divergence.py",
+        "        self._add_entropy(peak_s)\n",
+        "",
+        SWEEP,
     ),
     "the kernel's forward KL is the reverse one": (
         f"{KERNELS}/divergence.py",

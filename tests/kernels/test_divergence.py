@@ -85,6 +85,28 @@ def test_divergence_and_gradient_are_as_exact_as_autograd(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("R", "V"), [(7, 2), (3, 5), (5, 127), (3, 130), (7, 257)])
+@pytest.mark.parametrize("names", ["", ALL])
+def test_statistics_of_the_sweep_are_as_exact_as_autograd(
+    oracle: Any, head_options: Any, monkeypatch: pytest.MonkeyPatch, kind: str, R: int, V: int, names: str
+) -> None:
+    """Targets are the most probable token of the student, of the teacher, and others."""
+    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
+    heads, given = given_to(R, V, kind, names, head_options, target=True)
+    how, blank = {"kind": kind, "beta": 0.3, **heads}, {"bias": None, "logit_scale": 1.0, "softcap": None}
+    for confident in (False, True):
+        logits = problem(R, V, confident=confident)
+        for targets in (given["targets"], *(x.argmax(1) for x in logits)):
+            pair = torch_divergence.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **how)
+            found, ways = pair.statistics(), []
+            for dtype in (torch.float32, torch.float64):
+                z = reference.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
+                ways.append((z.gather(1, targets[:, None])[:, 0], -(z.exp() * z).sum(1)))
+            for mine, plain, exact in zip(found[:2], *ways, strict=True):
+                oracle.assert_as_exact_as_torch(mine, plain, exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_confident_target_keeps_both_of_its_gradients(head_options: Any, pass_: Any, kind: str) -> None:
     """Both are of the size of 1 - p, which a difference of probabilities would lose."""
     heads, given = given_to(8, 130, kind, "", head_options, target=True)
