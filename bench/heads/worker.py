@@ -3,10 +3,10 @@
 It reads an order as a line of JSON and writes its answer as a line. A process for each implementation lets rounds be
 interleaved, while an out-of-memory, imports and compilation of one have no effect on another.
 
-    {"do": "prepare", "work": {...}}  -> {"absent": why} | {"rejected": errors} | {"errors": ...}
+    {"do": "prepare", "work": {...}, "memory": true}
+        -> {"absent": why} | {"rejected": errors} | {"errors": ..., "memory": bytes of each phase | null}
     {"do": "measure"}                 -> {"seconds": s}, between device events where there is a device
     {"do": "release"}                 -> {}, after which no inputs are held
-    {"do": "memory"}                  -> {"forward": bytes, "backward": bytes, "reserved": bytes | null}
     {"do": "longest", "work": {...}, "most": n}  -> {"tokens": n}, before memory runs out
 """
 
@@ -37,8 +37,11 @@ class Worker:
         self.work: Work | None = None
         self.batch: Batch | None = None
 
-    def prepare(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Make the inputs and run once, unless the implementation cannot do the work or fails its check."""
+    def prepare(self, work: dict[str, Any], *, memory: bool) -> dict[str, Any]:
+        """Make the inputs and run once, unless the implementation cannot do the work or fails its check.
+
+        On a CPU the first run warms up although its bytes are counted; on a GPU it would count workspaces, too.
+        """
         self.work, self.batch = Work(**work), None
         self.rest()
         reason = self.implementation.why_not(self.work, self.device)
@@ -50,9 +53,11 @@ class Worker:
         if errors is not None and errors.too_large(self.work):
             return {"rejected": errors._asdict()}
         self.batch = batch_of(self.work, self.device)
-        self.run()
+        if self.device == "cuda" or not memory:
+            self.run()
+        counted = self.memory() if memory else None
         self.rest()
-        return {"errors": None if errors is None else errors._asdict()}
+        return {"errors": None if errors is None else errors._asdict(), "memory": counted}
 
     def release(self) -> dict[str, Any]:
         """Drop the inputs while others are measured."""

@@ -53,7 +53,7 @@ class WorkerPool:
     def measure(
         self, work: Work, names: Sequence[str], *, rounds: int, slow: Sequence[str] = (), memory: bool = True
     ) -> dict[str, Measurement]:
-        """Seconds of `rounds` interleaved rounds, each of which starts with the next implementation; then bytes.
+        """Bytes, then seconds of `rounds` interleaved rounds, each of which starts with the next implementation.
 
         Implementations that are `slow` take part in every third round.
         """
@@ -63,16 +63,12 @@ class WorkerPool:
         for name in names:
             self._ensure(name)
         for name in names:
-            self._note(found[name], self._ask(name, do="prepare", work=vars(work)))
+            self._note(found[name], self._ask(name, do="prepare", work=vars(work), memory=memory))
         for number in range(rounds):
             for position in range(len(names)):
                 name = names[(number + position) % len(names)]
                 if found[name].absent is None and (number % 3 == 0 or name not in slow):
                     self._note(found[name], self._ask(name, do="measure"))
-        for name in names:
-            if memory and found[name].absent is None:
-                answer = self._ask(name, do="memory")
-                found[name].memory = None if "failed" in answer else answer
         return found
 
     def longest(self, work: Work, names: Sequence[str], *, most: int) -> dict[str, dict[str, Any]]:
@@ -94,7 +90,7 @@ class WorkerPool:
             measurement.rejected, measurement.errors = True, answer["rejected"]
             measurement.absent = f"wrong, and not timed: {answer['rejected']}"
         if "errors" in answer:
-            measurement.errors = answer["errors"]
+            measurement.errors, measurement.memory = answer["errors"], answer["memory"]
         if "seconds" in answer:
             measurement.seconds.append(answer["seconds"])
 
