@@ -156,7 +156,9 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
 
 
 def check_temperature_values(temperature: Tensor) -> None:
-    """Check every temperature of a tensor [N]."""
+    """Check every temperature of a tensor [N], unless it is one number, expanded, which `check_temperature` checked."""
+    if temperature.stride() == (0,):
+        return
     allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
     if temperature.device.type == "cuda":
         torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")

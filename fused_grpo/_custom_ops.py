@@ -85,7 +85,8 @@ def _linear_logprobs(
     if index is not None:
         sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
         values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
-    values = [value.masked_fill_(~rows, 0.0) for value in values]
+    ignored = ~rows
+    values = [value.masked_fill_(ignored, 0.0) for value in values]
     if targets.ndim == 2:
         values[0] = values[0].t().contiguous().masked_fill_(~kept, 0.0)
     return values[0], values[1] if entropy else values[-1].new_empty(0), values[-1], d_hidden

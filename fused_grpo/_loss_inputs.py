@@ -145,18 +145,17 @@ def loss_inputs(
     check_threshold(entropy_threshold, device)
     flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
-    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in per_token.items()}
+    flat = {name: per_token[name] for name in FLOATING}
+    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in flat.items()}
     selected = None if covariance_selected is None else covariance_selected.reshape(-1) != 0
     weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
     tokens = TokenInputs(
         advantages=per_token_advantages(advantages, shape, sequences).to(dtype),
         weights=weights.to(dtype),
         mask=flat_mask,
-        old_logprobs=flat["old_logprobs"],
-        ref_logprobs=flat["ref_logprobs"],
-        sampling_logprobs=flat["sampling_logprobs"],
+        **flat,
     )
-    if num_entropy_tokens is None and config.top_entropy_quantile == 1.0:
+    if num_entropy_tokens is None and config.entropy_coef and config.top_entropy_quantile == 1.0:
         num_entropy_tokens = flat_mask.sum().clamp_min(1.0) if num_tokens is None else num_tokens
     return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens, selected)
 

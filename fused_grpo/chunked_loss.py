@@ -90,12 +90,13 @@ def chunked_loss(
         memory, visited = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, chunk_bytes)
         visitor = replace(teacher, memory=visited)
         del visited
-    how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs, teacher), "every_row": False, "rounded": rounded}
-    how |= {"one_group": len(memory) >= len(rows.targets)}
+    two_phases = reference.needs_other_tokens(inputs, config)
+    how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs, teacher), "rounded": rounded}
+    how |= {"every_row": order is None and not two_phases, "one_group": len(memory) >= len(rows.targets)}
     gradients = HeadGradients(rows, **how, hidden_dtype=None if shards is None else head.dtype)
     taken = gradients if differentiated else None
     chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards, visitor)
-    go = chunks.in_two_phases if reference.needs_other_tokens(inputs, config) else chunks.one_by_one
+    go = chunks.in_two_phases if two_phases else chunks.one_by_one
     statistics, seen, upstream = go()
     del chunks, go, memory, visitor  # before dW is rounded beside its accumulator
     logprobs, entropies, *upstream_gradients = (
@@ -135,7 +136,7 @@ def rows_in_order(
         if reference.needs_other_tokens(inputs, config):
             # Through the ratio of a sequence, the gradient of one token reaches all its tokens.
             moves = mask & (inputs.sequences.spread(inputs.sequences.sum(moves), len(mask)) > 0)
-    active, scored = torch.stack([moves.sum(), mask.sum()]).tolist()
+    active, scored = torch.stack([moves, mask]).sum(1).tolist()
     if active == len(mask):
         return None, active
     # Stable: rows stay in order within those that may have a gradient, and within the others.
@@ -145,6 +146,8 @@ def rows_in_order(
 
 def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
     """The scale of fp16 d-logits. Ratios are not known yet: those up to 2^10 must not overflow."""
+    if head.takes_weights:
+        return None
     tokens = inputs.tokens
     largest = torch.where(tokens.mask, tokens.weights * (tokens.advantages.abs() + 1), 0.0)
     largest = largest if teacher is None else largest + teacher.weights
@@ -246,7 +249,7 @@ class _Chunks:
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     """One [N] from the parts of consecutive tiles; None where the parts are None."""
-    return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
 
 
 def _scattered(values: Tensor, index: Tensor | None, count: int) -> Tensor:

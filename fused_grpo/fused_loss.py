@@ -157,7 +157,7 @@ def fused_linear_grpo_loss(
             known = (done.statistics["loss"], done.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*known, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             logprobs, statistics = done.logprobs, done.statistics
-    metrics = _metrics(statistics, inputs, entropy)
+    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 
@@ -222,10 +222,3 @@ def _reference_loss(
         teacher.divergence[some] = divergence.detach()
         statistics = teacher.added_to(statistics)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
-
-
-def _metrics(statistics: dict[str, Tensor], inputs: LossInputs, entropy: bool) -> dict[str, Tensor]:
-    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy)
-    num_tokens = statistics["num_tokens"].clamp_min(1.0)
-    metrics["recomputed_fraction"] = statistics["recomputed"] / num_tokens
-    return metrics | {name: statistics[name] / num_tokens for name in ("distillation",) if name in statistics}

@@ -214,7 +214,7 @@ def flatten_head(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     dtype = compute_dtype(hidden)
     if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(dtype).reshape(-1)
+        temperature = temperature.detach().to(dtype).reshape(-1).contiguous()  # one that is expanded is a number
     else:
         temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(hidden.shape[:-1].numel())
     # One target in a last dimension of 1 takes the passes for single targets.

@@ -116,14 +116,14 @@ class HeadGradients:
         assert self._rows is not None
         weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)
         if tile.columns.stop == len(self._head.weight):
-            if factor is not None:
-                self._rows.mul_(factor[:, None])
-            self._unscale(self._rows)
-            if not in_place:
-                if index is None:
-                    self._hidden[tile.rows].copy_(self._rows)
-                else:
-                    self._hidden[index] = self._rows.to(self._hidden.dtype)
+            done = self._rows
+            if factor is not None:  # the product is rounded as it is written
+                done = torch.mul(done, factor[:, None], out=self._hidden[tile.rows] if index is None else done)
+            self._unscale(done)
+            if index is not None:
+                self._hidden[index] = done.to(self._hidden.dtype)
+            elif factor is None and not in_place:
+                self._hidden[tile.rows].copy_(done)
             self._rows = None
 
     def _add_weight_gradient(self, tile: Tile, values: Tensor, hidden: Tensor | None) -> None:

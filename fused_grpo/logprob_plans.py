@@ -100,7 +100,8 @@ def _parts_by_launches(
     most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
     parts = list[RowState]()
     for columns in chunking.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
-        weight, targets = head.weight[columns].to(head.hidden.dtype), local_targets(head.targets, columns)
+        weight = head.weight[columns].to(head.hidden.dtype)
+        targets = local_targets(head.targets, columns) if cast else head.targets
         groups = []
         for rows in chunking.chunks(len(targets), max(1, most_rows)):
             options = {**head.row_arguments(rows, columns), "entropy": entropy}

@@ -458,27 +458,30 @@ def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
 
 
+# Metrics that are statistics as they are, and those that are a sum over the number of tokens.
+TOTALS = ("policy_loss", "num_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
+MEANS = {
+    "ratio_mean": "ratio",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "effective_weight": "effective_weight",
+    "zero_gradient_fraction": "zero_gradient",
+    "entropy": "entropy",
+    "kl": "kl",
+    "sampling_difference_mean": "sampling_difference",
+    "recomputed_fraction": "recomputed",
+    "distillation": "distillation",
+}
+
+
 def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_entropy: bool) -> dict[str, Tensor]:
     """The metrics: means over tokens, without those whose inputs were not given. Extremes of no tokens are infinite."""
-    num_tokens = statistics["num_tokens"]
-    per_token = 1.0 / num_tokens.clamp_min(1.0)
-    metrics = {
-        "policy_loss": statistics["policy_loss"],
-        "num_tokens": num_tokens,
-        "ratio_mean": statistics["ratio"] * per_token,
-        "ratio_min": statistics["ratio_min"],
-        "ratio_max": statistics["ratio_max"],
-        "clip_ratio_low": statistics["clip_low"] * per_token,
-        "clip_ratio_high": statistics["clip_high"] * per_token,
-        "clip_ratio_region": (statistics["clip_low"] + statistics["clip_high"]) * per_token,
-        "effective_weight": statistics["effective_weight"] * per_token,
-        "zero_gradient_fraction": statistics["zero_gradient"] * per_token,
-    }
-    if has_entropy:
-        metrics["entropy"] = statistics["entropy"] * per_token
-    if inputs.tokens.ref_logprobs is not None:
-        metrics["kl"] = statistics["kl"] * per_token
-    if inputs.tokens.sampling_logprobs is not None:
-        metrics["sampling_difference_mean"] = statistics["sampling_difference"] * per_token
-        metrics["sampling_difference_max"] = statistics["sampling_difference_max"]
-    return metrics
+    sampled = inputs.tokens.sampling_logprobs is not None
+    given = {"entropy": has_entropy, "kl": inputs.tokens.ref_logprobs is not None}
+    given |= {"sampling_difference_mean": sampled, "sampling_difference_max": sampled}
+    metrics = {name: statistics[name] for name in TOTALS if given.get(name, True)}
+    means = {name: key for name, key in MEANS.items() if key in statistics and given.get(name, True)}
+    # One division: on a GPU, each small operation takes as long as a large one.
+    values = torch.stack([statistics[key] for key in means.values()]) / statistics["num_tokens"].clamp_min(1.0)
+    metrics |= dict(zip(means, values.unbind(), strict=True))
+    return metrics | {"clip_ratio_region": metrics["clip_ratio_low"] + metrics["clip_ratio_high"]}

@@ -93,17 +93,13 @@ SEVERAL = Case(
     slow=("full logits",),
     memory=False,
 )
-# Of the kinds of divergence, the one that takes longest; in the distillation, the default and that one.
-DIVERGENCE = Case(
-    Work(kind="divergence", head="GPT-2", tokens=2048),
-    (FLOOR, "fused-grpo", "TRL divergence"),
-    3,
-    slow=("TRL divergence",),
-    memory=False,
-)
+# Of the kinds of divergence, the one that takes longest; in the distillation, the default and that one. Other projects'
+# divergences take so long that they are measured on fewer tokens.
+DIVERGENCE = Case(Work(kind="divergence", head="GPT-2", tokens=2048), (FLOOR, "fused-grpo"), memory=False)
+SMALL_DIVERGENCE = Case(Work(kind="divergence", head="GPT-2", tokens=256), DISTILLERS, 3, memory=False)
 NO_TEACHER, OF_JSD = "fused-grpo, no teacher", "fused-grpo, JSD"
 DISTILLATION = Case(
-    Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo", OF_JSD), memory=False
+    Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo", OF_JSD), 4, memory=False
 )
 
 CPU: list[Case] = [
@@ -119,7 +115,7 @@ CPU: list[Case] = [
     Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
     Case(Work(kind="logprobs", head="Qwen3-0.6B", tokens=192, gradients="no_grad"), UNCOMPILED, rounds=3),
     Case(Work(kind="loss", head="GPT-2", tokens=256), PROMISED, rounds=2),
-    Case(Work(kind="divergence", head="GPT-2", tokens=256), DISTILLERS, rounds=2, memory=False),
+    SMALL_DIVERGENCE,
 ]
 
 PROMISES = [
@@ -135,7 +131,7 @@ PROMISES = [
     Promise(KEPT, "fused-grpo", "full logits", "<= 0.04"),
     Promise(SEVERAL, "fused-grpo", ONE_TARGET, "<= 1.1"),
     Promise(DIVERGENCE, "fused-grpo", FLOOR, "<= 1.2"),
-    Promise(DIVERGENCE, "TRL divergence", "fused-grpo", ">= 1.4"),
+    Promise(SMALL_DIVERGENCE, "TRL divergence", "fused-grpo", ">= 1.4"),
     Promise(DISTILLATION, "fused-grpo", NO_TEACHER, "<= 1.4"),
     Promise(DISTILLATION, OF_JSD, NO_TEACHER, "<= 1.4"),
 ]

@@ -125,7 +125,7 @@ class Batch(NamedTuple):
     targets: Tensor  # [B, T], or [B, T, K]
     mask: Tensor  # [B, T], 1 for the tokens that are scored
     advantages: Tensor  # [B]
-    old_logprobs: Tensor  # [B, T], 0 where masked
+    old_logprobs: Tensor  # [B, T], 0 where masked, and in works without a ratio
     upstream: Tensor  # as targets, the gradient of each log-prob for "logprobs": that of GRPO on policy, split over K
     teacher_hidden: Tensor | None = None  # [B, T, D], for works with a teacher
     teacher_weight: Tensor | None = None  # [V, D]
@@ -155,9 +155,9 @@ def batch_of(work: Work, device: str = "cpu") -> Batch:
     targets[-1, :2, ...] = torch.tensor([0, head.vocab - 1], device=device).view(2, *(1 for _ in k))
     advantages = torch.randn(b, generator=generator, device=device).sign() * torch.linspace(0.5, 1.5, b, device=device)
     advantages[: int(work.idle * b)] = 0.0
-    with torch.no_grad():
-        current = _logprobs(hidden, weight, targets if not k else targets[..., 0], work)
-    old_logprobs = (current - log_ratios(b, t).to(device)) * mask
+    old_logprobs = torch.zeros(b, t, device=device)
+    if work.kind in ("loss", "distillation"):
+        old_logprobs = (_logprobs(hidden, weight, targets, work) - log_ratios(b, t).to(device)) * mask
     upstream = (-advantages[:, None] / work.tokens) * mask
     if k:
         upstream = upstream[..., None] * torch.linspace(1.0, -0.5, *k, device=device)

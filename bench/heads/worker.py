@@ -40,8 +40,10 @@ class Worker:
     def prepare(self, work: dict[str, Any], *, memory: bool) -> dict[str, Any]:
         """Make the inputs and run once, unless the implementation cannot do the work or fails its check.
 
-        On a CPU the first run warms up although its bytes are counted; on a GPU it would count workspaces, too.
+        On a CPU the first run warms up although its bytes are counted; on a GPU it would count workspaces, too. The
+        bytes of a lower bound are not counted: it has its own way to hold results.
         """
+        memory = memory and not self.implementation.floor
         self.work, self.batch = Work(**work), None
         self.rest()
         reason = self.implementation.why_not(self.work, self.device)

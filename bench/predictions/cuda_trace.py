@@ -118,7 +118,7 @@ class Trace(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
-        self._masked = 0  # the rows of the mask that was summed last
+        self._masked = 0  # the rows of the masks that were summed last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = name_of(func), kwargs or {}
@@ -132,7 +132,7 @@ class Trace(TorchDispatchMode):
         if name in ANSWERS:
             return ANSWERS[name] if values is None else values
         if name == "sum" and args[0].dtype == torch.bool:
-            self._masked = args[0].numel()
+            self._masked = args[0].shape[-1]
         if name in IN_PLACE:
             func = getattr(getattr(torch.ops.aten, IN_PLACE[name]), func._overloadname)
         made = self._made(func, args, kwargs, values)
