@@ -26,8 +26,9 @@ FOLDER = tempfile.TemporaryDirectory(prefix="trl-runs-")
 
 
 @functools.cache
-def saved_model() -> str:
-    """A folder with the model that every run starts from: TRL reads its reference from there."""
+def saved_model(sharpness: float = 1.0) -> str:
+    """A folder with the model that a run starts from: TRL reads its reference from there. Its logits are multiplied by
+    `sharpness`: without it, all entropies are nearly equal."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -43,6 +44,7 @@ def saved_model() -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
+    model.lm_head.weight.data.mul_(sharpness)
     folder = tempfile.mkdtemp(dir=FOLDER.name)
     model.save_pretrained(folder)
     return folder
