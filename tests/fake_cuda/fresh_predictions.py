@@ -9,7 +9,7 @@ import json
 
 from fused_grpo.bench import predict
 
-SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (2048, 64)}
+SHAPES = {(4096, 8192), (1024, 8192), (4096, 1024), (1024, 64)}
 
 
 def main() -> None:
