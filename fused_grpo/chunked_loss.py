@@ -92,7 +92,7 @@ def chunked_loss(
         del visited
     two_phases = reference.needs_other_tokens(inputs, config)
     how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs, teacher), "rounded": rounded}
-    how |= {"every_row": order is None and not two_phases, "one_group": len(memory) >= len(rows.targets)}
+    how |= {"every_row": not two_phases, "one_group": len(memory) >= len(rows.targets)}
     gradients = HeadGradients(rows, **how, hidden_dtype=None if shards is None else head.dtype)
     taken = gradients if differentiated else None
     chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards, visitor)

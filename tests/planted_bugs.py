@@ -87,11 +87,25 @@ BUGS = {
     ),
     "rows that are left out are scattered to the wrong place": Bug(
         "fused_grpo/head_gradients.py",
-        "self._hidden[index] = self._rows",
-        "self._hidden[tile.rows] = self._rows",
+        "self._hidden[index] = done",
+        "self._hidden[tile.rows] = done",
         EXACT,
     ),
-    "dH without its factors": Bug("fused_grpo/head_gradients.py", "self._rows.mul_(factor[:, None])", "pass", LAYOUT),
+    "dH without its factors": Bug(
+        "fused_grpo/head_gradients.py", "if factor is not None:  # the product", "if False:  # the product", LAYOUT
+    ),
+    "dH of rows that are left out is whatever was in memory": Bug(
+        "fused_grpo/chunked_loss.py",
+        '"every_row": not two_phases',
+        '"every_row": True',
+        ["tests/ops/test_loss_promises.py", "-k", "no_phase_multiplies and torch"],
+    ),
+    "an expanded temperature is never checked": Bug(
+        "fused_grpo/head.py",
+        ".reshape(-1).contiguous()",
+        ".reshape(-1)",
+        ["tests/ops/test_bad_input.py", "-k", "temperature"],
+    ),
     "rows with nothing but an entropy gradient are left out": Bug(
         "fused_grpo/logprob_plans.py",
         "some | (grad_entropy != 0)",
@@ -194,7 +208,7 @@ BUGS = {
     ),
     "ignored rows keep their log-prob": Bug(
         "fused_grpo/_custom_ops.py",
-        "value.masked_fill_(~rows, 0.0)",
+        "value.masked_fill_(ignored, 0.0)",
         "value",
         ["tests/ops/test_error_grid.py", "-k", "nan_in_ignored and triton"],
     ),

@@ -39,6 +39,7 @@ HEAD = [
     ({"temperature": 0.0}, "temperature=0.0, want a finite number > 0"),
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": torch.zeros(6)}, "a temperature of 0.0, want finite numbers > 0"),
+    ({"temperature": torch.zeros(1).expand(6)}, "a temperature of 0.0, want finite numbers > 0"),
     ({"temperature": torch.ones(5)}, r"temperature \(5,\)"),
     ({"softcap": -1.0}, "softcap=-1.0"),
     ({"logit_scale": float("inf")}, "logit_scale=inf"),

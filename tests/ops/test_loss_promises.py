@@ -100,6 +100,18 @@ def test_two_phases_recompute_what_the_budget_cannot_hold(leaves, rest, gemms, i
     assert out.metrics["recomputed_fraction"].item() == pytest.approx(recomputed / 24)
 
 
+@pytest.mark.parametrize("impl", FAST)
+def test_rows_that_no_phase_multiplies_have_a_gradient_of_0(leaves, rest, monkeypatch, impl):
+    """A clipped sequence in a chunk that is not recomputed: nothing writes its dH, and new memory holds anything."""
+    unwritten = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *like, **how: unwritten(*like, **how).fill_(torch.nan))
+    rest["old_logprobs"][0] -= 2.0  # a ratio of e^2, and an advantage above 0
+    config = GRPOLossConfig(importance_sampling_level="sequence", epsilon=0.5)
+    run(leaves, rest, impl=impl, config=config, chunk_bytes=3 * 4 * (V + D) * 7).loss.backward()
+    assert (leaves[0].grad[0] == 0).all()
+    assert (leaves[0].grad[1:] != 0).any(-1).all()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_on_policy_the_value_is_the_kl_and_the_gradient_is_the_policys(leaves, rest, impl):
     """A group's advantages cancel in the value, where every ratio is 1; in the gradient they are all that there is."""
