@@ -157,7 +157,7 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
 
 def check_temperature_values(temperature: Tensor) -> None:
     """Check every temperature of a tensor [N], unless it is one number, expanded, which `check_temperature` checked."""
-    if temperature.stride() == (0,):
+    if len(temperature) > 1 and temperature.stride() == (0,):
         return
     allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
     if temperature.device.type == "cuda":

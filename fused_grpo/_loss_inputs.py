@@ -94,8 +94,8 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All tokens of a call, their sequences, and what is of the whole step: threshold and normaliser of entropies, and
-    the tokens that Clip-Cov or KL-Cov selected, [N] bool."""
+    """All tokens of a call, their sequences, and what is of the whole step: threshold and normaliser of entropies (None
+    where nothing needs them), and the tokens that Clip-Cov or KL-Cov selected, [N] bool."""
 
     tokens: TokenInputs
     sequences: Sequences
@@ -145,8 +145,8 @@ def loss_inputs(
     check_threshold(entropy_threshold, device)
     flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
-    flat = {name: per_token[name] for name in FLOATING}
-    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in flat.items()}
+    others = {name: per_token[name] for name in FLOATING}
+    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in others.items()}
     selected = None if covariance_selected is None else covariance_selected.reshape(-1) != 0
     weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
     tokens = TokenInputs(

@@ -92,7 +92,8 @@ def chunked_loss(
         del visited
     two_phases = reference.needs_other_tokens(inputs, config)
     how: dict[str, Any] = {**wanted, "scale": _scale(rows, inputs, teacher), "rounded": rounded}
-    how |= {"every_row": not two_phases, "one_group": len(memory) >= len(rows.targets)}
+    one_group = len(memory) >= len(rows.targets)
+    how |= {"every_row": one_group or not two_phases, "one_group": one_group}
     gradients = HeadGradients(rows, **how, hidden_dtype=None if shards is None else head.dtype)
     taken = gradients if differentiated else None
     chunks = _Chunks(rows, memory, inputs, config, passes, taken, active, entropy, shards, visitor)
@@ -146,7 +147,7 @@ def rows_in_order(
 
 def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
     """The scale of fp16 d-logits. Ratios are not known yet: those up to 2^10 must not overflow."""
-    if head.takes_weights:
+    if head.takes_weights:  # what follows would be launches for nothing
         return None
     tokens = inputs.tokens
     largest = torch.where(tokens.mask, tokens.weights * (tokens.advantages.abs() + 1), 0.0)

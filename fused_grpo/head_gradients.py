@@ -117,12 +117,14 @@ class HeadGradients:
         weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)
         if tile.columns.stop == len(self._head.weight):
             done = self._rows
-            if factor is not None:  # the product is rounded as it is written
-                done = torch.mul(done, factor[:, None], out=self._hidden[tile.rows] if index is None else done)
+            if factor is not None:
+                # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
+                at_once = index is None and done.is_cuda
+                done = torch.mul(done, factor[:, None], out=self._hidden[tile.rows] if at_once else done)
             self._unscale(done)
             if index is not None:
                 self._hidden[index] = done.to(self._hidden.dtype)
-            elif factor is None and not in_place:
+            elif done.dtype != self._hidden.dtype:
                 self._hidden[tile.rows].copy_(done)
             self._rows = None
 

@@ -66,7 +66,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes: ModuleType) -> dict[str, Tensor]:
     """The statistics of all tokens, and the number of unmasked ones without a gradient."""
-    zero = (mask > done.have_gradient()).sum()
+    zero = (mask > done.have_gradient()).sum()  # in the mask and without: one operation on two bools
     return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
 
 

@@ -479,8 +479,9 @@ def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_ent
     sampled = inputs.tokens.sampling_logprobs is not None
     given = {"entropy": has_entropy, "kl": inputs.tokens.ref_logprobs is not None}
     given |= {"sampling_difference_mean": sampled, "sampling_difference_max": sampled}
+    given |= {"recomputed_fraction": "recomputed" in statistics, "distillation": "distillation" in statistics}
     metrics = {name: statistics[name] for name in TOTALS if given.get(name, True)}
-    means = {name: key for name, key in MEANS.items() if key in statistics and given.get(name, True)}
+    means = {name: key for name, key in MEANS.items() if given.get(name, True)}
     # One division: on a GPU, each small operation takes as long as a large one.
     values = torch.stack([statistics[key] for key in means.values()]) / statistics["num_tokens"].clamp_min(1.0)
     metrics |= dict(zip(means, values.unbind(), strict=True))

@@ -92,11 +92,11 @@ BUGS = {
         EXACT,
     ),
     "dH without its factors": Bug(
-        "fused_grpo/head_gradients.py", "if factor is not None:  # the product", "if False:  # the product", LAYOUT
+        "fused_grpo/head_gradients.py", "torch.mul(done, factor[:, None], out=", "torch.mul(done, 1.0, out=", LAYOUT
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/chunked_loss.py",
-        '"every_row": not two_phases',
+        '"every_row": one_group or not two_phases',
         '"every_row": True',
         ["tests/ops/test_loss_promises.py", "-k", "no_phase_multiplies and torch"],
     ),

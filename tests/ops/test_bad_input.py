@@ -40,6 +40,7 @@ HEAD = [
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": torch.zeros(6)}, "a temperature of 0.0, want finite numbers > 0"),
     ({"temperature": torch.zeros(1).expand(6)}, "a temperature of 0.0, want finite numbers > 0"),
+    ({"hidden": torch.ones(1, 4), "targets": torch.zeros(1).long(), "temperature": torch.zeros(1).expand(1)}, "of 0.0"),
     ({"temperature": torch.ones(5)}, r"temperature \(5,\)"),
     ({"softcap": -1.0}, "softcap=-1.0"),
     ({"logit_scale": float("inf")}, "logit_scale=inf"),

