@@ -133,8 +133,8 @@ PROMISES = [
     Promise(DIVERGENCE, "fused-grpo", FLOOR, "<= 1.2"),
     Promise(SMALL_DIVERGENCE, "TRL divergence", "fused-grpo", ">= 1.4"),
     Promise(DISTILLATION, "fused-grpo", NO_TEACHER, "<= 1.4"),
-    # Two logarithms for each column: 1.36 on a CPU with AVX-512, 1.43 to 1.45 on one without.
-    Promise(DISTILLATION, OF_JSD, NO_TEACHER, "<= 1.5"),
+    # Not kept by a CPU without AVX-512 yet (1.43 to 1.45): two logarithms for each column.
+    Promise(DISTILLATION, OF_JSD, NO_TEACHER, "<= 1.4"),
 ]
 
 GPU_KINDS: list[tuple[Kind, Gradients]] = [("logprobs", "frozen"), ("logprobs", "no_grad"), ("loss", "frozen")]

@@ -173,6 +173,6 @@ def test_nucleus_sampling_learns_the_task_as_well(base, splits, tmp_path):
     )
     own = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
     result = GRPOTrainer(copy.deepcopy(model), "accuracy", args, splits.train, **own).train()
-    assert result.eval_after["reward"] > result.eval_before["reward"] + 0.05
+    assert result.eval_after["reward"] > result.eval_before["reward"] + 0.06
     assert 1 < result.metrics["sampling/kept_tokens/mean"] < 3
     assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-4
