@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 from fused_grpo._version import __version__
 
 if TYPE_CHECKING:
-    from fused_grpo.config import GRPOLossConfig
-    from fused_grpo.distillation import Distillation
-    from fused_grpo.divergence import DivergenceOutput, fused_linear_divergence
-    from fused_grpo.errors import FusedGRPOError
-    from fused_grpo.fused_loss import FusedLinearGRPOLoss, fused_linear_grpo_loss
-    from fused_grpo.logprobs import LogProbs, linear_logprobs, linear_logprobs_and_entropy
-    from fused_grpo.loss import GRPOLossOutput, grpo_loss
+    from fused_grpo.config import GRPOLossConfig as GRPOLossConfig
+    from fused_grpo.distillation import Distillation as Distillation
+    from fused_grpo.divergence import DivergenceOutput as DivergenceOutput
+    from fused_grpo.divergence import fused_linear_divergence as fused_linear_divergence
+    from fused_grpo.errors import FusedGRPOError as FusedGRPOError
+    from fused_grpo.fused_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
+    from fused_grpo.fused_loss import fused_linear_grpo_loss as fused_linear_grpo_loss
+    from fused_grpo.logprobs import LogProbs as LogProbs
+    from fused_grpo.logprobs import linear_logprobs as linear_logprobs
+    from fused_grpo.logprobs import linear_logprobs_and_entropy as linear_logprobs_and_entropy
+    from fused_grpo.loss import GRPOLossOutput as GRPOLossOutput
+    from fused_grpo.loss import grpo_loss as grpo_loss
 
 _HOME = {
     "Distillation": "distillation",
@@ -36,21 +41,7 @@ _HOME = {
     "linear_logprobs_and_entropy": "logprobs",
 }
 
-__all__ = [
-    "Distillation",
-    "DivergenceOutput",
-    "FusedGRPOError",
-    "FusedLinearGRPOLoss",
-    "GRPOLossConfig",
-    "GRPOLossOutput",
-    "LogProbs",
-    "__version__",
-    "fused_linear_divergence",
-    "fused_linear_grpo_loss",
-    "grpo_loss",
-    "linear_logprobs",
-    "linear_logprobs_and_entropy",
-]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

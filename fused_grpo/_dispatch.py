@@ -11,9 +11,8 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -69,20 +68,5 @@ def announce(chosen: str, device: str, obstacle: str | None) -> None:
 
 
 def passes(impl: str) -> ModuleType:
-    """The module with the row passes. `fused_grpo.kernels` has those of `torch_passes.py`, and `logprob_forward`."""
+    """The module with the row passes: `fused_grpo.kernels` for "triton", else `fused_grpo.torch_passes`."""
     return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")
-
-
-def divergence_pass(impl: str) -> Callable[..., Any]:
-    """The row pass of `torch_divergence.py`, or the one of `fused_grpo.kernels`."""
-    module = importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_divergence")
-    return module.divergence_gradient_  # type: ignore[no-any-return]
-
-
-def divergence_of(impl: str) -> Callable[..., Any]:
-    """`torch_divergence.Divergence`, or the same by the kernel."""
-    from fused_grpo import chunked_divergence, torch_divergence
-
-    if impl == "triton":
-        return functools.partial(chunked_divergence.OnePass, passes(impl))
-    return torch_divergence.Divergence

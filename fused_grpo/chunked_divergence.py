@@ -13,7 +13,7 @@ In short:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from fused_grpo.head import Head, Tile
 from fused_grpo.head_gradients import HeadGradients
 from fused_grpo.logprob_plans import power_of_two_scale
 from fused_grpo.statistics import RowState, Statistics
-from fused_grpo.torch_divergence import Divergence
+from fused_grpo.torch_passes import Divergence
 
 # fp16 ends at 2^16: d-logits are at most the upstream gradient times a log-ratio, which may be hundreds.
 _FP16_EXPONENT = 6
@@ -62,7 +62,7 @@ class TwoHeads:
 
 
 class OnePass:
-    """`torch_divergence.Divergence` by the kernel, which computes the divergence and the gradient in one launch.
+    """`torch_passes.Divergence` by the kernel, which computes the divergence and the gradient in one launch.
 
     So the statistics of the student's softmax are a pass of their own.
     """
@@ -108,7 +108,7 @@ class Teacher:
     divergence: Tensor  # [N], 0 for the rows that have not been visited
     kind: str
     beta: float
-    divergence_of: Callable[..., Divergence | OnePass]
+    passes: ModuleType
     memory: Tensor | None = None  # [R, V] for its logits of a chunk
 
     def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> Divergence | OnePass:
@@ -119,7 +119,9 @@ class Teacher:
         theirs = next(replace(self.head, **mine).tiles(self.memory))
         how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "entropy": entropy, "targets": tile.targets}
         how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "differentiated": differentiated}
-        return self.divergence_of(tile.logits, theirs.logits, **how)
+        if hasattr(self.passes, "Divergence"):
+            return Divergence(tile.logits, theirs.logits, **how)
+        return OnePass(self.passes, tile.logits, theirs.logits, **how)
 
     def finish(
         self,
@@ -150,7 +152,6 @@ class Teacher:
 def chunked_divergence(
     heads: TwoHeads,
     passes: ModuleType,
-    divergence_gradient_: Callable[..., tuple[Tensor, Tensor | None]],
     *,
     kind: str,
     beta: float,
@@ -173,7 +174,7 @@ def chunked_divergence(
     for tile, teacher in heads.tiles(memory):
         mine = None if upstream is None else upstream[tile.rows]
         how |= {"student_head": tile.arguments, "teacher_head": teacher.arguments, "upstream": mine}
-        divergence, gradient = divergence_gradient_(tile.logits, teacher.logits, **how)
+        divergence, gradient = passes.divergence_gradient_(tile.logits, teacher.logits, **how)
         if gradient is not None:
             gradients.add_gradient(tile, gradient)
         found.append(divergence)

@@ -27,7 +27,7 @@ DEFAULT_TILE_BYTES = 256 * 2**20
 MOST_ROWS = 4096
 MEMORY_SHARE = 48
 
-# A block that stays in the caches of a CPU. The row passes of `torch_passes.py` use two of them.
+# A block that stays in the caches of a CPU. The passes of `torch_passes` use two of them.
 BLOCK_BYTES = 4 * 2**20
 
 # The memory on a CPU beside the chunk or tile: those two blocks, and small tensors.

@@ -94,5 +94,4 @@ def teacher_of(
     if impl != "reference":  # which rounds it itself; here once for all chunks
         head = replace(head, weight=head.weight.to(head.hidden.dtype))
     weights = d.coef * inputs.tokens.weights
-    run = _dispatch.divergence_of("torch" if impl == "reference" else impl)
-    return Teacher(head, weights, torch.zeros_like(weights), d.kind, d.beta, run)
+    return Teacher(head, weights, torch.zeros_like(weights), d.kind, d.beta, _dispatch.passes(impl))

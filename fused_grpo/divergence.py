@@ -133,7 +133,7 @@ def fused_linear_divergence(
             how: dict[str, Any] = {"kind": kind, "beta": beta, "weights": some, "chunk_bytes": chunk_bytes}
             how |= {"wanted": wanted, "rounded": weight_main_grad is None}
             with torch.no_grad():
-                divergence, gradients = chunked_divergence(rows, passes, _dispatch.divergence_pass(chosen), **how)
+                divergence, gradients = chunked_divergence(rows, passes, **how)
                 loss = (some * divergence).sum()
             leaves = (heads.student.hidden, student_weight, student_bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]

@@ -212,7 +212,7 @@ def _reference_loss(
         head.hidden, head.weight, head.targets, **head.row_arguments(slice(None)), kept=kept
     )
     loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    passes = _dispatch.passes("torch")
+    passes = _dispatch.passes("reference")
     done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if teacher is not None:

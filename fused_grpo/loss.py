@@ -108,7 +108,7 @@ def grpo_loss(
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None
     chosen = _dispatch.choose(impl, logprobs)
-    passes = _dispatch.passes("torch" if chosen == "reference" else chosen)
+    passes = _dispatch.passes(chosen)
     done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if chosen == "reference":

@@ -4,7 +4,7 @@ Three parts of the project use it:
 
 - `impl="reference"` computes full logits and the loss with these functions (`logprobs_and_entropy`, `grpo_loss`).
 - The tests compare every fast path with that, in fp64.
-- Production code: the torch path of the loss is `token_loss` (`torch_passes.py`), all paths take `token_factors`,
+- Production code: the torch path of the loss is `token_loss` (`torch_passes`), all paths take `token_factors`,
   `sequence_log_ratio` and `finish_metrics` from here (`loss_gradients.py`), and the drop-in for Liger uses `kl_term`,
   `policy_term` and `vespo_phi`. So the tests compare `token_loss` also with TRL's own loss.
 
@@ -74,6 +74,12 @@ def transform_logits(
     x = logit_scale * (raw if bias is None else raw + bias.to(raw.dtype))
     capped = x if softcap is None else softcap * torch.tanh(x / softcap)
     return capped / temperature.to(raw.dtype)[:, None]
+
+
+def cap_slope(x: Tensor) -> Tensor:
+    """1 - tanh^2(x) as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
+    e = torch.exp(-2 * x.abs())
+    return 4 * e / (1 + e).square()
 
 
 def logprobs_and_entropy(

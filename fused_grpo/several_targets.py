@@ -40,7 +40,6 @@ from torch import Tensor
 from fused_grpo import chunking, reference
 from fused_grpo.head import SLICE_BYTES, Head, Tile
 from fused_grpo.statistics import RowState, Statistics, finite, merge_rows
-from fused_grpo.torch_passes import cap_slope
 
 
 def without_ignored(targets: Tensor, kept: Tensor) -> Tensor:
@@ -183,4 +182,4 @@ def _slopes(x: Tensor | None, head: dict[str, Any]) -> Tensor:
     slope: Tensor = head["logit_scale"] / head["temperature"][:, None]
     if head["softcap"] is None or x is None:
         return slope
-    return slope * cap_slope(x * (head["logit_scale"] / head["softcap"]))
+    return slope * reference.cap_slope(x * (head["logit_scale"] / head["softcap"]))

@@ -161,8 +161,7 @@ class SupportedHead:
             g[items] = self._passes.logits_gradient_(z, places[rows], temperature=ones, dtype=z.dtype, **how)[tuple(at)]
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
         if head.softcap is not None:
-            # 1 - tanh^2 as 1 / cosh^2, which does not cancel where the cap saturates.
-            slope /= torch.cosh(raw * (head.logit_scale / head.softcap)).square()
+            slope *= reference.cap_slope(raw * (head.logit_scale / head.softcap))
         return g.mul_(slope)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:

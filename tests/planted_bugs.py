@@ -117,10 +117,10 @@ BUGS = {
     ),
     "fp16 takes weights": Bug("fused_grpo/head.py", "self.gemm_dtype != torch.float16", "True", HALF),
     "the weight of the target forgets the soft cap": Bug(
-        "fused_grpo/torch_passes.py", "-total * tile.slope_at_target", "-total", ROW_PASSES
+        "fused_grpo/torch_passes/row_passes.py", "-total * tile.slope_at_target", "-total", ROW_PASSES
     ),
     "the weight of the target has the sign of the others": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/row_passes.py",
         "tile.put_at_target_(out, -total if",
         "tile.put_at_target_(out, total if",
         ROW_PASSES,
@@ -132,55 +132,61 @@ BUGS = {
         ["tests/ops/test_extremes.py", "-k", "confident and torch"],
     ),
     "the scale of the weights forgets the temperature": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/row_passes.py",
         "* tile.logit_scale / tile.temperature, known",
         "* tile.logit_scale, known",
         ROW_PASSES,
     ),
     "temperature missing from the gradient": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/row_passes.py",
         "slope, share = tile.logit_scale / tile.temperature[:, None]",
         "slope, share = tile.logit_scale / torch.ones_like(tile.temperature[:, None])",
         EXACT,
     ),
     "derivative of the soft cap": Bug(
-        "fused_grpo/torch_passes.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
+        "fused_grpo/torch_passes/blocks.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
     ),
     "sign of the entropy's gradient": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/row_passes.py",
         "of_entropy = -upstream_entropy,",
         "of_entropy = upstream_entropy,",
         EXACT,
     ),
     "the target counts among the others": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/blocks.py",
         "torch.where(targets[:, None] == column, -torch.inf, kept)",
         "kept",
         EXACT,
     ),
     "1 - p by subtraction": Bug(
-        "fused_grpo/torch_passes.py",
+        "fused_grpo/torch_passes/row_passes.py",
         "at_target = upstream * -torch.expm1(log_p)",
         "at_target = upstream * (1 - torch.exp(log_p))",
         ROW_PASSES,
     ),
     "a shift that is never raised": Bug(
-        "fused_grpo/torch_passes.py", "    if not higher.any():", "    if True:", RISING
+        "fused_grpo/torch_passes/row_passes.py", "    if not higher.any():", "    if True:", RISING
     ),
     "weights that do not follow a raised shift": Bug(
-        "fused_grpo/torch_passes.py", "before.mul_(torch.exp(shift - finite(raised))[:, None])", "pass", RISING
+        "fused_grpo/torch_passes/row_passes.py",
+        "before.mul_(torch.exp(shift - finite(raised))[:, None])",
+        "pass",
+        RISING,
     ),
     "sums that do not follow a raised shift": Bug(
         "fused_grpo/statistics.py", "(rescale * totals).sum(0)", "totals.sum(0)", RISING
     ),
     "a row that is no number spoils the others": Bug(
-        "fused_grpo/torch_passes.py", "        out.masked_fill_(lost[:, None], 0.0)", "        pass", NO_NUMBERS
+        "fused_grpo/torch_passes/row_passes.py",
+        "        out.masked_fill_(lost[:, None], 0.0)",
+        "        pass",
+        NO_NUMBERS,
     ),
     "a row without a gradient takes part": Bug(
-        "fused_grpo/torch_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
+        "fused_grpo/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
     ),
     "a tile that is only looked at is changed": Bug(
-        "fused_grpo/torch_passes.py", "if out is None and self.as_it_is:", "if False:", STATISTICS
+        "fused_grpo/torch_passes/blocks.py", "if out is None and self.as_it_is:", "if False:", STATISTICS
     ),
     "a log-prob is rounded like its logits": Bug("fused_grpo/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
     "columns that share a cache set": Bug(

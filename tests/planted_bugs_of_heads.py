@@ -21,37 +21,37 @@ NOT_ALLOWED = ["tests/ops/test_divergence.py", "-k", "neither_model and torch"]
 
 BUGS = {
     "the student's confident token has the gradient of a difference": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "confident, hit = rows.s < 1,",
         "confident, hit = rows.s < 0,",
         DIVERGENCE,
     ),
     "the gradient of a divergence forgets its mean": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "(factor * rows.x * p + g) * p",
         "g * p",
         DIVERGENCE,
     ),
     "jsd mixes the wrong way round": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "e_s, value=self.beta, out=",
         "e_s, value=1 - self.beta, out=",
         DIVERGENCE,
     ),
     "the teacher's peak counts among its others": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "torch.where(self.same, t, 1 + t - of_t)",
         "1 + t",
         DIVERGENCE,
     ),
     "the most probable token is sought in the first block alone": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "tops.argmax(1)[:, None] + starts)",
         "tops.argmax(1)[:, None] + 0 * starts)",
         DIVERGENCE,
     ),
     "two tokens of probability 0 diverge": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "x.masked_fill_(weights == 0.0, 0.0)",
         "x",
         NOT_ALLOWED,
@@ -87,19 +87,19 @@ BUGS = {
         DISTILLATION,
     ),
     "beside a teacher, the others of a target leave out the most probable token": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "torch.where(self.student.at == self.targets, s, 1 + s - e)",
         "s",
         SWEEP,
     ),
     "beside a teacher, the entropy counts the target twice": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "weighted = self._weighted - e * c.clamp_min(-128.0)",
         "weighted = self._weighted",
         SWEEP,
     ),
     "beside a teacher, the entropy leaves out the teacher's most probable token": (
-        "fused_grpo/torch_divergence.py",
+        "fused_grpo/torch_passes/divergence.py",
         "        self._add_entropy(peak_s)\n",
         "",
         SWEEP,

@@ -14,6 +14,7 @@ from fused_grpo import _dispatch, head
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.precision import full_precision
+from fused_grpo.statistics import RowState, with_part
 
 
 class Action(NamedTuple):
@@ -115,6 +116,25 @@ def forward(scale: Scale) -> Iterator[Figure]:
             ):
                 seconds = clock.seconds(functools.partial(op, hidden, weight, targets, **options))
                 yield figure_of(what, seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
+        for rows, columns in scale.tiles:
+            N = scale.kernel_tokens[-1]
+            seconds = clock.seconds(functools.partial(through_tiles, scale.tensor(N, D), weight, (rows, columns)))
+            # Without traffic of logits, as if the tile stayed in the L2 cache: what a small tile can gain at most.
+            expected = line.seconds(flop=2 * N * D * V, moved=-(-N // rows) * weight.nbytes)
+            yield figure_of(f"tiles of {rows} x {columns}", seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
+
+
+def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> list[RowState]:
+    """The statistics of all rows from tiles of logits of this shape, one after the other in the same memory."""
+    kernels, parts = triton(), list[RowState]()
+    zeros = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    memory = kernels.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
+    whole = head.Head(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
+    with full_precision(hidden):
+        for tile in whole.tiles(memory):
+            state = RowState(*kernels.row_statistics(tile.logits, tile.targets, **tile.arguments))
+            parts = with_part([] if tile.columns.start == 0 else parts, state)
+    return parts
 
 
 def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:

@@ -35,6 +35,8 @@ class Scale:
     chunk: int
     """Rows of a chunk, for the passes."""
     kernel_tokens: tuple[int, ...]
+    tiles: tuple[tuple[int, int], ...]
+    """Rows and columns of tiles of logits: those of the ops, and some that stay in the L2 cache."""
     tokens: tuple[int, ...]
     usual: int
     """Tokens of the works that are measured at one size."""
@@ -74,6 +76,7 @@ FULL = Scale(
     rows=(432, 1024, 2048, 4096),
     chunk=4096,
     kernel_tokens=(1, 64, 512, 2048, 8192),
+    tiles=((8192, 8192), (8192, 1024), (8192, 512), (4096, 2048), (4096, 1024)),
     tokens=(64, 256, 1024, 4096, 8192, 16384, 65536),
     usual=8192,
     budgets=(0.25, 0.5, 1.0, 1.25, 2.5),
@@ -89,6 +92,7 @@ TINY = Scale(
     rows=(8,),
     chunk=2,
     kernel_tokens=(1,),
+    tiles=((8, 100),),
     tokens=(64,),
     usual=64,
     budgets=(1e-4,),

@@ -35,8 +35,8 @@ from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
+from fused_grpo.integrations.speculative import speculative_logprobs
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.speculative import speculative_logprobs
 
 check_version("trl", "~=1.16.0")
 

@@ -33,7 +33,7 @@ OPS = {
     "fused_loss": ("fused_linear_grpo_loss",),
     "logprobs": ("linear_logprobs", "linear_logprobs_and_entropy"),
     "loss": ("grpo_loss",),
-    "speculative": ("speculative_logprobs",),
+    "integrations.speculative": ("speculative_logprobs",),
 }
 NO_PASSES = ("empty_tile", "is_available")
 

@@ -13,9 +13,9 @@ import trl_runs
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_grpo import speculative
 from fused_grpo.config import LEVELS, TRL_LOSS_TYPES
 from fused_grpo.errors import UnavailableError
+from fused_grpo.integrations import speculative
 
 pytestmark = pytest.mark.grid
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo import kernels, reference, torch_divergence, torch_passes
+from fused_grpo import chunking, kernels, reference, torch_passes
 
 pytestmark = pytest.mark.grid
 
@@ -20,8 +20,8 @@ DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 @pytest.fixture(params=["triton", "torch"])
 def pass_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     # As many columns in a block as there are in a tile of the interpreter.
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
-    return (kernels if request.param == "triton" else torch_divergence).divergence_gradient_
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
+    return (kernels if request.param == "triton" else torch_passes).divergence_gradient_
 
 
 def problem(R: int, V: int, *, confident: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,13 +91,13 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
     oracle: Any, head_options: Any, monkeypatch: pytest.MonkeyPatch, kind: str, R: int, V: int, names: str
 ) -> None:
     """Targets are the most probable token of the student, of the teacher, and others."""
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
     heads, given = given_to(R, V, kind, names, head_options, target=True)
     how, blank = {"kind": kind, "beta": 0.3, **heads}, {"bias": None, "logit_scale": 1.0, "softcap": None}
     for confident in (False, True):
         logits = problem(R, V, confident=confident)
         for targets in (given["targets"], *(x.argmax(1) for x in logits)):
-            pair = torch_divergence.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **how)
+            pair = torch_passes.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **how)
             found, ways = pair.statistics(), []
             for dtype in (torch.float32, torch.float64):
                 z = reference.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
@@ -140,14 +140,14 @@ def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["triton", "torch"])
 def test_padding_beside_the_tiles_is_neither_read_nor_written(head_options: Any, kind: str, name: str) -> None:
-    passes, home = (kernels, kernels) if name == "triton" else (torch_passes, torch_divergence)
+    passes = kernels if name == "triton" else torch_passes
     heads, given = given_to(3, 130, kind, ALL, head_options, target=True)
     logits, padded = problem(3, 130), []
     for x in logits:
         padded.append(passes.empty_tile(5, 144, dtype=torch.float32, device=x.device).fill_(float("nan")))
         padded[-1][:3, :130] = x
-    ours = home.divergence_gradient_(*(x[:3, :130] for x in padded), **heads, **given)
-    for mine, alone in zip(ours, home.divergence_gradient_(*logits, **heads, **given), strict=True):
+    ours = passes.divergence_gradient_(*(x[:3, :130] for x in padded), **heads, **given)
+    for mine, alone in zip(ours, passes.divergence_gradient_(*logits, **heads, **given), strict=True):
         torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-7)
     assert all(x[3:].isnan().all() and x[:, 130:].isnan().all() for x in padded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from device_under_test import DEVICE
 from torch import Tensor
 
-from fused_grpo import kernels, torch_passes
+from fused_grpo import chunking, kernels, torch_passes
 from fused_grpo.statistics import HEADROOM, RowState, Statistics
 
 pytestmark = pytest.mark.grid
@@ -25,7 +26,7 @@ SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
 @pytest.fixture(params=[kernels, torch_passes], ids=["triton", "torch"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # As many columns in a block as there are in a tile of the interpreter.
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
     return request.param
 
 
@@ -347,3 +348,16 @@ def test_softcap_is_exact_from_the_smallest_to_the_largest_logit(passes: ModuleT
     none, options = torch.full((len(logits),), -1), {"temperature": torch.ones(len(logits)), "softcap": 1.0}
     shift, *_ = passes.row_statistics(logits, none, **options)
     torch.testing.assert_close(shift.double(), torch.tanh(logits[:, 0].double()), rtol=4e-7, atol=0)
+
+
+@pytest.mark.cpu_only(reason="it looks at signatures")
+def test_both_modules_of_passes_take_the_same_arguments() -> None:
+    head = ("bias", "temperature", "logit_scale", "softcap")
+
+    def arguments(function: Any) -> set[str]:
+        return {x for name in inspect.signature(function).parameters for x in (head if name == "head" else (name,))}
+
+    shared = set(kernels.__all__) - {"is_available", "logprob_forward", "prefers_tiles"}
+    assert shared == set(torch_passes.__all__) - {"Divergence"}
+    for name in shared:
+        assert arguments(getattr(kernels, name)) == arguments(getattr(torch_passes, name)), name

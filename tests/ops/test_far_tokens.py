@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from fused_grpo import fused_linear_grpo_loss, linear_logprobs, torch_passes
-from fused_grpo.chunking import BLOCK_BYTES
+from fused_grpo import chunking, fused_linear_grpo_loss, linear_logprobs, torch_passes
 from fused_grpo.statistics import finish_rows
 
 pytestmark = pytest.mark.grid
@@ -31,10 +30,10 @@ def problem(far: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return hidden, torch.eye(V), targets
 
 
-@pytest.fixture(params=[BLOCK_BYTES, 8 * 4 * N], ids=["one block", "eight columns"])
+@pytest.fixture(params=[chunking.BLOCK_BYTES, 8 * 4 * N], ids=["one block", "eight columns"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes of the blocks of a row pass, of which the first with a logit decides the shift."""
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", request.param)
     return int(request.param)
 
 
@@ -80,7 +79,7 @@ def test_tokens_far_from_the_others_are_as_exact_as_any(plan, impl, chunk_bytes,
 @pytest.mark.parametrize("banned", [8, 16])
 def test_first_columns_of_banned_tokens_decide_no_shift(monkeypatch, banned, level):
     """A shift of -inf would be no number to take from a logit."""
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 8 * 4 * N)
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 8 * 4 * N)
     hidden, weight, targets = problem({})
     targets[:4] = torch.arange(4)
     bias = torch.full((V,), level).index_fill_(0, torch.arange(banned), -torch.inf)
@@ -112,7 +111,7 @@ def test_equal_logits_and_one_above_all_others_are_summed_exactly(shape):
 
 def test_a_log_prob_has_not_the_rounding_of_its_logits(monkeypatch):
     """Which are near 20; what they differ by is near 2, and the shift may be below the largest of them."""
-    monkeypatch.setattr(torch_passes, "BLOCK_BYTES", 4096 * 4 * 2)
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4096 * 4 * 2)
     generator = torch.Generator().manual_seed(0)
     logits = (20 - 4 * torch.rand(4096, 16, generator=generator)).mul(2**16).round().div(2**16)
     targets = torch.randint(16, (4096,), generator=generator)

@@ -1,6 +1,6 @@
 """The divergence of two softmaxes and its gradient, in plain torch: the pass of `fused_grpo.kernels.divergence`.
 
-Both tiles are visited in blocks of columns that fit the caches, as in `torch_passes.py`. With c = z - max z of a row's
+Both tiles are visited in blocks of columns that fit the caches, as in `blocks.py`. With c = z - max z of a row's
 logits, e = e^c, S the sum of e over the row (s of the student, t of the teacher), d = c_s - c_t and rho = S_s / S_t,
 
     reverse_kl   KL(p | q) = X / S_s - log rho               X_v = e_s d
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fused_grpo import chunking
 from fused_grpo.statistics import RowState, Statistics, finish_rows
-from fused_grpo.torch_passes import _all_equal, _exp, _in_place, _sums, block_width, empty_tile
+from fused_grpo.torch_passes.blocks import Scratch, all_equal, block_sums, block_width, empty_tile, exp, in_place
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -73,7 +73,7 @@ class _Logits:
         slopes: bool = False,
     ) -> None:
         self.z, self.bias, self.temperature, self.scale, self.softcap = raw, bias, temperature, logit_scale, softcap
-        self.as_it_is = bias is None and softcap is None and _all_equal(temperature, logit_scale)
+        self.as_it_is = bias is None and softcap is None and all_equal(temperature, logit_scale)
         # Those of the soft cap [R, V]: after the sweeps, nothing has the logits any more.
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
         width = block_width(raw)
@@ -150,7 +150,7 @@ class Divergence:
         self.least = _LEAST[student.dtype]
         self.at = torch.stack([self.student.at, self.teacher.at], 1)
         self.same = self.student.at == self.teacher.at
-        self._scratch = dict[int, Tensor]()
+        self.scratch = Scratch(student)
         self._target_logit = None if targets is None else student.gather(1, targets[:, None])[:, 0]
         self._weighted = torch.zeros_like(self.student.largest)  # the sum of e_s c_s
         self.rows = self.sweep()
@@ -171,7 +171,7 @@ class Divergence:
         self, upstream: Tensor, grad_logprobs: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """d loss / d(h.w) of the student [R, V] over its tile, from d loss / d divergence and d loss / d log p, [R]."""
-        out = _in_place(self.student.z, dtype or self.student.z.dtype)
+        out = in_place(self.student.z, dtype or self.student.z.dtype)
         slope = self.student.scale / self.student.temperature
         g = torch.zeros_like(upstream) if grad_logprobs is None else grad_logprobs * slope
         hit = self._write(out, upstream * slope, g)
@@ -185,13 +185,6 @@ class Divergence:
         """(columns, student, teacher) of a block [R, c], one after the other."""
         for columns in self.student.columns:
             yield columns, self.student.z[:, columns], self.teacher.z[:, columns]
-
-    def scratch(self, number: int, like: Tensor) -> Tensor:
-        """Memory of the shape of a block, column-major as the tile."""
-        rows, columns = like.shape
-        if number not in self._scratch:
-            self._scratch[number] = like.new_empty(rows * max(2, self.student.columns[0].stop))
-        return self._scratch[number][: rows * columns].view(columns, rows).t()
 
     def sweep(self) -> _Rows:
         """Leave e_s in the student's tile and X in the teacher's, and those of the peaks in `peaks`."""
@@ -222,23 +215,23 @@ class Divergence:
     def _add_entropy(self, c: Tensor) -> None:
         """Add e c of some columns [R, c] of the student. Below -128 e is 0 or almost 0: this only avoids 0 * -inf."""
         if self.entropy:
-            e = _exp(c, out=self.scratch(1, c))
-            self._weighted += _sums(e.mul_(torch.clamp_min(c, -128.0, out=self.scratch(0, c))))
+            e = exp(c, out=self.scratch(1, c.shape[1]))
+            self._weighted += block_sums(e.mul_(torch.clamp_min(c, -128.0, out=self.scratch(0, c.shape[1]))))
 
     def _exponentials_(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """c_s and c_t [R, c] become e_s and X (e_t for jsd); (their sums, that of X or of -e_t d, each [R])."""
         if self.kind == "jsd":
-            of_s, of_t = (_sums(_exp(c.clamp_min_(self.least), out=c)) for c in (s, t))
+            of_s, of_t = (block_sums(exp(c.clamp_min_(self.least), out=c)) for c in (s, t))
             return of_s, of_t, torch.zeros_like(of_s)
         reverse = self.kind == "reverse_kl"
         weights, other = (s, t) if reverse else (t, s)
-        d = torch.sub(weights, other, out=self.scratch(0, s))
-        of_s, of_t = _sums(_exp(s, out=s)), _sums(_exp(t, out=t))
+        d = torch.sub(weights, other, out=self.scratch(0, s.shape[1]))
+        of_s, of_t = block_sums(exp(s, out=s)), block_sums(exp(t, out=t))
         x = torch.mul(d, weights, out=t if reverse else d)
-        total = _sums(x)
+        total = block_sums(x)
         # 0 * inf is to be 0, not NaN. On a GPU, the question would synchronize.
         if not s.is_cpu or total.isnan().any():
-            total = _sums(x.masked_fill_(weights == 0.0, 0.0))
+            total = block_sums(x.masked_fill_(weights == 0.0, 0.0))
         return of_s, of_t, total
 
     def _mix_(self, s: Tensor, t: Tensor, difference: Tensor) -> _Rows:
@@ -251,7 +244,7 @@ class Divergence:
         x_others = peak_t[:, 1].clone()
         for _, e_s, f in self.blocks():
             f.mul_(rho)
-            parts = self._logarithms_(e_s, f, torch.sub(f, e_s, out=self.scratch(0, f)))
+            parts = self._logarithms_(e_s, f, torch.sub(f, e_s, out=self.scratch(0, f.shape[1])))
             for sums, part in zip((x_others, y), parts, strict=True):
                 sums += part
         x = x_others + peak_t[:, 0]
@@ -260,9 +253,9 @@ class Divergence:
     def _logarithms_(self, e_s: Tensor, f: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """f [R, c] becomes X; (the sums of X and of Y, both [R])."""
         zero = f.new_zeros(())  # the quotient and its factor in one operation
-        of_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f)).log1p_()
-        y = _sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
-        return _sums(torch.mul(of_student, e_s, out=f)), y
+        of_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f.shape[1])).log1p_()
+        y = block_sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
+        return block_sums(torch.mul(of_student, e_s, out=f)), y
 
     def _write(self, out: Tensor, upstream: Tensor, g: Tensor) -> Tensor:
         """d loss / d(h.w) into `out` [R, V], the memory of the student's tile, but for g at the targets of some rows.
@@ -276,7 +269,7 @@ class Divergence:
         of_others = x * rows.x_others - y * rows.s
         at_peaks[:, 0] = torch.where(confident, -of_others - torch.where(hit, 0.0, g), at_peaks[:, 0])
         for columns, e_s, of_x in self.blocks():
-            place = e_s if out.dtype == e_s.dtype else self.scratch(0, e_s)
+            place = e_s if out.dtype == e_s.dtype else self.scratch(0, e_s.shape[1])
             values = torch.mul(e_s, -y[:, None], out=place).addcmul_(of_x, x[:, None])
             if self.student.slopes is not None:
                 values.mul_(self.student.slopes[:, columns])

@@ -1,0 +1,40 @@
+"""The row passes in plain torch: the path for CPUs, and for any device without Triton.
+
+They are the same passes as those of `fused_grpo.kernels`, so the algorithms are written once, over either module.
+`logits` [R, C] is always a tile of raw h.w: some rows, and the whole vocabulary or a slice of it. The passes visit it
+in blocks of columns that fit the caches. A block is exponentiated, summed and differentiated while it is in cache, in
+place or in scratch memory of its size. That keeps the peak at one tile, and it is fast on a CPU. The numerics are those
+of `statistics.py`.
+
+A tile is column-major: a GEMM then packs the hidden states, which fit a cache, for each block of W, and not W.
+"""
+
+from fused_grpo.statistics import finish_rows
+from fused_grpo.torch_passes.blocks import empty_tile
+from fused_grpo.torch_passes.divergence import Divergence, divergence_gradient_
+from fused_grpo.torch_passes.row_passes import (
+    grpo_token_loss,
+    logits_gradient_,
+    row_statistics,
+    scale_,
+    scale_hidden,
+    softmax_weights_,
+    token_statistics,
+)
+from fused_grpo.torch_passes.support import entry_logits, weighted_rows_
+
+__all__ = [
+    "Divergence",
+    "divergence_gradient_",
+    "empty_tile",
+    "entry_logits",
+    "finish_rows",
+    "grpo_token_loss",
+    "logits_gradient_",
+    "row_statistics",
+    "scale_",
+    "scale_hidden",
+    "softmax_weights_",
+    "token_statistics",
+    "weighted_rows_",
+]
