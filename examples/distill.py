@@ -3,9 +3,9 @@
     python examples/distill.py
 
 The task is the built-in one: sums of two-digit numbers, scored by exact match on sums that no run has seen. The student
-adds well and carries badly; the teacher is half as wide again and was trained supervised until it carries, too. The teacher
-says something about every token, the reward one number about a whole answer. The report of each run, with its curve,
-is in runs/distill-*.
+adds well and carries badly; the teacher is half as wide again and was trained supervised until it carries, too. The
+teacher says something about every token, the reward one number about a whole answer. The report of each run, with its
+curve, is in runs/distill-*.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from fused_grpo.bench.heads import peers
+from fused_grpo.bench.heads import peers, suites
 from fused_grpo.bench.heads.correctness import errors_of
 from fused_grpo.bench.heads.implementations import COEF, Implementation, dapo, exact, full_logits, over_scored, peer
 from fused_grpo.bench.heads.peers import PEERS, named
@@ -326,3 +326,9 @@ def test_trls_op_is_timed_where_its_trainer_cannot_be_imported(monkeypatch):
     assert peers._width_of_trl() == width
     for mine, expected in zip(named("TRL").run(batch_of(work), work), whole, strict=True):
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize(("suite", "every"), [("cpu", suites.CPU), ("gpu", suites.GPU)])
+def test_a_rehearsal_runs_every_implementation_of_every_kind_of_case(suite: str, every: list[suites.Case]) -> None:
+    rehearsed = {case.name: case.names for case in suites.cases(suite, tiny=True)}
+    assert all(set(case.names) <= set(rehearsed[case.tiny().name]) for case in every)
