@@ -168,7 +168,8 @@ def check_temperature_values(temperature: Tensor) -> None:
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    allowed = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
+    """Check targets in which those that are ignored are 0."""
+    allowed = targets == targets.clamp(0, vocab_size - 1)
     want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
     if targets.device.type == "cuda":
         torch._assert_async(allowed.all(), f"a target is out of range; {want}")

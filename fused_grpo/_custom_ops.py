@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _dispatch, logprob_plans, several_targets
-from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
+from fused_grpo._checks import check_differentiated_once
 from fused_grpo.head import Head
 from fused_grpo.precision import compute_dtype
-from fused_grpo.several_targets import rows_with, without_ignored
+from fused_grpo.several_targets import rows_with
 from fused_grpo.statistics import Statistics
 
 _OPTIONS = (
@@ -57,17 +57,15 @@ def _linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
 
-    The entropy is [0] unless `entropy`. d log p / d hidden is [0] unless, of (hidden, weight, bias), only the gradient
-    of hidden is `wanted`.
+    The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. d log p / d hidden is [0]
+    unless, of (hidden, weight, bias), only the gradient of hidden is.
 
     With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
     target has log p = 0, a row without any other also H = 0.
     """
-    check_targets(targets, len(weight), ignore_index)
-    check_temperature_values(temperature)
-    kept = targets != ignore_index
-    rows, own = rows_with(kept), without_ignored(targets, kept)
-    head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
+    head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
+    kept, head = head.without_ignored(ignore_index)
+    rows = rows_with(kept)
     chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
@@ -81,15 +79,17 @@ def _linear_logprobs(
         options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
         statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
     logprobs, entropies, *others = statistics
-    values = [value for value in (logprobs.t(), entropies, torch.stack(others)) if value is not None]
-    if index is not None:
-        sizes = (value.new_zeros(*value.shape[:-1], len(targets)) for value in values)
-        values = [zeros.index_copy_(-1, index, value) for zeros, value in zip(sizes, values, strict=True)]
-    ignored = ~rows
-    values = [value.masked_fill_(ignored, 0.0) for value in values]
-    if targets.ndim == 2:
-        values[0] = values[0].t().contiguous().masked_fill_(~kept, 0.0)
-    return values[0], values[1] if entropy else values[-1].new_empty(0), values[-1], d_hidden
+
+    def of_all(values: Tensor) -> Tensor:
+        """[..., N] from [..., R], 0 for ignored rows."""
+        if index is None:
+            return torch.where(rows, values, 0.0)
+        return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
+
+    logprobs = of_all(logprobs.t()) if targets.ndim == 1 else torch.where(kept, of_all(logprobs.t()).t(), 0.0)
+    nothing = logprobs.new_empty(0)
+    known = of_all(torch.stack(others)) if any(wanted) else nothing
+    return logprobs, nothing if entropies is None else of_all(entropies), known, d_hidden
 
 
 def _named(wanted: list[bool]) -> dict[str, bool]:
@@ -105,7 +105,8 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     # len() would specialise the compiled graph to this number of rows.
     count, dtype = targets.shape[0], compute_dtype(hidden)
     entropy, frozen = options[4], _takes_gradient(options[8], options[7])
-    logprobs, others = hidden.new_empty(targets.shape, dtype=dtype), hidden.new_empty((2, count), dtype=dtype)
+    logprobs = hidden.new_empty(targets.shape, dtype=dtype)
+    others = hidden.new_empty((2, count) if any(options[8]) else 0, dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
     d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
     return logprobs, entropies, others, d_hidden
@@ -143,7 +144,8 @@ def _linear_logprobs_backward(
     if frozen and targets.ndim == 1:
         # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
         return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
-    head = Head(hidden, weight, bias, without_ignored(targets, kept), temperature, logit_scale, softcap)
+    own = torch.where(kept, targets, 0 if targets.ndim == 1 else -1)
+    head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
     if targets.ndim == 2:
         logprobs = logprobs.masked_fill(~kept, -torch.inf)
     if frozen:

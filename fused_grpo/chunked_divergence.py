@@ -165,7 +165,7 @@ def chunked_divergence(
     The gradients are those of sum(weights * divergence), `weights` [R]; that of the weight is fp32 if not `rounded`.
     """
     memory, student = heads.chunk_memory(passes, chunk_bytes), heads.student
-    scale = power_of_two_scale(student, weights.abs(), exponent=_FP16_EXPONENT)
+    scale = power_of_two_scale(student, weights, exponent=_FP16_EXPONENT)
     options: dict[str, Any] = {**wanted, "scale": scale, "rounded": rounded}
     gradients = HeadGradients(student, one_group=len(memory[0]) >= len(weights), **options)
     upstream = (weights if scale is None else weights * scale) if any(wanted.values()) else None

@@ -7,14 +7,13 @@ is never called; use `torch.no_grad()` for evaluation.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_grpo import _dispatch, reference
-from fused_grpo._checks import check_main_grad, check_plan, check_score, check_targets, check_temperature_values
+from fused_grpo._checks import check_main_grad, check_plan, check_score
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs, loss_inputs
 from fused_grpo.chunked_divergence import Teacher, TwoHeads
@@ -27,7 +26,7 @@ from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.loss_gradients import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.precision import full_precision
-from fused_grpo.shards import Shards, shards_of
+from fused_grpo.shards import shards_of
 from fused_grpo.support import supported_loss
 
 
@@ -117,9 +116,8 @@ def fused_linear_grpo_loss(
     restricted = support_of(support, head, process_group=process_group)
     check_main_grad(weight_main_grad, weight, chosen)
     check_together(distillation, config, score=score, support=support, process_group=process_group)
-    shards = _shards(head, process_group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes)
-    kept = head.targets != ignore_index
-    head = replace(head, targets=torch.where(kept, head.targets, 0))
+    shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
+    kept, head = head.without_ignored(ignore_index, vocab_size=None if shards is None else sum(shards.sizes))
     head = head if shards is None else shards.own(head)
     inputs = loss_inputs(
         targets.shape,
@@ -192,15 +190,6 @@ class FusedLinearGRPOLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"
-
-
-def _shards(head: Head, group: Any, *, ignore_index: int, impl: str, chunk_bytes: int | None) -> Shards | None:
-    """The shards of the head, None without a group, after a check of targets and temperatures."""
-    if group is not None:
-        return shards_of(head, group, ignore_index=ignore_index, impl=impl, chunk_bytes=chunk_bytes or 0)
-    check_targets(head.targets, len(head.weight), ignore_index)
-    check_temperature_values(head.temperature)
-    return None
 
 
 def _reference_loss(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import chunking
-from fused_grpo._checks import check_head
+from fused_grpo._checks import check_head, check_targets, check_temperature_values
 from fused_grpo.precision import compute_dtype
 
 logger = logging.getLogger("fused_grpo")
@@ -90,6 +90,21 @@ class Head:
             return self
         rows = index if self.index is None else self.index[index]
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
+
+    def without_ignored(self, ignore_index: int, *, vocab_size: int | None = None) -> tuple[Tensor, Head]:
+        """(which targets are not `ignore_index`, this head with 0 in their place, or -1 among several of a row).
+
+        Values are checked, targets against `vocab_size` where the head is a shard of one.
+
+        Raises:
+            InputError: a target or a temperature is out of range; on a GPU, an assertion of the device.
+        """
+        kept = self.targets != ignore_index
+        targets = torch.where(kept, self.targets, 0)
+        if not torch.compiler.is_compiling():
+            check_targets(targets, len(self.weight) if vocab_size is None else vocab_size, ignore_index)
+            check_temperature_values(self.temperature)
+        return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
     def row_arguments(self, rows: slice, columns: slice = slice(None)) -> dict[str, Any]:
         """The keyword arguments of a row pass for these rows, beside their raw logits."""

@@ -132,13 +132,10 @@ def backward(
     if index is not None:
         statistics, grad_logprobs = statistics.rows(index), grad_logprobs[index]
         grad_entropy = None if grad_entropy is None else grad_entropy[index]
-    upstream = grad_logprobs.abs()
+    scale = power_of_two_scale(head, grad_logprobs, grad_entropy, exponent=_FP16_EXPONENT)
     if grad_logprobs.ndim == 2:
-        upstream = upstream.sum(1)
         head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
-    upstream = upstream if grad_entropy is None else upstream + grad_entropy.abs()
     memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted["weight"])
-    scale = power_of_two_scale(head, upstream, exponent=_FP16_EXPONENT)
     one_group = len(memory) >= len(head.targets)
     how: dict[str, Any] = {**wanted, "scale": scale, "hidden_dtype": hidden_dtype, "rounded": rounded}
     gradients = HeadGradients(head, one_group=one_group, **how)
@@ -180,14 +177,15 @@ def forward_with_gradient(
     return Statistics.joined(groups), gradient
 
 
-def power_of_two_scale(head: Head, upstream: Tensor, *, exponent: int) -> Tensor | None:
+def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:
     """The scale that brings the largest d-logit near 2^exponent: the smallest number of fp16 is 6e-8.
 
-    `upstream` [N] is the absolute upstream gradient of each row. Other dtypes need no scale: None.
+    `upstream` are the gradients of the rows, [N] or [N, K]. Other dtypes need no scale: None.
     """
-    if head.takes_weights or not len(upstream):
+    if head.takes_weights or not len(head.targets):
         return None
-    largest = (upstream * abs(head.logit_scale) / head.temperature).amax()
+    sizes = [g.abs() if g.ndim == 1 else g.abs().sum(1) for g in upstream if g is not None]
+    largest = (torch.stack(sizes).sum(0) * abs(head.logit_scale) / head.temperature).amax()
     return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
 
 

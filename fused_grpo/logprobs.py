@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
-from fused_grpo._checks import check_plan, check_targets, check_temperature_values
+from fused_grpo._checks import check_plan
 from fused_grpo.entries import Support, kept_mask, support_of
 from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.precision import full_precision
@@ -174,13 +174,10 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
 
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
-    if not torch.compiler.is_compiling():
-        check_targets(head.targets, len(head.weight), ignore_index)
-        check_temperature_values(head.temperature)
-    kept = head.targets != ignore_index
+    kept, head = head.without_ignored(ignore_index)
     mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
         logprobs, entropy = reference.logprobs_and_entropy(
-            head.hidden, head.weight, torch.where(kept, head.targets, 0), **head.row_arguments(slice(None)), kept=mask
+            head.hidden, head.weight, head.targets.clamp_min(0), **head.row_arguments(slice(None)), kept=mask
         )
     return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0)

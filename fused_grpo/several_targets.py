@@ -42,11 +42,6 @@ from fused_grpo.head import SLICE_BYTES, Head, Tile
 from fused_grpo.statistics import RowState, Statistics, finite, merge_rows
 
 
-def without_ignored(targets: Tensor, kept: Tensor) -> Tensor:
-    """Targets [N] or [N, K] as the plans take them."""
-    return torch.where(kept, targets, 0 if targets.ndim == 1 else -1)
-
-
 def rows_with(some: Tensor) -> Tensor:
     """The rows [N] in which this holds for a target, from [N] or [N, K]."""
     return some if some.ndim == 1 else some.any(1)

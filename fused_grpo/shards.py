@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_grpo._checks import check_targets, check_temperature_values
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import Head, local_targets, needs_gradient
 from fused_grpo.statistics import RowState
@@ -51,12 +50,12 @@ class Shards(NamedTuple):
         return d_hidden
 
 
-def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: int) -> Shards:
-    """The shards of this head, after a check of its inputs. Targets count over the whole vocabulary. A collective.
+def shards_of(head: Head, group: Any, *, impl: str, **same: int) -> Shards:
+    """The shards of this head. A collective.
 
     Raises:
-        InputError: a target outside the whole vocabulary, on every rank; or tokens, features, `requires_grad` of
-            hidden, or one of `same`, that differ between ranks: some ranks would wait for others.
+        InputError: tokens, features, `requires_grad` of hidden, or one of `same`, differ between ranks: some ranks
+            would wait for others.
         UnsupportedError: impl="reference", which needs the whole weight.
     """
     if impl == "reference":
@@ -73,8 +72,6 @@ def shards_of(head: Head, group: Any, *, ignore_index: int, impl: str, **same: i
                 f"got {name} = {values} on the ranks of the process_group, want one number; "
                 "fix: pass every rank the same, but for its own rows of weight and bias"
             )
-    check_targets(head.targets, sum(sizes), ignore_index)
-    check_temperature_values(head.temperature)
     return Shards(group, sizes)
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _cpu_buffers, _dispatch, chunking, logprob_plans, reference
-from fused_grpo._checks import check_differentiated_once, check_targets, check_temperature_values
+from fused_grpo._checks import check_differentiated_once
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.chunked_loss import ChunkedLoss, Score, rows_in_order
@@ -210,14 +210,12 @@ def supported_logprobs(
     head: Head, support: Support, *, ignore_index: int, entropy: bool, chunk_bytes: int | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     """(log p [N], entropy [N], or zeros unless `entropy`) over the kept tokens; targets may be `ignore_index`."""
-    check_targets(head.targets, len(head.weight), ignore_index)
-    check_temperature_values(head.temperature)
+    kept, head = head.without_ignored(ignore_index)
     passes = _dispatch.passes(_dispatch.choose(impl, head.hidden))
-    kept = head.targets != ignore_index
     wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
     leaves = (head.hidden, head.weight, head.bias)
     constant: dict[str, Any] = {name: None if x is None else x.detach() for name, x in zip(wanted, leaves, strict=True)}
-    head = replace(head, **constant, targets=torch.where(kept, head.targets, 0))
+    head = replace(head, **constant)
     rows = SupportedHead(head, support, kept, passes, chunk_bytes=chunk_bytes, wanted=wanted)
     return _Supported.apply(*leaves, rows, entropy)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -27,9 +26,9 @@ def vocab_parallel_logprobs(
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) of `head` whose weight and bias are this rank's shard."""
-    shards = shards_of(head, group, ignore_index=ignore_index, impl=impl)
-    kept = head.targets != ignore_index
-    head = shards.own(replace(head, targets=several_targets.without_ignored(head.targets, kept)))
+    shards = shards_of(head, group, impl=impl)
+    kept, head = head.without_ignored(ignore_index, vocab_size=sum(shards.sizes))
+    head = shards.own(head)
     options = {"entropy": entropy, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
     passes, tensors = _dispatch.passes(_dispatch.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
     logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]

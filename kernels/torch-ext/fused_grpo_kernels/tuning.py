@@ -154,8 +154,8 @@ class TilesFrom:
 
 # For 16-bit heads: the gain of the vendor's GEMM, 2*D/3 FLOP per logit, must exceed the cost of 4 bytes per logit.
 TILES_FROM: dict[str, TilesFrom] = {
-    "sm_80": TilesFrom(rows=512, hidden_size=896, measured=False),
-    "sm_90": TilesFrom(rows=512, hidden_size=1152, measured=False),
+    "sm_80": TilesFrom(rows=256, hidden_size=896, measured=False),
+    "sm_90": TilesFrom(rows=256, hidden_size=1152, measured=False),
     "sm_100": TilesFrom(rows=512, hidden_size=1536, measured=False),
 }
 
