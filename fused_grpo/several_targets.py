@@ -123,14 +123,16 @@ def hidden_gradient(head: Head, d_top: Tensor, logprobs: Tensor, grad_logprobs: 
     moved = torch.where(head.targets == head.targets.gather(1, top), 0.0, grad_logprobs)
     moved.scatter_(1, top, -moved.sum(1, keepdim=True))
     gradient = d_top * grad_logprobs.sum(1, keepdim=True)
-    for rows in chunking.chunks(len(gradient), max(1, SLICE_BYTES // (gradient[:1].nbytes or 1))):
+    # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
+    budget = SLICE_BYTES if gradient.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES // 4
+    for rows in chunking.chunks(len(gradient), max(1, budget // (gradient[:1].nbytes or 1))):
+        arguments, x = head.row_arguments(rows), None
         for k, token in enumerate(head.targets[rows].clamp_min(0).t()):
-            w, arguments = head.weight[token].to(head.hidden.dtype).to(head.dtype), head.row_arguments(rows)
-            x = None
+            w = head.weight[token].to(head.hidden.dtype).to(head.dtype)
             if head.softcap is not None:
                 x = (head.hidden[rows].to(head.dtype) * w).sum(1, keepdim=True)
                 x = x if head.bias is None else x + head.bias[token, None]
-            gradient[rows] += (moved[rows, k, None] * _slopes(x, arguments)) * w
+            gradient[rows].addcmul_(moved[rows, k, None] * _slopes(x, arguments), w)
     return gradient.masked_fill_((grad_logprobs == 0).all(1, keepdim=True), 0.0)
 
 
