@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers, several_targets
+from fused_grpo import _cpu_buffers
 from fused_grpo.head import Head, Tile, multiply_into, weighted_sum_into
 from fused_grpo.statistics import Statistics
 
@@ -65,12 +65,8 @@ class HeadGradients:
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None = None,
     ) -> None:
-        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows.
-
-        With K targets per row those of log-probs are [R, K], and targets are distinct.
-        """
-        several = tile.targets.ndim == 2
-        if grad_entropy is None and self._head.takes_weights and not several:
+        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows."""
+        if grad_entropy is None and self._head.takes_weights:
             options = {"known": known, "dtype": self._head.gemm_dtype, **tile.arguments}
             weights, scale, _ = passes.softmax_weights_(tile.logits, tile.targets, **options)
             self.add_weights(tile, passes, weights, scale, grad_logprobs)
@@ -80,10 +76,7 @@ class HeadGradients:
             grad_entropy = None if grad_entropy is None else grad_entropy * self.scale
         upstream: dict[str, Any] = {"known": known, "grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy}
         upstream["dtype"] = self._head.gemm_dtype
-        if several:
-            self._add(tile, several_targets.logits_gradient_(tile, passes, **upstream))
-        else:
-            self._add(tile, passes.logits_gradient_(tile.logits, tile.targets, **upstream, **tile.arguments))
+        self._add(tile, passes.logits_gradient_(tile.logits, tile.targets, **upstream, **tile.arguments))
 
     def add_gradient(self, tile: Tile, gradient: Tensor) -> None:
         """Add d-logits [R, C], which include the scale."""

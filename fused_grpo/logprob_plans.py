@@ -133,8 +133,10 @@ def backward(
         statistics, grad_logprobs = statistics.rows(index), grad_logprobs[index]
         grad_entropy = None if grad_entropy is None else grad_entropy[index]
     scale = power_of_two_scale(head, grad_logprobs, grad_entropy, exponent=_FP16_EXPONENT)
+    targets = None
     if grad_logprobs.ndim == 2:
-        head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
+        scaled = (g if g is None or scale is None else g * scale for g in (grad_logprobs, grad_entropy))
+        head, targets = several_targets.known_targets(head, statistics, *scaled)  # type: ignore[arg-type]
     memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted["weight"])
     one_group = len(memory) >= len(head.targets)
     how: dict[str, Any] = {**wanted, "scale": scale, "hidden_dtype": hidden_dtype, "rounded": rounded}
@@ -142,6 +144,10 @@ def backward(
     with full_precision(head.hidden):
         for tile in head.tiles(memory) if len(head.weight) else ():
             rows = tile.rows
+            if targets is not None:
+                of_targets = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
+                gradients.add_gradient(tile, of_targets)
+                continue
             of_rows = {"grad_logprobs": grad_logprobs[rows]}
             of_rows |= {} if grad_entropy is None else {"grad_entropy": grad_entropy[rows]}
             gradients.add_known(tile, passes, statistics.rows(rows), **of_rows)

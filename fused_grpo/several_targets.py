@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
 
     The tile has raw logits. Targets of other tiles have a logit of -inf.
     """
-    column, here = _columns(tile)
+    column, here, _ = _columns(tile)
     z = reference.transform_logits(_at(tile, column), **{**tile.arguments, "bias": None})
     z = torch.where(here, z, -torch.inf)
     top = z.argmax(1, keepdim=True)
@@ -95,24 +95,52 @@ def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
     return replace(head, targets=targets), gradients
 
 
-def logits_gradient_(
-    tile: Tile,
-    passes: ModuleType,
-    *,
-    known: Statistics,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+class KnownTargets(NamedTuple):
+    """What the gradient needs of rows with distinct targets, whichever tile it is of."""
+
+    known: Statistics  # [R], with the log-prob of the largest target
+    largest: Tensor  # [R], that target
+    grad_logprobs: Tensor  # [R], the sum over the targets
+    grad_entropy: Tensor | None  # [R]
+    at_targets: Tensor  # [R, K], dL/dz
+    idle: Tensor  # [R, 1], no gradient
+
+    def rows(self, rows: slice) -> KnownTargets:
+        """Of some rows."""
+        known, *others = self
+        return KnownTargets(known.rows(rows), *(None if x is None else x[rows] for x in others))  # type: ignore[arg-type]
+
+
+def known_targets(
+    head: Head, known: Statistics, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> tuple[Head, KnownTargets]:
+    """(the head with distinct targets, what is known of them) from the upstream gradients [N, K] and [N]."""
+    head, grad_logprobs = distinct_targets(head, grad_logprobs)
+    top, log_p, p = known.logprobs.argmax(1, keepdim=True), known.logprobs, known.logprobs.exp()
+    of_top = known._replace(logprobs=log_p.gather(1, top)[:, 0])
+    every = grad_logprobs.sum(1, keepdim=True)
+    # The sum over the others: G - g_t would lose it beside a large g_t.
+    of_others = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
+    others = (every - grad_logprobs).scatter_(1, top, of_others)
+    values, idle = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
+    if grad_entropy is not None and known.entropy is not None:
+        # The clamp avoids 0 * -inf.
+        values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + known.entropy[:, None])
+        idle &= (grad_entropy == 0)[:, None]
+    largest = head.targets.gather(1, top)[:, 0]
+    return head, KnownTargets(of_top, largest, every[:, 0], grad_entropy, values, idle)
+
+
+def logits_gradient_(tile: Tile, passes: ModuleType, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
     """The pass `logits_gradient_` for a tile with distinct targets: d loss / d(h.w) [R, C] over its logits."""
-    top = known.logprobs.argmax(1, keepdim=True)
-    of_top = known._replace(logprobs=known.logprobs.gather(1, top)[:, 0])
-    upstream: dict[str, Any] = {"grad_logprobs": grad_logprobs.sum(1), "grad_entropy": grad_entropy, "dtype": dtype}
-    column, here = _columns(tile)
-    values = _at_targets(known, top, grad_logprobs, grad_entropy, slope=_slopes(_at(tile, column), tile.arguments))
-    single = tile.targets.gather(1, top)[:, 0]
-    out: Tensor = passes.logits_gradient_(tile.logits, single, known=of_top, **upstream, **tile.arguments)
-    values = torch.where(here, values.to(out.dtype), values.to(out.dtype).gather(1, _first(here)))
+    column, here, first = _columns(tile)
+    # In rows without a gradient 0, even if their logits are NaN.
+    values = (rows.at_targets * _slopes(_at(tile, column), tile.arguments)).masked_fill_(rows.idle, 0.0)
+    upstream = {"grad_logprobs": rows.grad_logprobs, "grad_entropy": rows.grad_entropy, "dtype": dtype}
+    largest = rows.largest - tile.columns.start
+    out: Tensor = passes.logits_gradient_(tile.logits, largest, known=rows.known, **upstream, **tile.arguments)
+    values = values.to(out.dtype)
+    values = torch.where(here, values, values.gather(1, first))
     return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
 
 
@@ -136,36 +164,16 @@ def hidden_gradient(head: Head, d_top: Tensor, logprobs: Tensor, grad_logprobs: 
     return gradient.masked_fill_((grad_logprobs == 0).all(1, keepdim=True), 0.0)
 
 
-def _at_targets(
-    known: Statistics, top: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, *, slope: Tensor
-) -> Tensor:
-    """dL/d(h.w) [R, K] at the targets, 0 in rows without a gradient, even if their logits are NaN."""
-    log_p, p = known.logprobs, known.logprobs.exp()
-    # The sum over the others: G - g_t would lose it beside a large g_t.
-    of_others = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
-    others = (grad_logprobs.sum(1, keepdim=True) - grad_logprobs).scatter_(1, top, of_others)
-    values, none = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
-    if grad_entropy is not None and known.entropy is not None:
-        # The clamp avoids 0 * -inf.
-        values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + known.entropy[:, None])
-        none &= (grad_entropy == 0)[:, None]
-    return (values * slope).masked_fill_(none, 0.0)
-
-
-def _columns(tile: Tile) -> tuple[Tensor, Tensor]:
-    """(columns [R, K] that can be read and written, whether each target is in this tile [R, K]).
+def _columns(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """(columns [R, K] that can be read and written, whether each target is in this tile, the first that is [R, 1]).
 
     A target of another tile has the column of the first target in this one, so that no column is written with two
     values; without any it has some column.
     """
     last = tile.logits.shape[1] - 1
     here = (tile.targets >= 0) & (tile.targets <= last)
-    return torch.where(here, tile.targets, tile.targets.gather(1, _first(here)).clamp(0, last)), here
-
-
-def _first(here: Tensor) -> Tensor:
-    """The index of the first target in a tile, [R, 1]."""
-    return here.int().argmax(1, keepdim=True)
+    first = here.int().argmax(1, keepdim=True)
+    return torch.where(here, tile.targets, tile.targets.gather(1, first).clamp(0, last)), here, first
 
 
 def _at(tile: Tile, column: Tensor) -> Tensor:
