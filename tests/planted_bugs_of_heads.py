@@ -184,8 +184,8 @@ BUGS = {
     ),
     "the slope of kept tokens forgets the soft cap": (
         "fused_grpo/support.py",
-        "slope /= torch.cosh(",
-        "slope / torch.cosh(",
+        "slope *= reference.cap_slope(",
+        "slope * reference.cap_slope(",
         KEPT,
     ),
     "dW takes gradients in the order of rows and hidden states in that of tokens": (
