@@ -41,7 +41,7 @@ _HOME = {
     "linear_logprobs_and_entropy": "logprobs",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = sorted(("__version__", *_HOME))
 
 
 def __getattr__(name: str) -> Any:
