@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fused_grpo._version import __version__
-
 if TYPE_CHECKING:
+    from fused_grpo._version import __version__ as __version__
     from fused_grpo.config import GRPOLossConfig as GRPOLossConfig
     from fused_grpo.distillation import Distillation as Distillation
     from fused_grpo.divergence import DivergenceOutput as DivergenceOutput
@@ -34,6 +33,7 @@ _HOME = {
     "GRPOLossConfig": "config",
     "GRPOLossOutput": "loss",
     "LogProbs": "logprobs",
+    "__version__": "_version",
     "fused_linear_divergence": "divergence",
     "fused_linear_grpo_loss": "fused_loss",
     "grpo_loss": "loss",
@@ -41,7 +41,7 @@ _HOME = {
     "linear_logprobs_and_entropy": "logprobs",
 }
 
-__all__ = sorted(("__version__", *_HOME))
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
