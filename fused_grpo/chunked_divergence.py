@@ -119,6 +119,7 @@ class Teacher:
         theirs = next(replace(self.head, **mine).tiles(self.memory))
         how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "entropy": entropy, "targets": tile.targets}
         how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "differentiated": differentiated}
+        # In plain torch the sweep for the divergence also gives the statistics.
         if hasattr(self.passes, "Divergence"):
             return Divergence(tile.logits, theirs.logits, **how)
         return OnePass(self.passes, tile.logits, theirs.logits, **how)

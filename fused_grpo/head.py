@@ -92,9 +92,10 @@ class Head:
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
     def without_ignored(self, ignore_index: int, *, vocab_size: int | None = None) -> tuple[Tensor, Head]:
-        """(which targets are not `ignore_index`, this head with 0 in their place, or -1 among several of a row).
+        """(which targets are not `ignore_index`, bool of their shape; this head with 0 in the place of those that are).
 
-        Values are checked, targets against `vocab_size` where the head is a shard of one.
+        In the place of one of several targets of a row is -1. Values are checked: targets against `vocab_size`, that of
+        the whole head where this is a shard.
 
         Raises:
             InputError: a target or a temperature is out of range; on a GPU, an assertion of the device.

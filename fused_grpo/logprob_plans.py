@@ -144,13 +144,13 @@ def backward(
     with full_precision(head.hidden):
         for tile in head.tiles(memory) if len(head.weight) else ():
             rows = tile.rows
-            if targets is not None:
+            if targets is None:
+                of_entropy = None if grad_entropy is None else grad_entropy[rows]
+                upstream = {"grad_logprobs": grad_logprobs[rows], "grad_entropy": of_entropy}
+                gradients.add_known(tile, passes, statistics.rows(rows), **upstream)  # type: ignore[arg-type]
+            else:
                 of_targets = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
                 gradients.add_gradient(tile, of_targets)
-                continue
-            of_rows = {"grad_logprobs": grad_logprobs[rows]}
-            of_rows |= {} if grad_entropy is None else {"grad_entropy": grad_entropy[rows]}
-            gradients.add_known(tile, passes, statistics.rows(rows), **of_rows)
     return gradients.finish()
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, head
+from fused_grpo import _dispatch, head, logprob_plans
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.precision import full_precision
-from fused_grpo.statistics import RowState, with_part
+from fused_grpo.statistics import Statistics
 
 
 class Action(NamedTuple):
@@ -124,17 +124,18 @@ def forward(scale: Scale) -> Iterator[Figure]:
             yield figure_of(f"tiles of {rows} x {columns}", seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
 
 
-def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> list[RowState]:
-    """The statistics of all rows from tiles of logits of this shape, one after the other in the same memory."""
-    kernels, parts = triton(), list[RowState]()
+def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Statistics:
+    """The op's plan for log-probs by tiles of logits, with tiles [R, C] of this shape: one exists at a time."""
+
+    class Tiled(head.Head):
+        def tile_memory(self, passes: ModuleType, *unused: Any, **how: Any) -> Tensor:
+            tile: Tensor = passes.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
+            return tile
+
     zeros = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    memory = kernels.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
-    whole = head.Head(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
-    with full_precision(hidden):
-        for tile in whole.tiles(memory):
-            state = RowState(*kernels.row_statistics(tile.logits, tile.targets, **tile.arguments))
-            parts = with_part([] if tile.columns.start == 0 else parts, state)
-    return parts
+    whole = Tiled(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
+    # If something is wanted, the plan never takes the kernel without logits.
+    return logprob_plans.forward(whole, triton(), entropy=False, wanted={"weight": False})
 
 
 def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:
