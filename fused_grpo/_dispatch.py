@@ -38,7 +38,7 @@ def choose(impl: str, hidden: Tensor) -> str:
 def why_not_triton(hidden: Tensor) -> str | None:
     """The reason that Triton cannot take these tensors, or None where it can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
     if hidden.dtype == torch.float64:
         return "its kernels have no fp64"
@@ -49,6 +49,11 @@ def why_not_triton(hidden: Tensor) -> str | None:
     if not hidden.is_cuda and not interpreted:
         return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
     return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -67,6 +72,7 @@ def announce(chosen: str, device: str, obstacle: str | None) -> None:
     logger.info("impl='auto' runs the %s path on %s%s", chosen, device, f" ({obstacle})" if obstacle else "")
 
 
+@functools.cache
 def passes(impl: str) -> ModuleType:
     """The module with the row passes: `fused_grpo.kernels` for "triton", else `fused_grpo.torch_passes`."""
     return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")

@@ -206,9 +206,14 @@ class GRPOLossConfig:
 
 def loss_config(config: GRPOLossConfig | None) -> GRPOLossConfig:
     """The config given, or the default one."""
-    if not isinstance(config, GRPOLossConfig | None):
+    if config is None:
+        return _DEFAULT  # checked once: the checks take longer than a small loss
+    if not isinstance(config, GRPOLossConfig):
         raise InputError(f"got config of type {type(config).__name__}, want a GRPOLossConfig, or None for the default")
-    return GRPOLossConfig() if config is None else config
+    return config
+
+
+_DEFAULT = GRPOLossConfig()
 
 
 class TokenTerms(NamedTuple):

@@ -45,7 +45,8 @@ class FakeServer(ThreadingHTTPServer):
         self.weight_version, self.faults, self.seen, self.served = "default", iter(()), [], 0
         self.weights: dict[str, Any] = {}
         self.folder = Path()
-        self.refuses_weights, self.tied, self.dev_mode, self.logprobs_mode = False, False, True, "processed_logprobs"
+        self.refuses_to_join, self.refuses_weights = False, False
+        self.tied, self.dev_mode, self.logprobs_mode = False, True, "processed_logprobs"
         self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
         self.max_model_len, self.old, self.max_logprobs = 64, False, 20
@@ -134,7 +135,7 @@ class FakeServer(ThreadingHTTPServer):
                 self.weights |= self.wire(dict(self.calls)["/update_weights"]["update_info"])
                 return {}
             case "/init_weight_transfer_engine" | "/shutdown_weight_transfer_engine":
-                return {}
+                return 500 if self.refuses_to_join else {}
             case "/start_weight_update" | "/update_weights":
                 return 500 if self.refuses_weights else {}
         return 404

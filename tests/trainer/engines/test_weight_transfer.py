@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -82,7 +83,7 @@ class Communicator:
     def __init__(self) -> None:
         self.buckets: list[Any] = []  # by numpy, which LiveBytes does not see
 
-    def broadcast(self, bucket: torch.Tensor, src: int) -> None:
+    def broadcast(self, bucket: torch.Tensor, src: int, stream: None) -> None:
         assert src == 0
         self.buckets.append(bucket.numpy().copy())
 
@@ -92,11 +93,11 @@ class Communicator:
 
 @pytest.fixture
 def wire(servers, monkeypatch) -> SimpleNamespace:
-    """vLLM's own trainer side over a broadcast that is a list; servers read it as vLLM's workers do."""
-    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
+    """A broadcast that is a list; servers read it as vLLM's workers do."""
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
     wire = SimpleNamespace(communicator=Communicator(), met=[])
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.met.append(info) or wire.communicator)
+    monkeypatch.setattr(nccl_common, "trainer_init", lambda place: wire.met.append(place) or wire.communicator)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [Mock()] * count)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -112,7 +113,7 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
             SimpleNamespace(broadcast=lambda bucket, src: bucket.copy_(torch.from_numpy(next(buckets)))),
             src=0,
             post_unpack_func=found.update,
-            buffer_size_bytes=wire.met[-1].packed_buffer_size_bytes,
+            buffer_size_bytes=nccl_transfer.BUCKET_BYTES,
             device="cpu",
         )
         assert next(buckets, None) is None
@@ -145,12 +146,13 @@ def test_nccl_opens_one_group_of_all_workers_and_sends_every_weight(by_nccl, ser
             assert server.weights.keys() == dict(weights).keys()
             assert all(torch.equal(server.weights[name], weight) for name, weight in weights)
             assert server.weight_version.endswith(f":{version}")
-    assert [info.world_size for info in wire.met] == [5]
+    assert [place["world_size"] for place in wire.met] == [5]
     # What vLLM's workers make of what they were sent.
     calls = [dict(server.calls) for server in servers]
     joined = [NCCLWeightTransferInitInfo(**call["/init_weight_transfer_engine"]["init_info"]) for call in calls]
     assert [(info.rank_offset, info.world_size, info.packed) for info in joined] == [(1, 5, True), (3, 5, True)]
-    assert {(info.master_address, info.master_port) for info in joined} == {("127.0.0.1", wire.met[0].master_port)}
+    assert {info.packed_buffer_size_bytes for info in joined} == {nccl_transfer.BUCKET_BYTES}
+    assert {(info.master_address, info.master_port) for info in joined} == {("127.0.0.1", wire.met[0]["master_port"])}
     update = NCCLWeightTransferUpdateInfo(**calls[1]["/update_weights"]["update_info"])
     assert update.names == [name for name, _ in weights]
     assert set(update.dtype_names) == {"float32"}
@@ -186,12 +188,27 @@ def test_a_broadcast_that_hangs_ends_at_the_timeout(servers, monkeypatch) -> Non
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.engine
+def test_a_server_that_refuses_to_join_ends_the_sync_at_once(by_nccl, servers, wire, model, monkeypatch) -> None:
+    """vLLM's own side would wait for it until the timeout."""
+    from vllm.distributed.weight_transfer import nccl_common
+
+    never = threading.Event()
+    monkeypatch.setattr(nccl_common, "trainer_init", lambda _: never.wait(30))
+    servers[1].refuses_to_join = True
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"got status 500 .* at {servers[1].url}"):
+        by_nccl.load_weights(checkpoint_weights(model), version=0)
+    never.set()
+    assert time.monotonic() - start < 10
+
+
 def test_a_sync_that_timed_out_sends_nothing_later(monkeypatch) -> None:
     transfer = NCCLTransfer(Replicas(["http://127.0.0.1:9"], timeout=0.2), device=torch.device("cpu"))
-    senders, met = [Mock(), Mock()], threading.Event()
+    met, sent = threading.Event(), []
     waits = iter([lambda: met.wait(30), lambda: None])
-    left = iter(senders)
-    monkeypatch.setattr(transfer, "_meet", lambda source: (next(left), next(waits)())[0])
+    monkeypatch.setattr(transfer, "_meet", lambda: (Mock(), next(waits)())[0])
+    monkeypatch.setattr(transfer, "_update", lambda weights, group: sent.append(group))
     with pytest.raises(WeightSyncError, match="its time was up"):
         transfer.send([("norm", torch.ones(1))])
     late = next(thread for thread in threading.enumerate() if thread.name == "weight-transfer")
@@ -199,21 +216,18 @@ def test_a_sync_that_timed_out_sends_nothing_later(monkeypatch) -> None:
     met.set()
     late.join(30)
     transfer.send([("norm", torch.ones(1))])
-    assert [sender.send_weights.call_count for sender in senders] == [0, 2]
+    assert len(sent) == 2
+    assert sent[0] is sent[1]
 
 
 @pytest.mark.engine
 def test_vllm_has_the_routes_that_a_sync_calls() -> None:
-    from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource
     from vllm.entrypoints.rl.online.api_router import router
 
     routes = {route.path for route in router.routes}
     weights = {"start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine"}
     checks = {"get_world_size", "weight_info", "update_weight_version", "weight_checker"}
     assert {f"/{name}" for name in {*weights, *checks, "shutdown_weight_transfer_engine"}} <= routes
-    assert weights == {name for name in vars(VLLMWeightSyncClient) if not name.startswith("_")}
-    assert WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
-    assert all(hasattr(nccl_transfer.SyncClient, name) for name in weights)
 
 
 def adapted(model) -> Any:
@@ -231,12 +245,18 @@ def wide() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
+def in_this_thread(work: Callable[[], Any], name: str) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
+
+
 @pytest.fixture(params=["files", pytest.param("nccl", marks=pytest.mark.engine)])
 def connected(request, connect, servers, monkeypatch) -> VLLMServerEngine:
     """An engine that sends 16 KiB at a time, from the test's own thread; its servers compute in bf16."""
     monkeypatch.setattr(weight_files, "_SHARD_BYTES", 16 << 10)
     monkeypatch.setattr(nccl_transfer, "BUCKET_BYTES", 16 << 10)
-    monkeypatch.setattr(nccl_transfer, "in_thread", lambda work, name: SimpleNamespace(result=lambda _: work()))
+    monkeypatch.setattr(nccl_transfer, "in_thread", in_this_thread)
     for server in servers:
         server.dtype = "torch.bfloat16"
     return connect() if request.param == "files" else request.getfixturevalue("by_nccl")

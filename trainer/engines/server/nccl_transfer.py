@@ -1,28 +1,25 @@
-"""Sends weights by NCCL, from the trainer's GPU to those of the servers, with vLLM's own code on both ends.
+"""Sends weights by NCCL, from the trainer's GPU to those of the servers.
 
-vLLM's trainer side (`vllm.distributed.weight_transfer`, from vLLM 0.28 on) opens one NCCL group of this process and
-every worker of every server, and broadcasts. It needs an address to meet at, a source of weights, and a client that
-announces each update to the servers. vLLM's own HTTP client is not used for the last: it supports one server, no API
-key, and it would use the proxies of the environment.
-
-Weights are packed into buckets, one broadcast each. vLLM's trainer side keeps all weights of a bucket until they are
-joined, and has two buckets of 1 GiB in flight; `_sender_class` copies each weight into its bucket as soon as it is
-made. So one weight and one bucket are on the GPU besides the model.
+Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of every
+server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one server
+and no API key, it would use the proxies of the environment, its interface changes from release to release, and it
+keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model.
 
 A broadcast cannot be interrupted when the other side is gone, so each runs in a thread. After the timeout the sync has
 failed and the thread is abandoned; the servers then hang in their broadcast, and have to be restarted.
 
-This has not run on a GPU yet: tests call vLLM's classes with the communicator replaced.
+This has not run on a GPU yet: tests replace the communicator, and read the broadcasts with vLLM's own code.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import itertools
-import math
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +29,7 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, parsing
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas, parsing
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
@@ -50,8 +47,8 @@ def why_not_nccl(servers: Replicas, infos: Sequence[ServerInfo]) -> str | None:
         return f"no IPv4 connection to {servers.all[0].url}, and vLLM's groups know no other"
     if not torch.cuda.is_available():
         return "a trainer without a CUDA device"
-    if importlib.util.find_spec("vllm") is None or not _has_trainer_side():
-        return "no vLLM >= 0.28 beside the trainer"
+    if importlib.util.find_spec("vllm") is None:
+        return "no vLLM beside the trainer"
     return None
 
 
@@ -67,7 +64,7 @@ class NCCLTransfer:
 
     def __init__(self, servers: Replicas, *, device: torch.device) -> None:
         self._servers, self._device = servers, device
-        self._group: tuple[Source, Any] | None = None  # source and sender, after a send that succeeded
+        self._group: Any = None  # vLLM's communicator, after a send that succeeded
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Have all servers load these weights (checkpoint names, full tensors).
@@ -76,11 +73,11 @@ class NCCLTransfer:
             WeightSyncError: vLLM failed on either side, or took longer than the servers' timeout.
         """
         # A group whose broadcast did not finish cannot be used again.
-        (source, sender), self._group = self._group or (Source(self._device), None), None
-        source.weights = WeightStream.of(weights)
+        group, self._group = self._group, None
+        stream, is_over = WeightStream.of(weights), threading.Event()
         try:
-            sent = in_thread(lambda: self._send(source, sender), name="weight-transfer")
-            self._group = source, sent.result(self._servers.timeout)
+            sent = in_thread(lambda: self._send(stream, group, is_over), name="weight-transfer")
+            self._group = sent.result(self._servers.timeout)
         except Exception as error:
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM's weight transfer by NCCL: {str(error) or 'its time was up'}; "
@@ -88,13 +85,13 @@ class NCCLTransfer:
                 "again, and raise vllm_server_timeout where it only needs longer"
             ) from error
         finally:
-            source.weights = None
+            is_over.set()
 
     def close(self) -> None:
         """Leave the group, on both sides. The servers keep running."""
         if self._group is None:
             return
-        (_, sender), self._group = self._group, None
+        group, self._group = self._group, None
 
         async def leave(client: httpx.AsyncClient) -> None:
             async with asyncio.timeout(_CLOSE_SECONDS):
@@ -105,87 +102,74 @@ class NCCLTransfer:
         with contextlib.suppress(UnavailableError):
             self._servers.run(leave, doing="leaving the NCCL group")
         with contextlib.suppress(TimeoutError):
-            in_thread(sender.shutdown, name="weight-transfer").result(_CLOSE_SECONDS)
+            in_thread(group.destroy, name="weight-transfer").result(_CLOSE_SECONDS)
 
-    def _send(self, source: Source, sender: Any) -> Any:
-        """Broadcast the source's weights; vLLM's sender, for the next time."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            # vLLM's stream does not wait for the optimizer's.
-            torch.cuda.synchronize()
-        if sender is None:
-            sender = self._meet(source)
-        # Meeting may take longer than the timeout. Then the sync has failed, and the source is empty.
-        if source.weights is not None:
-            sender.send_weights()
-        return sender
+    def _send(self, weights: WeightStream, group: Any, is_over: threading.Event) -> Any:
+        """Send the weights; the group, for the next time."""
+        self._take_device()
+        group = group or self._meet()
+        # Meeting may take longer than the timeout. Then the sync has failed.
+        if not is_over.is_set():
+            self._update(weights, group)
+        return group
 
-    def _meet(self, source: Source) -> Any:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        client = SyncClient(self._servers)
+    def _meet(self) -> Any:
+        """A group of this process, rank 0, and all workers: those of one server follow those of another."""
+        workers = self._servers.run(self._world_sizes, doing="counting workers")
+        first = dict(zip(self._servers.all, itertools.accumulate([1, *workers]), strict=False))
         address, port = _meeting_point(self._servers.all[0].url)
-        world_size = 1 + sum(client.workers)
-        place: dict[str, Any] = {"master_address": address, "master_port": port}
-        info = NCCLTrainerInitInfo(**place, world_size=world_size, rank=0, packed_buffer_size_bytes=BUCKET_BYTES)
-        return _sender_class().trainer_init(info, client=client, source=source)
-
-
-class Source:
-    """The weights of one sync, as vLLM's WeightSource: their metadata, then the tensors on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.weights: WeightStream | None = None
-
-    def metadata(self) -> list[Any]:
-        """Name, dtype and shape of each."""
-        from vllm.distributed.weight_transfer import ParamMeta
-
-        assert self.weights is not None
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.shapes.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.weights is not None
-        return map(self._on_device, self.weights)
-
-    def _on_device(self, named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-        return named[0], named[1].to(self.device)
-
-
-class SyncClient:
-    """vLLM's VLLMWeightSyncClient for several servers: the ranks of one server's workers follow those of another."""
-
-    def __init__(self, servers: Replicas) -> None:
-        self._servers = servers
-        self.workers = servers.run(self._world_sizes, doing="counting workers")
-
-    def init_weight_transfer_engine(self, init_info: Json) -> None:
-        """Have all workers join the group, each with its own rank."""
-        first = itertools.accumulate([init_info["rank_offset"], *self.workers])
-        ranks = dict(zip(self._servers.all, first, strict=False))
+        place: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers)}
+        cut = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2}
 
         async def join(client: httpx.AsyncClient) -> None:
             def ask(replica: Replica) -> Any:
-                info = {**init_info, "rank_offset": ranks[replica]}
+                info = {**place, **cut, "rank_offset": first[replica]}
                 return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
             await self._servers.on_each(ask)
 
+        # Only when all have come is the group open, and a server that refuses never comes: its error ends the sync.
+        opened = in_thread(lambda: self._open(place), name="weight-transfer")
         self._servers.run(join, doing="opening an NCCL group")
+        return opened.result()
 
-    def start_weight_update(self) -> None:
-        """Announce an update."""
-        self._servers.post("/start_weight_update", doing="loading weights")
+    def _open(self, place: dict[str, Any]) -> Any:
+        """vLLM's communicator, once all have met."""
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-    def update_weights(self, update_info: Any) -> None:
-        """Receive these weights; returns when the broadcast is over."""
-        self._servers.post("/update_weights", {"update_info": update_info}, doing="loading weights")
+        self._take_device()
+        return trainer_init(place)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update."""
-        body = None if weight_version is None else {"weight_version": weight_version}
-        self._servers.post("/finish_weight_update", body, doing="loading weights")
+    def _take_device(self) -> None:
+        """Make the trainer's device this thread's. Its current stream waits for all that the trainer has computed."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize()
+
+    def _update(self, weights: WeightStream, group: Any) -> None:
+        """One update of all servers, which receive while this process sends."""
+        shapes = weights.shapes.items()
+        update = {
+            "names": [name for name, _ in shapes],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in shapes],
+            "shapes": [list(weight.shape) for _, weight in shapes],
+        }
+        loading = functools.partial(self._servers.post, doing="loading weights")
+        loading("/start_weight_update")
+        receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
+        self._broadcast(weights, group)
+        receiving.result()
+        loading("/finish_weight_update")
+
+    def _broadcast(self, weights: WeightStream, group: Any) -> None:
+        # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
+        stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
+        for sizes in _buckets([weight.nbytes for weight in weights.shapes.values()]):
+            bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            for place in bucket.split(sizes):
+                place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
+            group.broadcast(bucket, src=0, stream=stream)
+            del bucket, place  # to be written over, in the order of the stream, by the next
 
     async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
         async def world_size(replica: Replica) -> int:
@@ -194,23 +178,6 @@ class SyncClient:
                 return int(answer["world_size"])
 
         return await self._servers.on_each(world_size)
-
-
-def _sender_class() -> Any:
-    """vLLM's trainer side, with its own order and cut of buckets and less memory."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-
-    class Sender(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
-        def _broadcast(self, source: Source, meta: Sequence[Any]) -> None:
-            weights = iter(source)
-            for sizes in _buckets([math.prod(each.shape) * each.dtype.itemsize for each in meta]):
-                bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=source.device)
-                for place in bucket.split(sizes):
-                    place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
-                self.model_update_group.broadcast(bucket, src=0)
-                del bucket, place  # to be written over, in the order of the stream, by the next
-
-    return Sender
 
 
 def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
@@ -223,14 +190,6 @@ def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
             bucket = []
     if bucket:
         yield bucket
-
-
-def _has_trainer_side() -> bool:
-    try:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-    except ImportError:
-        return False
-    return WeightTransferTrainerFactory is not None
 
 
 def _meeting_point(server: str) -> tuple[str, int]:
