@@ -6,7 +6,7 @@ ratio with the sampler. Over the same support both are the same quantity again (
 Mask", arXiv:2512.02556 section 3.1; vLLM "sampling mask").
 
     transformers   the ids whose score is finite after the library's own processors
-    vLLM           its sampling mask, from 0.28 on, with its model runner V2: on a GPU
+    vLLM           its sampling mask, with its model runner V2: on a GPU
                    otherwise the most likely `top_k` tokens and some more, of which those with a probability were kept
     rollout_func   what it returns as "sampling_support"
 

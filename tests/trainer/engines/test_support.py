@@ -145,7 +145,3 @@ def test_vllm_without_a_mask_for_a_model_starts_without_it(monkeypatch, caplog) 
     start_vllm._launch_with_mask("folder", {"return_sampling_mask": True}, on_cpu=False)
     assert [options["return_sampling_mask"] for options in started] == [True, False]
     assert "requires Model Runner V2" in caplog.text
-    monkeypatch.setattr(start_vllm.importlib.metadata, "version", {"vllm": "0.27.1"}.__getitem__)
-    assert not start_vllm.has_sampling_mask()
-    monkeypatch.setattr(start_vllm.importlib.metadata, "version", {"vllm": "0.28.0rc1"}.__getitem__)
-    assert start_vllm.has_sampling_mask()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
@@ -43,6 +44,8 @@ def process_state() -> dict[str, object]:
         "set_num_threads": torch.set_num_threads,
         "cpus": os.sched_getaffinity(0),
         "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+        "tf32": torch.backends.cuda.matmul.fp32_precision,
+        "frozen objects": gc.get_freeze_count(),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
     }
@@ -55,6 +58,14 @@ def engine(model, tokenizer) -> Iterator[VLLMEngine]:
     engine.close()
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("tf32")
 def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tokenizer, prompts) -> None:
     torch.manual_seed(5)
     before = process_state()

@@ -346,6 +346,8 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     for kind, message in {**kinds, "parameter": "target_parameters"}.items():
         with pytest.raises(UnsupportedError, match=message):
             VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
+    with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: bf16=True"):
+        VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
     with pytest.raises(InputError, match="vLLM in process"):
         choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer, [])
     assert dict(checkpoint_weights(adapted())).keys() == dict(merged_weights(adapted())).keys()

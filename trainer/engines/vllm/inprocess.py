@@ -37,7 +37,6 @@ from fused_grpo.trainer.engines.support import Support, listed_support, num_list
 from fused_grpo.trainer.engines.vllm.preserved_state import errors_only, preserved_state
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     cpu_options,
-    has_sampling_mask,
     start_vllm,
     without_compiling,
 )
@@ -79,7 +78,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
-    why_no_support = "it needs top_k of 1 to 1024, or vLLM 0.28 with its model runner V2, on a GPU"
+    why_no_support = "it needs top_k of 1 to 1024, or vLLM with its model runner V2, on a GPU"
     _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
     _sleep_level = 2
     _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
@@ -235,7 +234,7 @@ class VLLMEngine(RolloutEngine):
         """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""
         listed = num_listed(support, self._vocab_size)
         options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
-        return options | ({} if self._on_cpu or not has_sampling_mask() else {"return_sampling_mask": True})
+        return options | ({} if self._on_cpu else {"return_sampling_mask": True})
 
     def _listed(self, sampling: SamplingParams) -> int:
         """How many of the most likely tokens vLLM lists for each token; 0: supports are not wanted, or in the mask."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,24 +40,36 @@ class VLLMAdapterEngine(VLLMEngine):
 
     Raises:
         UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
-            adapters on parameters (experts), on the head or on the embedding.
+            adapters on parameters (experts), on the head or on the embedding; fp32 on a GPU.
         InputError: a rank above the largest that vLLM has.
     """
 
-    # Level 2 discards the base model, and releases of vLLM without its pull request 39935 end with a KeyError where one
-    # is loaded beneath LoRA layers after that (issue 39934). Level 1 restores a copy from the CPU's memory.
+    # Level 1 keeps the base model in the CPU's memory. Level 2 would discard it, and it is sent once.
     _sleep_level = 1
     _has_base = False
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, engine_options: dict[str, Any] | None = None, **options: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        dtype: str | torch.dtype,
+        engine_options: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         check_installed()
         self._adapted = model
         self._config = model.peft_config[model.active_adapters[0]]
         _check_servable(model, self._config)
+        if next(model.parameters()).device.type != "cpu" and str(dtype).endswith("float32"):
+            raise UnsupportedError(
+                "got a vllm engine in float32 on a GPU with vllm_adapter_sync, want 16 bits, all that vLLM's kernels "
+                "for adapters take there; fix: bf16=True, or vllm_adapter_sync=False, which serves merged weights"
+            )
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(self._config)}
-        super().__init__(base_model(model), tokenizer, engine_options={**lora, **(engine_options or {})}, **options)
+        super().__init__(
+            base_model(model), tokenizer, dtype=dtype, engine_options={**lora, **(engine_options or {})}, **options
+        )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the adapter into the engine; after the start, the base model too. See RolloutEngine.

@@ -1,10 +1,10 @@
 """Restores the state of the trainer's process that vLLM changes.
 
-vLLM is written for a process of its own. It reseeds the global random number generators, replaces
-`torch.set_num_threads` by a function that does nothing, binds the memory of the whole process to one NUMA node (CPU
-build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, creates the default process group, and at shutdown
-destroys that group even where the trainer created it. A process of its own would need none of this, but takes 22 s to
-start (see inprocess.py).
+vLLM is written for a process of its own. It reseeds the global random number generators, turns off TF32, may leave
+another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing, binds the memory of the
+whole process to one NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, creates the
+default process group, and at shutdown destroys that group even where the trainer created it. A process of its own would
+need none of this, but takes 22 s to start (see inprocess.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 
 @contextmanager
 def preserved_state() -> Iterator[None]:
-    """Restore the random generators, torch's threads, the CPU affinity and the environment afterwards.
+    """Restore the random generators, TF32, the CUDA stream, threads, the CPU affinity and the environment afterwards.
 
     The generators are those of Python, NumPy and torch (CPU and current CUDA device). vLLM's own environment variables
     stay, because it reads them again while it runs.
@@ -31,13 +31,16 @@ def preserved_state() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     set_num_threads, threads, cpus = torch.set_num_threads, torch.get_num_threads(), os.sched_getaffinity(0)
-    environment = dict(os.environ)
+    environment, has_tf32 = dict(os.environ), torch.backends.cuda.matmul.fp32_precision == "tf32"
+    stream = torch.cuda.stream(torch.cuda.current_stream()) if devices else nullcontext()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), stream:
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        if has_tf32:
+            torch.set_float32_matmul_precision("high")
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             set_num_threads(threads)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -58,15 +57,6 @@ def check_installed() -> None:
         )
 
 
-def has_sampling_mask() -> bool:
-    """Whether vLLM can be asked for the tokens that its sampler keeps. Reads no module: importing vLLM comes later."""
-    try:
-        major, minor = importlib.metadata.version("vllm").split(".")[:2]
-        return (int(major), int(minor)) >= (0, 28)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-
-
 def start_vllm(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -102,6 +92,9 @@ def start_vllm(
         with preserved_state.preserved_default_group() if in_group else nullcontext():
             if started:
                 started.pop().llm_engine.engine_core.shutdown()
+                if not on_cpu:  # what vLLM's own clean-up cannot free while the engine is referenced
+                    gc.collect()
+                    torch.cuda.empty_cache()
             else:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -178,4 +171,5 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
 
         # Otherwise vLLM collects garbage in the trainer's heap several times before it freezes it.
         gc.freeze()
+        contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
         return LLM(model=folder, **options)
