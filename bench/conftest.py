@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
+import fused_grpo
 from fused_grpo._version import __version__
 from fused_grpo.bench.heads.suites import Case, cases
 from fused_grpo.bench.heads.worker_pool import Measurement, WorkerPool
 from fused_grpo.env import versions
 
-ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
 PACKAGES = ("torch", "triton", "transformers", "vllm", *PEERS)
 
@@ -177,8 +176,10 @@ def machine_name() -> str:
 
 @functools.cache
 def run_identity() -> str:
-    """The identity of a run: the code, with changes that are not committed, the machine and torch."""
-    asked = ("rev-parse HEAD", "diff HEAD")
-    done = [subprocess.run(["git", *what.split()], cwd=ROOT, capture_output=True) for what in asked]
-    code = hashlib.sha256(b"".join(run.stdout for run in done)).hexdigest()[:16]
-    return f"{__version__} {code} {machine_name()} torch {torch.__version__}"
+    """The identity of a run: the code, the machine and torch."""
+    code = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(Path(fused_grpo.__file__).parent, followlinks=True)):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                code.update(Path(folder, name).read_bytes())
+    return f"{__version__} {code.hexdigest()[:16]} {machine_name()} torch {torch.__version__}"

@@ -6,7 +6,7 @@ d loss / d log p. The backward pass (`AttachGradients`) only scales the gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fused_grpo import reference
+from fused_grpo import reference, torch_passes
 from fused_grpo._checks import check_differentiated_once
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
@@ -106,10 +106,10 @@ def scaled(
     gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
 ) -> list[Tensor | None]:
     """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
-    if not in_place:
-        return [None if gradient is None else gradient * factor for gradient in gradients]
-    return [None if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in gradients]
+    own = (gradient if gradient is None or in_place else gradient.clone() for gradient in gradients)
+    return [gradient if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in own]
 
 
 def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: ModuleType) -> Tensor:
-    return passes.scale_(gradient, factor) if gradient.is_contiguous() else gradient.mul_(factor)
+    scale_: Callable[[Tensor, Tensor], Tensor] = (passes if gradient.is_contiguous() else torch_passes).scale_
+    return scale_(gradient, factor)

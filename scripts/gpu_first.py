@@ -1,13 +1,13 @@
 """Tests and timings for a GPU that has not been tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
 
 First come the tests of correctness (the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and tests/ops on
-the device, compute-sanitizer if it is installed), then timings (ceilings, GEMMs, kernels, losses, a trace, peers), each
-beside its prediction. Whole trainers are a run of their own, `--stages trainers`, for which TRL must be installed. A
-stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded and the next stage runs.
-In OUT:
+the device), then timings (ceilings, GEMMs, kernels, losses, a trace, peers), each beside its prediction, and
+compute-sanitizer, if it is installed, in the time that is left. Whole trainers are runs of their own, `--stages phase`,
+`longest` and `published`, for which TRL must be installed. A stage is a process with a time limit. If a stage fails, or
+exceeds its limit, this is recorded and the next stage runs. In OUT:
 
     results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, machine and commit
-    <stage>.log      the output of the stage
+    stages.log       the output of all stages
     trace.json.gz    a profile of one call
 
 It needs torch, triton, numpy, pytest and hypothesis; peers are timed if they are installed. `--tiny` rehearses all
@@ -33,9 +33,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+LOG = "stages.log"
 SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)\b")
 # No other plugins: their warnings would count as errors.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+# A stage has so many seconds after its limit to say what it found.
+GRACE = 10
 MODULES = ("torch", "triton", "numpy", "pytest", "hypothesis")
 
 
@@ -91,19 +94,19 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
     def right(name: str, seconds: int, *command: str | Path) -> Stage:
         return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
 
-    timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 120}
-    trainers = {"phase": 240, "longest": 180, "published": 150}
+    timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "losses": 150, "trace": 45, "peers": 180}
+    trainers = {"phase": 400, "longest": 400, "published": 400}
     measure = (python, "-m", "fused_grpo.bench.gpu.timings")
     options = (*(("--tiny",) if tiny else ()), "--output", output)
     return [
         right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
         right("gpu", 180, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
         right("device", 180, *pytest, *spread, *both),
-        Stage(name="sanitizer", group="correctness", seconds=240, command=sanitizer),
         *(
             Stage(name=name, group="timing", seconds=seconds, command=(*measure, name, *options))
             for name, seconds in timings.items()
         ),
+        Stage(name="sanitizer", group="correctness", seconds=240, command=sanitizer),
         *(
             Stage(name=part, group="trainers", seconds=seconds, command=whole_trainers(part, tiny=tiny))
             for part, seconds in trainers.items()
@@ -136,7 +139,7 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
     end = time.monotonic() + seconds
     records = Records(output / "results.jsonl", {"tiny": tiny, "commit": commit()})
     if run(machine(tiny=tiny), output, records, end) != "green":
-        print((output / "machine.log").read_text()[-2000:], file=sys.stderr)
+        print((output / LOG).read_text()[-2000:], file=sys.stderr)
         return 1
     results = [(stage, run(stage, output, records, end)) for stage in chosen]
     print()
@@ -178,15 +181,17 @@ class Records:
 
 def run(stage: Stage, output: Path, records: Records, end: float) -> str:
     """Run a stage, at most until `end`, and record its results: "green", "absent", or what went wrong."""
-    start, log = time.monotonic(), output / f"{stage.name}.log"
+    start, log = time.monotonic(), output / LOG
     limit = min(stage.seconds, end - start)
     if stage.command is None:
         status = "absent"
     elif limit <= 1:
         status = "left out: the time of all stages is over"
     else:
+        written = log.stat().st_size if log.exists() else 0
         status = watched(stage, limit, log)
-        for figure in (figure for line in log.read_text(errors="replace").splitlines() for figure in figures_in(line)):
+        said = log.read_bytes()[written:].decode(errors="replace")
+        for figure in (figure for line in said.splitlines() for figure in figures_in(line)):
             note(figure, stage, records)
     seconds = time.monotonic() - start
     records.add(stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
@@ -202,11 +207,15 @@ def watched(stage: Stage, limit: float, log: Path) -> str:
     if stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
         env.pop("TRITON_INTERPRET", None)
     how: dict[str, Any] = {"cwd": ROOT, "env": env | stage.environment, "stderr": subprocess.STDOUT}
-    with log.open("w") as file:
+    with log.open("a") as file:
+        print(f"=== {stage.name}", file=file, flush=True)
         process = subprocess.Popen(stage.command, stdout=file, start_new_session=True, **how)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest prints its failures then
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
             return f"past its limit of {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):

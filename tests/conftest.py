@@ -37,6 +37,8 @@ DEVICE = os.environ.get("FUSED_GRPO_TEST_DEVICE", "")
 # Triton decides when a kernel is decorated whether it is interpreted, so this comes before that import.
 if DEVICE == "cuda":
     os.environ.pop("TRITON_INTERPRET", None)
+    # Read at the first GEMM of a process. Without it, torch takes no GEMM of a GPU for deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

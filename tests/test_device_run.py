@@ -33,10 +33,10 @@ SOME = tuple(
 )
 
 
-def pytest_on(device: str, *tests: str) -> subprocess.CompletedProcess[str]:
+def pytest_on(device: str, *tests: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "FUSED_GRPO_TEST_DEVICE": device, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
 
 
 def test_in_a_rehearsal_every_op_and_pass_is_called_through_its_wrapper():
@@ -54,6 +54,12 @@ def test_in_a_rehearsal_every_op_and_pass_is_called_through_its_wrapper():
     (without,) = re.findall(r"^tests without a call on cpu: (.*)$", done.stdout, re.MULTILINE)
     # It makes its memory on the device itself.
     assert without == "tests/kernels/test_row_passes.py::test_tiles_lie_as_gemms_like_them"
+
+
+@pytest.mark.full
+def test_every_test_of_ops_and_kernels_is_green_in_a_rehearsal():
+    done = pytest_on("cpu", "tests/ops", "tests/kernels", seconds=3600)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 def test_without_a_gpu_the_tests_of_a_gpu_say_so():

@@ -19,6 +19,9 @@ from fused_grpo.bench.predictions import predicted
 # Rounds are repeated for so many seconds, within bounds.
 SECONDS, FEWEST, MOST = 0.4, 5, 30
 
+# A millisecond of a GPU.
+_LAUNCHING_CYCLES = 2_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -47,6 +50,9 @@ class Clock:
     """A clock for "cuda", or for "cpu" in a trial run."""
 
     device: str
+    queued: bool = False
+    """Keep the GPU busy until the action is launched, which must not wait for it. Otherwise the time of a short action
+    is that of Python."""
 
     def seconds(self, action: Callable[[], object], *, prepare: Callable[[], object] = lambda: None) -> float:
         """The median of several rounds; `prepare` runs before each round and is not counted."""
@@ -67,6 +73,8 @@ class Clock:
             return time.perf_counter() - start
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if self.queued:
+            torch.cuda._sleep(_LAUNCHING_CYCLES)
         first.record()
         action()
         last.record()

@@ -31,7 +31,7 @@ def gemms(scale: Scale) -> Iterator[Figure]:
         for R in scale.rows:
             flop = 2 * R * D * V
             for what, action in products(scale, R, D, V).items():
-                seconds = Clock(scale.device).seconds(action.run)
+                seconds = Clock(scale.device, queued=True).seconds(action.run)
                 expected = over(flop / 1e12, scale.roofline.seconds(flop=flop, moved=action.moved))
                 yield figure_of(what, flop / seconds / 1e12, "TFLOP/s", expected, R=R, D=D, V=V)
 
@@ -63,7 +63,7 @@ def passes(scale: Scale) -> Iterator[Figure]:
     logits = triton().empty_tile(R, V, dtype=torch.float32, device=source.device)
     logits.copy_(source)
     for name, action in over_logits(scale, logits, D).items():
-        seconds = Clock(scale.device).seconds(action.run, prepare=lambda: logits.copy_(source))
+        seconds = Clock(scale.device, queued=True).seconds(action.run, prepare=lambda: logits.copy_(source))
         expected = scaled(scale.roofline.bytes_per_s, 1e-9)
         yield figure_of(name, action.moved / seconds / 1e9, "GB/s", expected, R=R, V=V, D=D)
 
@@ -99,7 +99,7 @@ def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
 
 def forward(scale: Scale) -> Iterator[Figure]:
     """The kernel without logits beside the vendor's GEMM and a reduction of its logits, over N."""
-    line, clock = scale.roofline, Clock(scale.device)
+    line, clock = scale.roofline, Clock(scale.device, queued=True)
     for name in scale.heads:
         D, V = scale.head(name)
         weight = scale.tensor(V, D)

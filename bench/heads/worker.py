@@ -110,7 +110,7 @@ class Worker:
 
     def longest(self, work: dict[str, Any], most: int) -> dict[str, Any]:
         """The largest power of two of tokens that fits, up to `most`."""
-        asked, fits = Work(**work), 0
+        asked, fits, self.batch = Work(**work), 0, None
         reason = self.implementation.why_not(asked, self.device)
         if reason is not None:
             return {"absent": reason}

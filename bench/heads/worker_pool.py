@@ -74,6 +74,7 @@ class WorkerPool:
     def longest(self, work: Work, names: Sequence[str], *, most: int) -> dict[str, dict[str, Any]]:
         """The largest power of two of tokens for which memory suffices, one implementation after the other."""
         found = {}
+        self.close()  # which frees what the others hold
         for name in names:
             self._ensure(name)
             found[name] = self._ask(name, do="longest", work=vars(work), most=most)

@@ -57,7 +57,8 @@ def shape_of(D: int, N: int) -> str:
 def machine_of(device: str) -> str | None:
     """The machine with this `torch.cuda.get_device_name()`; None if nothing was predicted of it."""
     machines: dict[str, dict[str, Any]] = content()["machines"]
-    return next((name for name, facts in machines.items() if device.startswith(facts["device"])), None)
+    whole = (name for name, facts in machines.items() if device.startswith(facts["device"]) and "MIG" not in device)
+    return next(whole, None)
 
 
 @functools.cache

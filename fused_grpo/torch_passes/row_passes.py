@@ -156,9 +156,10 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
     """Values times a 0-d factor, in place. A factor of 1 is skipped on a CPU; elsewhere the test would synchronize."""
-    if factor.device.type == "cpu" and factor.item() == 1.0:
-        return values
-    return values.mul_(factor)
+    if factor.device.type == "cpu":
+        return values if factor.item() == 1.0 else values.mul_(factor)
+    # Of one dimension: a GPU would round one of none to the dtype of the values first.
+    return values.mul_(factor.reshape(1))
 
 
 def grpo_token_loss(

@@ -17,6 +17,7 @@ import torch
 
 from fused_grpo import kernels
 
+SECONDS = 100  # for each tool
 TOOLS = (("memcheck",), ("racecheck", "--racecheck-report", "all"))
 # Of hazards those that racecheck calls errors: a reduction across threads is a warning to it.
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: .*?(\d+) errors?")
@@ -73,7 +74,12 @@ def main(sanitizer: str) -> int:
     red = 0
     for tool in TOOLS:
         both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run([sanitizer, "--tool", *tool, *me], env=env, **both)
+        try:
+            done = subprocess.run([sanitizer, "--tool", *tool, *me], env=env, timeout=SECONDS, **both)
+        except subprocess.TimeoutExpired:
+            figure = {"figure": tool[0], "value": None, "unit": "errors", "note": f"not done in {SECONDS} s"}
+            print(json.dumps(figure), flush=True)
+            continue
         print(done.stdout, flush=True)
         ran = None if "not supported" in done.stdout else SUMMARY.search(done.stdout)
         found, note = (None, "cannot run here") if ran is None else (int(ran[1] or ran[2]), f"status {done.returncode}")

@@ -97,6 +97,16 @@ def test_d_weight_straight_into_16_bits_is_rounded_once(V):
     assert ((out.double() - exact).abs() <= 2.0**-8 * 1.01 * exact.abs() + 1e-3).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_is_added(dtype):
+    """For a result of one contiguous row the vendor's library is called in another way."""
+    weights, weight = weights_in(tile(VOCABS[0]), dtype)[:1], normal(VOCABS[0], D, dtype=dtype)
+    out = normal(1, D, dtype=torch.float32)
+    exact = weights.double() @ weight.double() + out.double()
+    torch.addmm(out, weights, weight, out_dtype=torch.float32, out=out)
+    check(out, exact)
+
+
 def test_d_bias_is_a_column_of_a_product():
     V = VOCABS[0]
     weights, factor = weights_in(tile(V), torch.bfloat16), normal(R, dtype=torch.bfloat16)

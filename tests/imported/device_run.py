@@ -18,7 +18,9 @@ import device_under_test as dut
 import pytest
 
 CALLS = "calls on the device"
-LOST = re.compile(r"CUDA error: (?!out of memory)|device-side assert|illegal memory access")
+# Others leave the context as it was: no memory, a product that the vendor refuses, a wait in a capture.
+HARMLESS = r"out of memory|CUBLAS_STATUS_(?!EXECUTION_FAILED)|operation (?:not permitted|failed)[a-z ]* captur"
+LOST = re.compile(rf"CUDA error: (?!{HARMLESS})|device-side assert|illegal memory access")
 
 
 def pytest_configure(config: pytest.Config) -> None:

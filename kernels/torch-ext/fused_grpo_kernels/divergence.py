@@ -147,7 +147,8 @@ def _divergence_kernel(
     rho, at_peaks = 1.0, 0.0
     if KIND == JSD:
         sums = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, FORWARD, BLOCK_V)
-        rho, at_peaks = (1.0 + sums[0]) / (1.0 + sums[1]), (sums[0] - sums[1]) / (1.0 + sums[1])
+        # Correctly rounded: 1 where both models have the same logits.
+        rho, at_peaks = tl.math.div_rn(1.0 + sums[0], 1.0 + sums[1]), (sums[0] - sums[1]) / (1.0 + sums[1])
     s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, KIND, BLOCK_V)
     tl.store(divergence + row, _divergence_of(s, t, x_others + x_peak, y, beta, KIND))
     if gradient is not None:
