@@ -107,3 +107,17 @@ def test_inputs_stay_as_they_are(chunk_bytes):
     fused_linear_grpo_loss(**leaves, **given, impl="triton", chunk_bytes=chunk_bytes).loss.backward()
     for name, x in {**leaves, **given}.items():
         assert torch.equal(x, kept[name]), name
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("retained", [False, True])
+def test_the_upstream_gradient_is_not_rounded_to_16_bits(impl, retained):
+    """A GPU would round a 0-d factor to the dtype of what it multiplies."""
+    problem, third = problem_of("fp16"), torch.tensor(1 / 3, device=DEVICE)
+    leaves = problem.leaves("trainable")
+    given = {**problem.loss, "targets": problem.targets, "impl": impl}
+    expected = loss_of(problem, impl=impl)
+    out = fused_linear_grpo_loss(**leaves, **given)
+    ours = torch.autograd.grad(out.loss, list(leaves.values()), third, retain_graph=retained)
+    for name, gradient in zip(leaves, ours, strict=True):
+        assert torch.equal(gradient, (expected[name].float() * third).to(gradient.dtype)), name
