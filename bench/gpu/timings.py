@@ -123,26 +123,33 @@ def with_chunks_of(size: int) -> Implementation:
 
 
 def trace(scale: Scale, output: Path) -> Iterator[Figure]:
-    """The launches of one call of the loss."""
-    work = scale.work("loss", "trainable", scale.heads[0], scale.usual)
-    implementation, batch = named(OURS), batch_of(work, scale.device)
-    for _ in range(2):
-        implementation.run(batch, work)
-    with torch.profiler.profile() as recorded:
-        implementation.run(batch, work)
-        if scale.device == "cuda":
-            torch.cuda.synchronize()
-    recorded.export_chrome_trace(str(output / "trace.json.gz"))
-    rows, spent = list(recorded.key_averages()), "self_cpu_time_total"
-    if scale.device == "cuda":  # kernels alone, because the rows of their launches include their times
-        rows = [row for row in rows if str(row.device_type) == "DeviceType.CUDA"]
-        spent = "self_device_time_total"
-    rows.sort(key=lambda row: getattr(row, spent), reverse=True)
-    total = sum(getattr(row, spent) for row in rows) / 1e3
-    expected = scaled(predicted.of_work(OURS, work.described(), scale.device_name), 1e3)
-    yield figure_of("total", total, "ms", expected, N=work.tokens, D=work.shape.hidden)
-    for row in rows[:12]:
-        yield figure_of(row.key[:100], getattr(row, spent) / 1e3, "ms", None, count=row.count)
+    """The launches of a call of the loss with few tokens and with the usual number, and how long the GPU has none."""
+    for name, tokens in ((scale.heads[-1], scale.tokens[0]), (scale.heads[0], scale.usual)):
+        work = scale.work("loss", "trainable", name, tokens)
+        implementation, batch, shape = named(OURS), batch_of(work, scale.device), {"N": tokens, "D": work.shape.hidden}
+        for _ in range(2):
+            implementation.run(batch, work)
+        with torch.profiler.profile() as recorded:
+            implementation.run(batch, work)
+            if scale.device == "cuda":
+                torch.cuda.synchronize()
+        recorded.export_chrome_trace(str(output / "trace.json.gz"))  # of the last one
+        events = list(recorded.events())
+        if scale.device == "cuda":  # kernels and copies, not the calls that launch them
+            events = [event for event in events if str(event.device_type) == "DeviceType.CUDA"]
+        spent: dict[str, list[float]] = {}
+        for event in events:
+            of_device = scale.device == "cuda"
+            ms = (event.self_device_time_total if of_device else event.self_cpu_time_total) / 1e3
+            spent.setdefault(event.name, []).append(ms)
+        total = sum(map(sum, spent.values()))
+        expected = scaled(predicted.of_work(OURS, work.described(), scale.device_name), 1e3)
+        yield figure_of("total", total, "ms", expected, **shape)
+        yield figure_of("launches", len(events), "", None, **shape)
+        span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+        yield figure_of("idle", 1 - total * 1e3 / span, "share", None, **shape)
+        for key, each in sorted(spent.items(), key=lambda row: -sum(row[1]))[:12]:
+            yield figure_of(key[:100], sum(each), "ms", None, count=len(each), **shape)
 
 
 def peers(scale: Scale) -> Iterator[Figure]:
