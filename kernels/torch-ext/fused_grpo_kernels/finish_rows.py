@@ -94,12 +94,12 @@ def finish_splits(
     results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
     if N == 0:
         return results
-    options = {"ENTROPY": entropies is not None, "SPLITS": triton.next_power_of_2(parts), "ROWS": ROWS_PER_PROGRAM}
+    options = {"ENTROPY": entropies is not None, "SPLITS": 1 << (parts - 1).bit_length(), "ROWS": ROWS_PER_PROGRAM}
     inputs = target_logit, maximum, total, weighted
     outputs = logprobs, entropies, shift, merged_total, merged_weighted
     # If a product were fused into the sum over two threads, the two threads would round differently.
     with launching_on(maximum.device):
-        _finish_rows_kernel[(triton.cdiv(N, ROWS_PER_PROGRAM),)](
+        _finish_rows_kernel[(-(-N // ROWS_PER_PROGRAM),)](
             *inputs, *outputs, N, parts, **options, enable_fp_fusion=False
         )
     return results

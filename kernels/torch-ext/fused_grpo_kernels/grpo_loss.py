@@ -285,7 +285,7 @@ def grpo_token_loss(
     grad_logprobs = torch.empty(N, dtype=torch.float32, device=device)
     grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
     # One program even for no tokens: it writes zero sums.
-    programs = max(triton.cdiv(N, TOKENS_PER_PROGRAM), 1)
+    programs = max(1, -(-N // TOKENS_PER_PROGRAM))
     partials = torch.empty(programs, STATISTICS, dtype=torch.float32, device=device)
     vectors = (logprobs, log_ratio, *(inputs.get(name) for name in INPUTS))
     with launching_on(device):

@@ -192,7 +192,7 @@ def logprob_forward(
         matrices = _operands(hidden, weight, tile)
         vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
         with launching_on(device):
-            _logprob_forward_kernel[(triton.cdiv(N, tile.block_n) * splits,)](
+            _logprob_forward_kernel[(-(-N // tile.block_n) * splits,)](
                 *matrices,
                 *vectors,
                 *statistics,
@@ -213,9 +213,9 @@ def logprob_forward(
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
     """(number of splits, tiles in each) from V alone: the parts of a row's sum must not depend on N."""
-    tiles = triton.cdiv(V, tile.block_v)
-    tiles_per_split = triton.cdiv(tiles, tile.max_splits)
-    return triton.cdiv(tiles, tiles_per_split), tiles_per_split
+    tiles = -(-V // tile.block_v)
+    tiles_per_split = -(-tiles // tile.max_splits)
+    return -(-tiles // tiles_per_split), tiles_per_split
 
 
 def _is_aligned(matrix: Tensor) -> bool:

@@ -102,7 +102,7 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
     count = values.numel()
     if count:
         with launching_on(values.device):
-            _scale_kernel[(min(triton.cdiv(count, BLOCK), PROGRAMS),)](
+            _scale_kernel[(min(-(-count // BLOCK), PROGRAMS),)](
                 values, factor, count, BLOCK=BLOCK, num_warps=WARPS, **FUSED_MULTIPLY_ADD
             )
     return values

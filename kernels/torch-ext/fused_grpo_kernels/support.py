@@ -110,7 +110,7 @@ def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *
     tile = entry_tile(hidden.device)
     if E:
         with launching_on(hidden.device):
-            _entry_logits_kernel[(triton.cdiv(E, tile.block_e),)](
+            _entry_logits_kernel[(-(-E // tile.block_e),)](
                 hidden,
                 weight,
                 rows.contiguous(),
@@ -157,7 +157,7 @@ def weighted_rows_(
     tile = entry_tile(out.device)
     if S and D:
         with launching_on(out.device):
-            _weighted_rows_kernel[(S, triton.cdiv(D, tile.block_d))](
+            _weighted_rows_kernel[(S, -(-D // tile.block_d))](
                 out,
                 *(vector.contiguous() for vector in (places, offsets, index, factors)),
                 matrix,
