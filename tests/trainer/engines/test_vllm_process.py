@@ -16,6 +16,7 @@ import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.start_vllm import config_folder
 from fused_grpo.trainer.types import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -28,6 +29,13 @@ SAMPLING = SamplingParams(n=2, max_tokens=4, seed=0)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
+    return folder / "fused-grpo"
 
 
 @pytest.fixture
@@ -79,9 +87,8 @@ def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tok
     assert not torch.distributed.is_initialized()
 
 
-def test_closing_twice_is_fine_and_removes_the_folder(temporary_folder, model, tokenizer, prompts) -> None:
+def test_closing_twice_is_fine_and_leaves_no_temporary_file(temporary_folder, model, tokenizer, prompts) -> None:
     engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
-    assert len(list(temporary_folder.glob("fused-grpo-engine-*"))) == 1
     engine.close()
     engine.close()
     assert list(temporary_folder.iterdir()) == []
@@ -95,6 +102,31 @@ def test_a_start_that_fails_half_way_leaves_nothing(temporary_folder, model, tok
     assert list(temporary_folder.iterdir()) == []
     assert not torch.distributed.is_initialized()
     VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32").close()
+
+
+def test_what_vllm_compiles_is_found_again_for_the_same_model(cache, build_model, tokenizer) -> None:
+    def key(**shape: bool) -> str:
+        engine = VLLMEngine(build_model("qwen2", **shape), tokenizer, max_model_len=64, dtype="float32")
+        try:
+            return engine._llm.llm_engine.model_config.compute_hash()
+        finally:
+            engine.close()
+
+    assert key(tied=True) == key(tied=True)
+    assert [len(list(folder.glob("config.json"))) for folder in cache.iterdir()] == [1]
+
+
+def test_another_model_has_another_folder(cache, build_model, tokenizer) -> None:
+    models = [(build_model("qwen2", tied=True), untie) for untie in (False, True, False)]
+    folders = [config_folder(model, tokenizer, untie=untie) for model, untie in models]
+    assert (folders[0] == folders[2], len(set(folders))) == (True, 2)
+    assert sorted(map(str, cache.iterdir())) == sorted(set(folders))
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache, model, tokenizer) -> None:
+    cache.write_text("a file")
+    with pytest.raises(UnavailableError, match="fix: set VLLM_CACHE_ROOT"):
+        config_folder(model, tokenizer, untie=True)
 
 
 def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:

@@ -4,7 +4,9 @@ Where the start time went on a CPU (2 cores, 2-layer model), and what avoids it:
 - 2.5 s zeroing a KV cache of 1 GiB: the cache has the size of one full batch.
 - 1.3 s of `gc.collect()` over the trainer's objects: `gc.freeze()` comes first, so that they are not scanned.
 - 2 to 8 s in the first `generate`, compiling a C++ kernel that ranks log-probs (not used here): `without_compiling`.
-What remains is importing vllm and 1 to 2 s of `LLM()`, most of them imports too.
+What remains is importing vllm and 1 to 2 s of `LLM()`, most of them imports too. On a GPU vLLM compiles the model
+first. It keeps what it compiled under a key that the path of the model is part of, so that path follows from what the
+model is: see `config_folder`.
 
 No checkpoint is written. vLLM starts from the config with dummy weights (`load_format="dummy"`), and loads the first
 real ones in the same way as all later ones: one code path, and no second copy of the model on disk.
@@ -14,11 +16,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import importlib.util
 import logging
 import os
 import tempfile
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,14 +78,13 @@ def start_vllm(
         options: arguments of `vllm.LLM`.
         on_cpu: whether this is vLLM's CPU build, most of whose start-up warnings concern servers.
         untie: give the engine a head of its own although the model ties it to the embedding.
-        resources: closing it stops the engine and removes its folder.
+        resources: closing it stops the engine.
 
     Raises:
         UnavailableError: vLLM is missing or cannot start with these options.
     """
     check_installed()
-    folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="fused-grpo-engine-"))
-    save_config(model, tokenizer, folder=folder, untie=untie)
+    folder = config_folder(model, tokenizer, untie=untie)
     started: list[Any] = []
     in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if in_group and "LOCAL_RANK" in os.environ:
@@ -130,6 +133,36 @@ def without_compiling() -> AbstractContextManager[Any]:
     """Run functions under `torch.compile` as written: vLLM has small ones that enforce_eager does not reach."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, untie: bool) -> str:
+    """A folder with what `save_config` writes, inside vLLM's cache; the same content always has the same path.
+
+    It stays, as vLLM's compiled code beside it does. Ranks and other runs may make the same one at the same time.
+
+    Raises:
+        UnavailableError: nothing can be written there.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm").expanduser() / "fused-grpo"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        drafts = tempfile.TemporaryDirectory(dir=cache)
+    except OSError as error:
+        raise UnavailableError(
+            f"got {error} for a folder in vLLM's cache, want one for the config that vLLM reads; "
+            "fix: set VLLM_CACHE_ROOT to a folder that can be written"
+        ) from error
+    with drafts as draft:
+        written = Path(draft, "written")
+        save_config(model, tokenizer, folder=str(written), untie=untie)
+        content = hashlib.sha256()
+        for file in sorted(written.iterdir()):
+            content.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        folder = cache / content.hexdigest()[:32]
+        with suppress(OSError):  # it is there already
+            written.rename(folder)
+    return str(folder)
 
 
 def save_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, folder: str, untie: bool) -> None:
