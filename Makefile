@@ -65,4 +65,4 @@ soak:    ## half an hour of training under faults, with a real vLLM engine besid
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore scripts/soak.py --vllm $(ARGS)
 
 clean:   ## everything that these targets made, but not runs/
-	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-* build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

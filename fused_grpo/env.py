@@ -25,7 +25,8 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     found = {"python": platform.python_version(), "fused_grpo": __version__}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            # What torch says of itself has its CUDA version.
+            found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

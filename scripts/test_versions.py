@@ -1,10 +1,10 @@
 """The tests under the oldest and the newest versions that pyproject.toml claims: `make test-versions`.
 
 A row is an environment: the oldest versions of all dependencies (with a NumPy that Triton 3.6's interpreter can use),
-the newest versions, and the pinned ones of `make setup`, with vLLM. Each runs the tests of the ops, the kernels
-(compiled and interpreted), the drop-ins and short training runs; the pinned one also trains with vLLM. The result is a
-row of the table in docs/versions.md. The environments stay in .venv-oldest and .venv-newest; with CUDA they take
-gigabytes.
+the pinned ones of `make setup`, with vLLM, the newest, and torch releases between them, so that every Triton and every
+Python is there once. Each runs the tests of the ops, the kernels (compiled and interpreted), the drop-ins and short
+training runs; the pinned one also trains with vLLM. The result is a row of the table in docs/versions.md. uv finds the
+Pythons, or fetches them. The environments stay in .venv-<row>; with CUDA they take gigabytes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ TESTS += tuple(f"tests/trainer/{name}" for name in TRAINING)
 
 class Row(NamedTuple):
     name: str
-    folder: str
-    options: tuple[str, ...] | None  # of uv; None for the environment that `make setup` makes
-    more_tests: tuple[str, ...] = ()
+    python: str
+    options: tuple[str, ...]  # of uv
 
 
+PINNED = "pinned"  # the environment that `make setup` makes
 ROWS = (
-    Row("oldest", ".venv-oldest", ("--resolution", "lowest-direct", "numpy==2.3.5")),
-    Row("pinned", ".venv", None, ("tests/test_demo.py",)),
-    Row("newest", ".venv-newest", ()),
+    Row("oldest", "3.11", ("--resolution", "lowest-direct", "numpy==2.3.5")),
+    Row(PINNED, "", ()),
+    Row("torch-2.12", "3.12", ("torch==2.12.*",)),
+    Row("torch-2.14", "3.13", ("torch==2.14.*",)),
+    Row("newest", "3.13", ()),
 )
 
 
@@ -56,20 +58,22 @@ def main(names: list[str]) -> int:
 
 def run(row: Row) -> tuple[str, bool]:
     """(the line of the table, whether a test failed)."""
-    python = ROOT / row.folder / "bin" / "python"
-    if row.options is not None:
-        install(row, python)
+    folder = ROOT / (".venv" if row.name == PINNED else f".venv-{row.name}")
+    python = folder / "bin" / "python"
+    if row.name != PINNED:
+        install(row, folder)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    is_green, (*counts, minutes) = run_tests(python, [*TESTS, *row.more_tests], env=env)
+    tests = [*TESTS, "tests/test_demo.py"] if row.name == PINNED else TESTS
+    is_green, (*counts, minutes) = run_tests(python, tests, env=env)
     cells = (row.name, *versions(python), *counts, f"{minutes} min", datetime.date.today().isoformat())
     return "| " + " | ".join(map(str, cells)) + " |", not is_green
 
 
-def install(row: Row, python: Path) -> None:
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", ROOT / row.folder], check=True)
-    uv = [UV, "pip", "install", "--quiet", "--python", python]
+def install(row: Row, folder: Path) -> None:
     env = {**os.environ, **uv_settings_from_pip()}
+    if not folder.exists():
+        subprocess.run([UV, "venv", "--quiet", "--python", row.python, folder], env=env, check=True)
+    uv = [UV, "pip", "install", "--quiet", "--python", folder / "bin" / "python"]
     subprocess.run([*uv, "--upgrade", *row.options, "--editable", f"{ROOT}[trainer,peft]"], env=env, check=True)
     subprocess.run([*uv, *TOOLS], env=env, check=True)
 

@@ -23,17 +23,17 @@ def site_packages(folder: Path) -> Path:
 
 
 def needed_by(*names: str) -> set[str]:
-    """Distributions, and what they require, as far as it is installed here."""
-    found, queue = set[str](), list(names)
+    """Distributions, and what they require, with the extras that they ask for."""
+    found, queue = set[tuple[str, str]](), [(name, "") for name in names]
     while queue:
-        name = queue.pop()
-        if name in found:
+        name, extra = queue.pop()
+        if (name, extra) in found:
             continue
-        found.add(name)
+        found.add((name, extra))
         for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
-            if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
-                queue.append(canonicalize_name(requirement.name))
-    return found
+            if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
+                queue += [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
+    return {name for name, _ in found}
 
 
 def link(name: str, site: Path) -> None:

@@ -179,7 +179,9 @@ def shortest_loop(sass: str) -> tuple[int, int] | None:
     for number, (_, text) in enumerate(code):
         if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) and int(found[1], 16) in at:
             jumps[number] = at[int(found[1], 16)]
-    loops = [(to, number) for number, to in jumps.items() if to < number]
+    # What follows the last exit is run by few or none, such as a branch for warps that have diverged.
+    end_of_path = max(number for number, (_, text) in enumerate(code) if "EXIT" in text)
+    loops = [(to, number) for number, to in jumps.items() if to < number < end_of_path]
     first, last = max(loops, key=lambda x: x[1] - x[0])
     for start, end in loops:
         if first < start and end < last and any("MMA" in text for _, text in code[start:end]):
@@ -193,7 +195,7 @@ def shortest_loop(sass: str) -> tuple[int, int] | None:
             continue
         done.add(here)
         onward = [jumps[here]] if here in jumps else []
-        if here not in jumps or code[here][1].startswith("@"):
+        if here not in jumps or code[here][1].startswith(("@", "BRA.DIV")):
             onward.append(here + 1)
         for there in onward:
             if first <= there <= last:

@@ -79,7 +79,7 @@ def test_each_function_is_normalised_in_its_group_and_the_sum_in_the_batch():
     torch.testing.assert_close(given, torch.tensor(normalised(total)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("aggregation", "heard"), zip(ORDERS, [False, True], strict=True))
+@pytest.mark.parametrize(("aggregation", "heard"), [*zip(ORDERS, [False, True], strict=True)])
 def test_a_small_reward_is_heard_beside_a_large_one_where_each_is_normalised(aggregation, heard):
     large, small = torch.tensor([0.0, 1000.0, 0.0, 1000.0]), torch.tensor([0.0, 0.0, 0.01, 0.01])
     rewards, weights = torch.stack([large, small], dim=1), torch.ones(2)
