@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -116,10 +117,16 @@ def test_what_vllm_compiles_is_found_again_for_the_same_model(cache, build_model
     assert [len(list(folder.glob("config.json"))) for folder in cache.iterdir()] == [1]
 
 
-def test_another_model_has_another_folder(cache, build_model, tokenizer) -> None:
+def test_another_config_or_tokenizer_has_another_folder(cache, build_model, tokenizer) -> None:
     models = [(build_model("qwen2", tied=True), untie) for untie in (False, True, False)]
     folders = [config_folder(model, tokenizer, untie=untie) for model, untie in models]
     assert (folders[0] == folders[2], len(set(folders))) == (True, 2)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = {"default": "{{ messages }}", "in a folder": "{{ messages[0] }}"}
+    folders.append(config_folder(models[0][0], tokenizer, untie=False))
+    tokenizer.chat_template["in a folder"] = "{{ messages[1] }}"
+    folders.append(config_folder(models[0][0], tokenizer, untie=False))
+    assert len(set(folders)) == 4
     assert sorted(map(str, cache.iterdir())) == sorted(set(folders))
 
 

@@ -21,7 +21,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,11 +157,14 @@ def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
         written = Path(draft, "written")
         save_config(model, tokenizer, folder=str(written), untie=untie)
         content = hashlib.sha256()
-        for file in sorted(written.iterdir()):
-            content.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        for file in sorted(path for path in written.rglob("*") if path.is_file()):
+            content.update(f"{file.relative_to(written)} {file.stat().st_size} ".encode() + file.read_bytes())
         folder = cache / content.hexdigest()[:32]
-        with suppress(OSError):  # it is there already
+        try:
             written.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # from another start
+                raise
     return str(folder)
 
 
