@@ -21,11 +21,11 @@ def environment() -> dict[str, str]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, of this package and of those of `packages` that are installed."""
+    """Versions of Python, of this package and of those of `packages` that are installed; torch's names its CUDA."""
     found = {"python": platform.python_version(), "fused_grpo": __version__}
     for name in packages:
         try:
-            # What torch says of itself has its CUDA version.
+            # The metadata of its wheels from PyPI do not say which CUDA they are for.
             found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue

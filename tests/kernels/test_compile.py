@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from uninterpreted import run_script
 
 pytestmark = pytest.mark.cpu_only(reason="it compiles ahead of time, the same on any machine")
@@ -89,9 +90,15 @@ def test_every_kernel_compiles_and_fits_shared_memory(compiled: list[Facts], arc
     assert not too_large, table(compiled)
 
 
-def test_no_shipped_tile_spills_its_registers(compiled: list[Facts]) -> None:
-    """ptxas 12.8, of Triton 3.7, leaves 8 bytes of stack to small kernels: it spills a register to stay within 40."""
-    assert not [row for row in compiled if row["stack"] > 8], table(compiled)
+def test_no_shipped_tile_spills_a_register(compiled: list[Facts]) -> None:
+    """But one of two small kernels with Triton 3.7, whose ptxas spills it to stay within 48 for a fuller device."""
+    of_ptxas = [
+        row
+        for row in compiled
+        if triton.__version__.startswith("3.7.") and row["stack"] == 8 and row["reg"] <= 48
+        if row["name"] in ("_grpo_loss_kernel", "_weighted_rows_kernel")
+    ]
+    assert not [row for row in compiled if row["stack"] and row not in of_ptxas], table(compiled)
 
 
 def test_aligned_16_bit_heads_load_through_tma_where_there_is_one(compiled: list[Facts]) -> None:
