@@ -9,7 +9,7 @@ BIN := .venv/bin
 # The tests start a hundred processes, and importing torch and transformers costs each 5 s with bytecode, 13 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage check bench bench-gpu soak clean
+.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage faults check bench bench-gpu soak clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
@@ -43,6 +43,10 @@ coverage: ## the share of the lines that the suite reaches on a CPU; fails under
 	@OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(PARALLEL) $(ARGS) || echo "coverage: make test judges the tests"
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
+
+faults:  ## every test that makes something fail, counted: the table of docs/reliability.md. ARGS=--full for all random inputs
+	@$(PYTHON) scripts/setup_env.py dev bench
+	@$(BIN)/python scripts/fault_table.py $(ARGS)
 
 check:   ## style, types, the house rules and what security forbids
 	@$(PYTHON) scripts/setup_env.py dev bench

@@ -301,10 +301,16 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-@pytest.fixture(scope="session")
-def portion(pytestconfig) -> Callable[[int], int]:
+@pytest.fixture
+def portion(pytestconfig, record_property) -> Callable[[int], int]:
     """How many random inputs to try where a whole run tries so many: a quarter without `--full`."""
-    return lambda count: count if pytestconfig.getoption("--full") else count // 4
+
+    def tried(count: int) -> int:
+        count = count if pytestconfig.getoption("--full") else count // 4
+        record_property("tried", count)  # for scripts/fault_table.py
+        return count
+
+    return tried
 
 
 @pytest.fixture(scope="session")
