@@ -27,8 +27,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
 SMALLEST = torch.finfo(torch.float32).tiny
 
-# What the transforms of torch.func, and the batched gradients of torch.autograd, wrap tensors in.
+# What torch.func, and batched gradients, wrap tensors in; whether a transform of torch.func is active.
 _wrapped: Any = torch._C._functorch
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def check_head(
@@ -118,11 +119,6 @@ def _check_has_values(name: str, tensor: Tensor) -> None:
         tensor = _wrapped.get_unwrapped(tensor)
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func is active."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def check_transforms(impl: str) -> None:
     """Refuse a call that torch.func or forward-mode AD would differentiate: its tangents would be 0."""
     forward = forward_ad._current_level >= 0
@@ -140,16 +136,12 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *upstream: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
+        batched = transformed() or any(x is not None and _wrapped.is_legacy_batchedtensor(x) for x in upstream)
+        if torch.is_grad_enabled() or batched:
+            got = "a batch of gradients (is_grads_batched, vectorize, vmap)" if batched else "create_graph=True"
             raise UnsupportedError(
-                "got create_graph=True, want a first derivative; these gradients have none of their own; "
+                f"got {got}, want the first derivatives of one number; these gradients have none of their own; "
                 "fix: impl='reference', which autograd sees through"
-            )
-        legacy = any(x is not None and _wrapped.is_legacy_batchedtensor(x) for x in upstream)
-        if legacy or transformed():
-            raise UnsupportedError(
-                "got a batch of upstream gradients (is_grads_batched, vectorize, torch.vmap), want one; "
-                "fix: a loop over torch.autograd.grad(..., retain_graph=True), or impl='reference'"
             )
         return backward(ctx, *upstream)
 

@@ -85,12 +85,12 @@ def _linear_logprobs(
     def of_all(values: Tensor) -> Tensor:
         """[..., N] from [..., R], 0 for ignored rows."""
         if index is None:
-            return torch.where(rows, values, 0.0)
+            return torch.where(rows, values, 0)
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
     logprobs = of_all(logprobs.t()) if targets.ndim == 1 else torch.where(kept, of_all(logprobs.t()).t(), 0.0)
     known = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
-    largest = of_all(largest) if len(largest) else largest
+    largest = of_all(largest) if _takes_gradient(wanted, batch_invariant) else largest
     return logprobs, logprobs.new_empty(0) if entropies is None else of_all(entropies), known, d_hidden, largest
 
 

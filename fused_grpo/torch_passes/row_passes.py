@@ -180,7 +180,7 @@ def grpo_token_loss(
         def loss_of(*leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return reference.token_loss(**{**ours, **dict(zip(names, leaves, strict=True))}, terms=terms)  # type: ignore[arg-type]
 
-        if transformed():  # impl="reference" alone: it lets no graph be built by hand
+        if transformed():  # by torch.func, inside of which requires_grad_() is not allowed
             gradients, statistics = torch.func.grad(loss_of, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
         else:
             loss, statistics = loss_of(*(x.requires_grad_() for x in leaves))

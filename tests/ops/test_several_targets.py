@@ -167,6 +167,15 @@ def test_of_logits_that_are_almost_equal_one_is_the_largest(plan, options, expon
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_batch_without_any_target_has_no_gradient(impl):
+    inputs = make_inputs((3, 5, 4, 2))
+    inputs["targets"].fill_(-100)
+    for plan in PLANS:
+        for name, value in solve(inputs, plan, torch.float32, impl=impl).items():
+            assert not value.any(), f"{name} of {plan}"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_target_in_a_last_dimension_changes_no_bit(plan, impl):
     inputs = make_inputs((11, 19, 6, 1), "bias, temperature")
