@@ -3,17 +3,21 @@
 On a CPU all values are checked. On a GPU that would synchronize the stream: target ids and temperatures are checked by
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
-Every `check_...` raises InputError for the first argument that cannot be right; `check_differentiated_once` raises
-UnsupportedError, `check_main_grad` either.
+Every `check_...` raises InputError for the first argument that cannot be right; `check_transforms` and
+`differentiated_once` raise UnsupportedError, `check_main_grad` and `check_dense` either.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from fused_grpo._graphs import outside_graphs
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.option_types import LARGEST, is_held
 
@@ -22,6 +26,10 @@ IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
 SMALLEST = torch.finfo(torch.float32).tiny
+
+# What torch.func, and batched gradients, wrap tensors in; whether a transform of torch.func is active.
+_wrapped: Any = torch._C._functorch
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def check_head(
@@ -96,15 +104,48 @@ def check_dense(**tensors: Any) -> None:
                 "the forward of the module that FSDP wraps, where weights are plain tensors; those of a module with "
                 "a fully_shard of its own are after module.unshard()"
             )
+        if transformed():
+            _check_has_values(name, tensor)
 
 
-def check_differentiated_once() -> None:
-    """Refuse create_graph=True in a backward pass of ours: PyTorch would silently take its results for constants."""
-    if torch.is_grad_enabled():
+@outside_graphs
+def _check_has_values(name: str, tensor: Tensor) -> None:
+    while _wrapped.is_functorch_wrapped_tensor(tensor):
+        if not _wrapped.is_gradtrackingtensor(tensor):
+            raise UnsupportedError(
+                f"got {name} inside torch.vmap or torch.func.functionalize, want a plain tensor, whose values can be "
+                "read; fix: instead of vmap, pass more leading dimensions, [..., D], or loop over the calls"
+            )
+        tensor = _wrapped.get_unwrapped(tensor)
+
+
+def check_transforms(impl: str) -> None:
+    """Refuse a call that torch.func or forward-mode AD would differentiate: its tangents would be 0."""
+    forward = forward_ad._current_level >= 0
+    traced = forward and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if traced or (impl != "reference" and (forward or transformed())):
         raise UnsupportedError(
-            "got create_graph=True, want a first derivative; these gradients have none of their own; "
-            "fix: impl='reference', which autograd sees through"
+            f"got impl={impl!r} inside torch.func (jvp, grad, linearize, ...) or torch.autograd.forward_ad, want a "
+            "call outside of them: its gradients are those of a backward pass; fix: torch.autograd.grad, or "
+            "impl='reference', which all of them but linearize see through"
         )
+
+
+def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that refuses to be differentiated (PyTorch would take its results for constants) or batched."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *upstream: Tensor | None) -> Any:
+        batched = transformed() or any(x is not None and _wrapped.is_legacy_batchedtensor(x) for x in upstream)
+        if torch.is_grad_enabled() or batched:
+            got = "a batch of gradients (is_grads_batched, vectorize, vmap)" if batched else "create_graph=True"
+            raise UnsupportedError(
+                f"got {got}, want the first derivatives of one number; these gradients have none of their own; "
+                "fix: impl='reference', which autograd sees through"
+            )
+        return backward(ctx, *upstream)
+
+    return checked
 
 
 def check_plan(
@@ -115,12 +156,16 @@ def check_plan(
     process_group: Any = None,
     **flags: bool,
 ) -> None:
-    """Check the arguments that do not change the result: implementation, memory budget, process group and flags."""
+    """Check the arguments that do not change the result: implementation, memory budget, process group and flags.
+
+    Every op calls this, and so `check_transforms`.
+    """
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InputError(f"got {name}={value!r}, want True or False")
     if not isinstance(impl, str) or impl not in IMPLS:
         raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
+    check_transforms(impl)
     if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
         raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):

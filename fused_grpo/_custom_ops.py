@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _dispatch, logprob_plans, several_targets
-from fused_grpo._checks import check_differentiated_once
+from fused_grpo._checks import differentiated_once
 from fused_grpo.head import Head
 from fused_grpo.precision import compute_dtype
 from fused_grpo.several_targets import rows_with
@@ -29,13 +29,13 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor te
 
 torch.library.define(
     "fused_grpo::linear_logprobs",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor d_hidden)",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor d_hidden, Tensor largest)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 torch.library.define(
     "fused_grpo::linear_logprobs_backward",
-    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor d_hidden, Tensor? grad_logprobs, "
-    f"Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
+    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor d_hidden, Tensor largest, "
+    f"Tensor? grad_logprobs, Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 
@@ -54,11 +54,11 @@ def _linear_logprobs(
     chunk_bytes: int | None,
     batch_invariant: bool,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D]).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D], largest targets [N]).
 
-    The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. d log p / d hidden is [0]
-    unless, of (hidden, weight, bias), only the gradient of hidden is.
+    The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. d log p / d hidden and
+    the targets it is of are [0] unless, of (hidden, weight, bias), only the gradient of hidden is.
 
     With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
     target has log p = 0, a row without any other also H = 0.
@@ -66,13 +66,15 @@ def _linear_logprobs(
     head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
     kept, head = head.without_ignored(ignore_index)
     rows = rows_with(kept)
-    chosen, d_hidden = _dispatch.choose(impl, hidden), hidden.new_empty(0, dtype=head.dtype)
+    chosen = _dispatch.choose(impl, hidden)
+    # Of no element, each with a memory of its own: PyTorch takes no output twice.
+    d_hidden, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
     index = None if one_launch or batch_invariant else logprob_plans.rows_of(rows)
     options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
     if _takes_gradient(wanted, batch_invariant):
-        statistics, d_hidden = logprob_plans.forward_with_gradient(
+        statistics, d_hidden, largest = logprob_plans.forward_with_gradient(
             head.select(index), _dispatch.passes(chosen), **options
         )
     else:
@@ -83,13 +85,13 @@ def _linear_logprobs(
     def of_all(values: Tensor) -> Tensor:
         """[..., N] from [..., R], 0 for ignored rows."""
         if index is None:
-            return torch.where(rows, values, 0.0)
+            return torch.where(rows, values, 0)
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
     logprobs = of_all(logprobs.t()) if targets.ndim == 1 else torch.where(kept, of_all(logprobs.t()).t(), 0.0)
-    nothing = logprobs.new_empty(0)
-    known = of_all(torch.stack(others)) if any(wanted) else nothing
-    return logprobs, nothing if entropies is None else of_all(entropies), known, d_hidden
+    known = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
+    largest = of_all(largest) if _takes_gradient(wanted, batch_invariant) else largest
+    return logprobs, logprobs.new_empty(0) if entropies is None else of_all(entropies), known, d_hidden, largest
 
 
 def _named(wanted: list[bool]) -> dict[str, bool]:
@@ -109,7 +111,7 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     others = hidden.new_empty((2, count) if any(options[8]) else 0, dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
     d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
-    return logprobs, entropies, others, d_hidden
+    return logprobs, entropies, others, d_hidden, targets.new_empty(count if frozen else 0)
 
 
 def _linear_logprobs_backward(
@@ -122,6 +124,7 @@ def _linear_logprobs_backward(
     entropies: Tensor,
     others: Tensor,
     d_hidden: Tensor,
+    largest: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     logit_scale: float,
@@ -149,7 +152,7 @@ def _linear_logprobs_backward(
     if targets.ndim == 2:
         logprobs = logprobs.masked_fill(~kept, -torch.inf)
     if frozen:
-        return [several_targets.hidden_gradient(head, d_hidden, logprobs, g).to(hidden.dtype)]
+        return [several_targets.hidden_gradient(head, d_hidden, largest, g).to(hidden.dtype)]
     gradients = logprob_plans.backward(
         head,
         _dispatch.passes(_dispatch.choose(impl, hidden)),
@@ -175,10 +178,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@differentiated_once
 def _backward(
     ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    check_differentiated_once()
     nothing = (None,) * (2 + len(ctx.options))
     if grad_logprobs is None and grad_entropy is None:
         return None, None, None, *nothing

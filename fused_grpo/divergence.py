@@ -102,7 +102,7 @@ def fused_linear_divergence(
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.
         UnavailableError: impl="triton" where Triton cannot run.
-        UnsupportedError: create_graph=True, in the backward pass.
+        UnsupportedError: torch.func and forward-mode AD; create_graph=True, in the backward pass.
 
     Source: On-Policy Distillation of Language Models, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, eq. 1.
     """

@@ -156,13 +156,13 @@ def backward(
 
 def forward_with_gradient(
     head: Head, passes: ModuleType, *, entropy: bool, chunk_bytes: int | None = None
-) -> tuple[Statistics, Tensor]:
-    """`forward`, and d log p / d hidden [N, D] in the dtype of accumulators; of the largest target if there are K."""
+) -> tuple[Statistics, Tensor, Tensor]:
+    """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
     memory, ones = head.chunk_memory(passes, chunk_bytes), torch.ones_like(head.temperature)
     scale = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT)
     alone = {"hidden": True, "weight": False, "bias": False}
     gradients = HeadGradients(head, one_group=False, **alone, scale=scale, hidden_dtype=head.dtype)
-    groups = []
+    groups, largest = [], []
     with full_precision(head.hidden):
         for tile in head.tiles(memory):
             upstream, below = ones[tile.rows], None
@@ -178,9 +178,10 @@ def forward_with_gradient(
                 statistics = Statistics(*passes.finish_rows([state], entropy=entropy))
                 gradients.add_known(tile, passes, statistics, grad_logprobs=upstream)
             groups.append(statistics if below is None else several_targets.for_each_target(statistics, below))
+            largest.append(tile.targets)
     (gradient, _, _) = gradients.finish()
     assert gradient is not None
-    return Statistics.joined(groups), gradient
+    return Statistics.joined(groups), gradient, torch.cat(largest)
 
 
 def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:

@@ -95,7 +95,7 @@ def linear_logprobs(
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.
         UnavailableError: impl="triton" where Triton cannot run.
-        UnsupportedError: options that do not go with a process_group.
+        UnsupportedError: options that do not go with a process_group; torch.func and forward-mode AD.
     """
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None, several=True)

@@ -7,6 +7,7 @@ d loss / d log p. The backward pass (`AttachGradients`) only scales the gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo import reference, torch_passes
-from fused_grpo._checks import check_differentiated_once
+from fused_grpo._checks import differentiated_once, transformed
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 
@@ -41,7 +42,8 @@ def value_and_gradient(
     """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
     # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
     # of activation checkpointing would run the whole region again to recompute them.
-    with torch.no_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+    hooks = nullcontext() if transformed() else saved_tensors_hooks(_unchanged, _unchanged)
+    with torch.no_grad(), hooks:
         logprobs, factors = logprobs.detach(), reference.token_factors(logprobs, entropy, inputs, config)
         of_sequence, entropy_weights = config.ratio_of_sequence, factors["entropy_weights"]
         gradient, of_ratio, sums = passes.grpo_token_loss(
@@ -86,8 +88,8 @@ class AttachGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @differentiated_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once()
         if ctx.gradients is None:
             raise RuntimeError(
                 "Trying to backward through the loss a second time; its gradients were handed over the first time; "

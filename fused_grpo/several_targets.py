@@ -144,12 +144,15 @@ def logits_gradient_(tile: Tile, passes: ModuleType, rows: KnownTargets, *, dtyp
     return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
 
 
-def hidden_gradient(head: Head, d_top: Tensor, logprobs: Tensor, grad_logprobs: Tensor) -> Tensor:
-    """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D]; log-probs [N, K], -inf for those without a part."""
-    top = logprobs.argmax(1, keepdim=True)
+def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
+    """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D] of the largest targets t [N].
+
+    Which target is the largest is not decided again: of equal log-probs, the logits may differ.
+    """
+    is_top = head.targets == largest[:, None]
     # What repeats the largest target moves nothing: w_t - w_t would leave a rounding far above 1 - p_t.
-    moved = torch.where(head.targets == head.targets.gather(1, top), 0.0, grad_logprobs)
-    moved.scatter_(1, top, -moved.sum(1, keepdim=True))
+    moved = torch.where(is_top, 0.0, grad_logprobs)
+    moved.scatter_(1, is_top.int().argmax(1, keepdim=True), -moved.sum(1, keepdim=True))
     gradient = d_top * grad_logprobs.sum(1, keepdim=True)
     # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
     budget = SLICE_BYTES if gradient.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES // 4

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _cpu_buffers, _dispatch, chunking, logprob_plans, reference
-from fused_grpo._checks import check_differentiated_once
+from fused_grpo._checks import differentiated_once
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.chunked_loss import ChunkedLoss, Score, rows_in_order
@@ -235,8 +235,8 @@ class _Supported(torch.autograd.Function):
         return known.logprobs, known.entropy
 
     @staticmethod
+    @differentiated_once
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_differentiated_once()
         known = Statistics(*ctx.saved_tensors[3:])
         g = torch.zeros_like(known.logprobs) if grad_logprobs is None else grad_logprobs
         return *ctx.rows.gradients(known, LossGradients(g, grad_entropy)), None, None

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_grpo import _dispatch, logprob_plans, several_targets
+from fused_grpo._checks import differentiated_once
 from fused_grpo.head import Head
 from fused_grpo.shards import Shards, shards_of
 from fused_grpo.statistics import Statistics, no_columns
@@ -63,7 +63,7 @@ class _VocabParallel(torch.autograd.Function):
         return statistics.logprobs, torch.zeros_like(statistics.shift) if entropy is None else entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
         passes, shards, chunk_bytes, logit_scale, softcap = ctx.plan

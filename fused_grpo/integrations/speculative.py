@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import _dispatch
-from fused_grpo._checks import check_differentiated_once
+from fused_grpo._checks import differentiated_once
 from fused_grpo._graphs import outside_graphs
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.chunked_loss import ChunkedLoss, chunked_loss
@@ -93,8 +93,8 @@ class _Speculative(torch.autograd.Function):
         return _with_masked_rows(done, head, inputs, options)
 
     @staticmethod
+    @differentiated_once
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_differentiated_once()
         leaves = ctx.saved_tensors  # raises in a second backward pass, whose gradients are freed already
         factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import reference
+from fused_grpo._checks import transformed
 from fused_grpo.config import TokenTerms
 from fused_grpo.statistics import (
     HEADROOM,
@@ -173,12 +174,17 @@ def grpo_token_loss(
     with torch.inference_mode(False), torch.enable_grad():
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
-        for name in ("logprobs", "log_ratio"):
-            value = ours[name]
-            ours[name] = None if value is None else value.detach().requires_grad_()
-        leaves = [x for x in (ours["logprobs"], ours["log_ratio"]) if x is not None]
-        loss, statistics = reference.token_loss(**ours, terms=terms)  # type: ignore[arg-type]
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        names = [name for name in ("logprobs", "log_ratio") if ours[name] is not None]
+        leaves = [ours[name].detach() for name in names]  # type: ignore[union-attr]
+
+        def loss_of(*leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return reference.token_loss(**{**ours, **dict(zip(names, leaves, strict=True))}, terms=terms)  # type: ignore[arg-type]
+
+        if transformed():  # by torch.func, inside of which requires_grad_() is not allowed
+            gradients, statistics = torch.func.grad(loss_of, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
+        else:
+            loss, statistics = loss_of(*(x.requires_grad_() for x in leaves))
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 

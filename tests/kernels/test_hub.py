@@ -22,7 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_grpo import GRPOLossConfig
 from fused_grpo import kernels as ours
+from fused_grpo.config import TokenTerms
 
 pytest.importorskip("kernels._rust", reason="Hugging Face's kernels is not installed")
 hub = importlib.import_module("kernels")
@@ -105,6 +107,51 @@ def test_on_a_cpu_the_error_says_why(repository: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(FileNotFoundError, match=r"torch-cuda: backend \(cuda\) does not match system backend \(cpu\)"):
         hub.get_local_kernel(repository)
+
+
+WITHOUT_A_GPU = """
+import sys, torch
+from kernels import get_local_kernel
+from pathlib import Path
+kernels = get_local_kernel(Path(sys.argv[1]))
+ones, some, ids = torch.ones(5), torch.ones(5, 5), torch.arange(5)
+of_rows = {"temperature": ones}
+calls = {
+    "logprob_forward": lambda f: f(some, some, ids, **of_rows),
+    "row_statistics": lambda f: f(some, ids, **of_rows),
+    "softmax_weights_": lambda f: f(some, ids, **of_rows),
+    "finish_rows": lambda f: f([(ones, ones, ones, ones)], entropy=True),
+    "logits_gradient_": lambda f: f(some, ids, known=(ones,) * 4, grad_logprobs=ones, grad_entropy=None, **of_rows),
+    "divergence_gradient_": lambda f: f(
+        some, some, kind="jsd", beta=0.5, upstream=ones, student_head=of_rows, teacher_head=of_rows
+    ),
+    "grpo_token_loss": lambda f: f(ones, inputs=dict.fromkeys(["advantages", "weights", "mask"], ones), terms=TERMS),
+    "prefers_tiles": lambda f: f(some),
+    "scale_": lambda f: f(some, ones[0]),
+    "scale_hidden": lambda f: f(some, ones, ones),
+    "entry_logits": lambda f: f(some, some, ids, ids, dtype=some.dtype),
+    "weighted_rows_": lambda f: f(some, ids[:1], 5 * ids[:2], ids, ones, some, cast=some.dtype),
+}
+TERMS = eval(sys.argv[2])
+assert not kernels.is_available()[0]
+assert calls.keys() | {"is_available", "empty_tile", "token_statistics"} == {*kernels.__all__}
+for name, call in calls.items():
+    try:
+        call(getattr(kernels, name))
+        print(name, "ran")
+    except RuntimeError as error:
+        assert str(error).startswith("got tensors on cpu, want them on a CUDA or ROCm device"), (name, error)
+        assert "; fix: " in str(error)
+"""
+
+
+def test_without_a_gpu_every_launcher_says_so(repository: Path) -> None:
+    """Not with the compiler's or the driver's own errors."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    terms = repr(tuple(TokenTerms.of(GRPOLossConfig())))
+    command = [sys.executable, "-c", WITHOUT_A_GPU, str(repository / "build" / "torch-cuda"), terms]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_copies_share_no_module(repository: Path, loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,46 @@ def test_opcheck_finds_nothing(entropy, frozen, bias, ids):
     torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, *options))
 
 
+def test_every_op_is_in_these_tests():
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd")
+    ours = {name for name in names if name.startswith("fused_grpo::")}
+    assert ours == {"fused_grpo::linear_logprobs", "fused_grpo::linear_logprobs_backward"}
+
+
+GRADIENTS = [[False] * 3, [True, False, False], [False, True, False], [True] * 3]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("ids", [targets, several])
+def test_no_output_of_an_op_shares_memory(impl, ids):
+    """PyTorch allows none with an input or another output, empty ones included; inductor reuses memory by that rule."""
+    hidden, weight, bias = (x.detach() for x in leaves())
+    every = product([N, 0], [False, True], [False, True], GRADIENTS)
+    for count, entropy, invariant, wanted in list(every)[:: 1 if impl == "torch" else 5]:
+        inputs = (hidden[:count], weight, bias, ids()[:count], torch.full((count,), 0.7))
+        options = (1.5, 4.0, -100, entropy, impl, None, invariant, wanted)
+        saved = OPS.linear_logprobs(*inputs, *options)
+        assert_apart(inputs, saved)
+        upstream = torch.ones(saved[0].shape), torch.ones(count) if entropy else None
+        if any(wanted):
+            known = (*inputs, *saved, *upstream)
+            assert_apart(known, OPS.linear_logprobs_backward(*known, *options))
+
+
+def test_opcheck_finds_nothing_without_a_gradient_or_rows():
+    hidden, weight, bias = (x.detach() for x in leaves())
+    for count in (N, 0):
+        inputs = (hidden[:count], weight, bias, targets()[:count], torch.full((count,), 0.7))
+        torch.library.opcheck(
+            OPS.linear_logprobs.default, (*inputs, 1.5, 4.0, -100, True, "torch", None, False, [False] * 3)
+        )
+
+
+def assert_apart(inputs, outputs):
+    storages = [x.untyped_storage()._cdata for x in (*inputs, *outputs) if x is not None]
+    assert len({*storages}) == len(storages)
+
+
 def step(hidden, weight, bias, targets):
     """Work of others on both sides, as in a model."""
     out = linear_logprobs_and_entropy(hidden * 2, weight, targets, bias=bias, softcap=3.0, temperature=0.7)

@@ -23,12 +23,21 @@ def is_available() -> tuple[bool, str]:
     return False, "no CUDA or ROCm device; fix: run on one, or set TRITON_INTERPRET=1 before the first import"
 
 
+def _check_device(device: torch.device) -> None:
+    if not INTERPRETED and device.type != "cuda":
+        raise RuntimeError(
+            f"got tensors on {device}, want them on a CUDA or ROCm device, for which these kernels are compiled; "
+            "fix: move them to one, or set TRITON_INTERPRET=1 before the first import (slow, for tests)"
+        )
+
+
 # Architectures of one generation with the same shared memory use the same tiles.
 FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
 
 
 def architecture(device: torch.device) -> str:
     """The key of the tile tables: "sm_90" and the like, "gfx942" and the like, or "interpreter"."""
+    _check_device(device)
     if INTERPRETED:
         return "interpreter"
     if torch.version.hip:
@@ -41,4 +50,5 @@ def architecture(device: torch.device) -> str:
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` current: Triton launches on the current device, not on that of the tensors."""
+    _check_device(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
