@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
@@ -54,7 +56,7 @@ class RewardOutput:
     per_function: Tensor  # [B, F] fp32; NaN: not scored by that function
     dropped: Tensor  # [B] bool, whole groups for which a function failed: they must not reach the loss
     seconds: dict[str, float]  # by function
-    metrics: dict[str, float]  # from log_metric, the mean of all values
+    metrics: dict[str, float]  # from log_metric, the mean of all finite values
     extra: dict[str, list[Any]]  # B each, from log_extra
     failure: RewardError | None = None  # the first, where groups were dropped
 
@@ -187,14 +189,17 @@ class Rewards:
         metrics: dict[str, list[float]] = {}
         for name, one in zip(self.names, scores, strict=True):
             for column, values in one.extra.items():
-                extra[column if column not in extra else f"{name}/{column}"] = values
+                place = free_name(column)
+                while place in extra:
+                    place = f"{name}/{place}"
+                extra[place] = values
             for metric, logged in one.metrics.items():
-                metrics.setdefault(metric, []).extend(logged)
+                metrics.setdefault(free_name(metric), []).extend(filter(math.isfinite, logged))
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
-            metrics={metric: math.fsum(logged) / len(logged) for metric, logged in metrics.items()},
+            metrics={metric: fmean(logged) if logged else math.nan for metric, logged in metrics.items()},
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
@@ -206,16 +211,15 @@ def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int
     Raises:
         RewardError: the error of the last call.
     """
-    for attempt in range(retries):
+    for attempt in itertools.count(1):
         try:
-            return call(inputs, pinpoint=False)
+            return call(inputs, pinpoint=attempt > retries)
         except RewardError as error:
-            _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, retries + 1)
-            time.sleep(FIRST_PAUSE * 2**attempt)
-    try:
-        return call(inputs)
-    except RewardError as error:
-        raise RewardError(f"{error} (call {retries + 1} of {retries + 1})") from error
+            if attempt > retries:
+                raise RewardError(f"{error} (call {attempt} of {attempt})") from error
+            _log.warning("%s (call %d of %d, trying again)", error, attempt, retries + 1)
+            time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+    raise AssertionError("a call is made")
 
 
 def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
