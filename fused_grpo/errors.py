@@ -77,10 +77,12 @@ class PeerError(FusedGRPOError, RuntimeError):
 
 
 def show_causes(error: BaseException) -> None:
-    """Put stand-ins in the place of the causes of an error that a terminal must not get: Python prints them with it.
+    """Put stand-ins in the place of the causes of an error of ours that a terminal must not get: Python prints them.
 
     A stand-in has the name of the cause's class, its traceback, and its text as an error of this package would have it.
     """
+    if not isinstance(error, FusedGRPOError):
+        return
     while True:
         link = "__context__" if error.__cause__ is None else "__cause__"
         cause = getattr(error, link)

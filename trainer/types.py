@@ -33,6 +33,17 @@ def taken(values: Any, places: Sequence[int]) -> Any:
     return None if values is None else [values[place] for place in places]
 
 
+def joined(parts: Sequence[Any]) -> Any:
+    """Lists end to end, None where one is None; the tensors that there are; the columns that all dicts have."""
+    known = [part for part in parts if part is not None]
+    if known and isinstance(known[0], Tensor):
+        return torch.cat(known)
+    if known and isinstance(known[0], dict):
+        names = [name for name in known[0] if all(name in part for part in known)]
+        return {name: joined([part[name] for part in known]) for name in names}
+    return [entry for part in known for entry in part] if len(known) == len(parts) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How an engine samples. Names and meaning are vLLM's; `temperature=0` is greedy."""
@@ -117,14 +128,7 @@ class EffectiveBatch:
     @classmethod
     def joined(cls, batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
         """Batches of the same step, one after the other."""
-
-        def values(name: str) -> Any:
-            parts = [part for batch in batches if (part := getattr(batch, name)) is not None]
-            if parts and isinstance(parts[0], Tensor):
-                return torch.cat(parts)
-            return [entry for part in parts for entry in part] if len(parts) == len(batches) else None
-
-        return cls(**{field.name: values(field.name) for field in fields(cls)})
+        return cls(**{field.name: joined([getattr(batch, field.name) for batch in batches]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)

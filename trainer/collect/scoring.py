@@ -18,10 +18,10 @@ from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion, prompt_text
 from fused_grpo.trainer.rewards import RewardOutput, Rewards
-from fused_grpo.trainer.types import EffectiveBatch, Rollouts, taken
+from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
 
 _log = logging.getLogger(__name__)
-_TENSORS = ("rewards", "per_function", "dropped")
+_COLUMNS = ("rows", "completions", "rewards", "per_function", "dropped", "extra")
 _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 
 
@@ -60,34 +60,25 @@ class ScoredRollouts:
                     place: rollouts.failures[group] for place, group in enumerate(groups) if group in rollouts.failures
                 },
             ),
-            **{name: taken(getattr(self, name), members) for name in ("rows", "completions", *_TENSORS, "extra")},
+            **{name: taken(getattr(self, name), members) for name in _COLUMNS},
         )
 
     @classmethod
     def joined(cls, rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
         """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
-        first, rollouts = rounds[0], [part.rollouts for part in rounds]
-
-        def lists(parts: Sequence[Any], name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            return None if any(value is None for value in values) else [entry for some in values for entry in some]
-
-        names = dict.fromkeys(name for part in rounds for name in part.metrics)
-        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in rounds]) for name in _TENSORS}
+        first, names = rounds[0], dict.fromkeys(name for part in rounds for name in part.metrics)
+        of_rollouts = ("prompt_ids", *_LISTS, "extra")
         return replace(
             first,
             rollouts=replace(
                 first.rollouts,
-                **{name: lists(rollouts, name) for name in ("prompt_ids", *_LISTS)},
-                extra=_common_columns([part.extra for part in rollouts]),
+                **{name: joined([getattr(part.rollouts, name) for part in rounds]) for name in of_rollouts},
                 failures={},  # rounds are joined without the groups that failed
             ),
-            **{name: lists(rounds, name) for name in ("rows", "completions")},
-            **tensors,
+            **{name: joined([getattr(part, name) for part in rounds]) for name in _COLUMNS},
             num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
             metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
-            extra=_common_columns([part.extra for part in rounds]),
         )
 
     def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
@@ -215,9 +206,3 @@ def _asked(
     placed = {name: dict(zip(sound, values, strict=True)) for name, values in output.extra.items()}
     extra = {name: [values.get(index) for index in range(total)] for name, values in placed.items()}
     return replace(output, per_function=per_function, dropped=dropped, extra=extra)
-
-
-def _common_columns(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The columns that all parts have, joined."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: [value for part in parts for value in part[name]] for name in names}

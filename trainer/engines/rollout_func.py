@@ -10,8 +10,7 @@ times in a row, and returns a dict with one entry per prompt in each of
                        `sampling_mask.token_ids`; no ids, or None in place of a list, for the whole vocabulary
     anything else      a column for the reward functions; a value that is not a list is repeated
 
-It may sample with any model, so its log-probs need not be the trainer's. It gets copies of the prompts, and what it
-returns is copied: it may edit both.
+It may sample with any model, so its log-probs need not be the trainer's. It may edit its prompts and what it returned.
 """
 
 from __future__ import annotations
@@ -90,7 +89,8 @@ class FunctionEngine(RolloutEngine):
         output = self._function(repeated, self._trainer)
         try:
             columns = _checked(output, len(prompts) * sampling.n)
-            prompt_ids, ids = (_token_lists(output[name]) for name in _REQUIRED[:2])
+            # int() would cut numbers, and read text.
+            prompt_ids, ids = ([list(map(as_index, one)) for one in output[name]] for name in _REQUIRED[:2])
             logprobs = None if output["logprobs"] is None else list(map(_logprobs, output["logprobs"]))
         except TypeError as error:
             raise DataError(f"got {error} from rollout_func, want lists of token ids and of their log-probs") from error
@@ -154,10 +154,6 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
             )
     # Single completions are checked with those of all engines, in checked_engine.py.
     return columns
-
-
-def _token_lists(given: Iterable[Iterable[Any]]) -> list[list[int]]:
-    return [list(map(as_index, ids)) for ids in given]  # int() would cut numbers, and read text
 
 
 def _one_per_group(lists: list[list[int]], size: int) -> list[list[int]]:

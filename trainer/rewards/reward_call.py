@@ -1,13 +1,12 @@
 """Call one reward function and check what it returns.
 
 A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
-of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values. The function returns
-a list, tuple, array or tensor of B floats, or None for a completion that it does not score. A function without
-`**columns` gets only the arguments that it names. It may be `async`.
+of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values, copies that the
+function may edit. It returns B floats, or None for a completion that it does not score. A function without `**columns`
+gets only the arguments that it names. It may be `async`.
 
-Each call gets copies, one per completion, so that a function may edit what it is given. The result is checked before
-an advantage is computed from it, and an error names the function and the prompt. What the function logs is kept as it
-is when it is logged, and only if the call succeeds, so a repeated call does not log twice.
+The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
+function logs is kept only if the call succeeds, so a repeated call does not log twice.
 
 The timeout ends the wait, not the call: Python code cannot be stopped from outside. A coroutine is cancelled where it
 awaits; a plain function goes on in its daemon thread. `isolated` runs a function in a process that can be killed.
@@ -116,7 +115,7 @@ class RewardCaller:
                 f"{quoted(prompts[0])}); want a list, tuple, or array or tensor of one dimension, with one float or "
                 "None per completion"
             )
-        scores = own_copy(logged)  # a thread that the function has left behind may still log
+        scores: Scores = own_copy(logged)  # a thread that the function has left behind may still log
         scores.values.extend(self._number(value, prompt) for value, prompt in zip(values, prompts, strict=True))
         for column, some in scores.extra.items():
             if len(some) != len(prompts):
@@ -140,12 +139,8 @@ class RewardCaller:
 
     def _run(self, inputs: RewardInputs, logged: Scores) -> Any:
         """What the function returns for copies of the inputs. What it logs goes into `logged`."""
-        given = {
-            **inputs.columns,
-            "trainer_state": inputs.trainer_state,
-            "log_extra": logged.log_extra,
-            "log_metric": logged.log_metric,
-        }
+        logs = {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+        given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
             name: [own_copy(entry) for entry in value] if name in inputs.columns else own_copy(value)
@@ -203,10 +198,8 @@ class RewardCaller:
 
 
 def _listed(returned: Any) -> list[Any] | None:
-    """The values of a list, a tuple, or an array or tensor of one dimension; None for anything else.
-
-    Not of whatever can be iterated: a dict has keys, a set has no order, bytes are numbers, a generator may not end.
-    """
+    """The values of a list, a tuple, or an array or tensor of one dimension; None for anything else."""
+    # Not of all that can be iterated: a dict has keys, a set no order, bytes are numbers, a generator may not end.
     if isinstance(returned, list | tuple):
         return list(returned)
     is_flat = _array_kind(returned) in NUMERIC and returned.ndim == 1

@@ -96,8 +96,11 @@ class Rewards:
         model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        _check_options(given, weights, failure=failure, retries=retries, timeout=timeout)
-        classes = _one_each(processing_classes, len(given))
+        _check_options(given, failure=failure, retries=retries, timeout=timeout)
+        classes = _one_each("reward_processing_classes", processing_classes, len(given))
+        self.weights = torch.tensor(_one_each("reward_weights", weights, len(given), default=1.0), dtype=torch.float32)
+        if not self.weights.isfinite().all():
+            raise InputError(f"got reward_weights={self.weights.tolist()}, want finite numbers")
         options = {
             "device": device,
             "chat_template_kwargs": chat_template_kwargs,
@@ -107,7 +110,6 @@ class Rewards:
             _resolve(function, cls, options, model_init_kwargs) for function, cls in zip(given, classes, strict=True)
         ]
         self.names = _unique(map(reward_name, self.functions))
-        self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
         self.failure, self.retries = failure, retries
         self._callers = [
             RewardCaller(function, name, timeout=timeout)
@@ -259,9 +261,7 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
     return joined
 
 
-def _check_options(
-    functions: list[Any], weights: Sequence[float] | None, *, failure: str, retries: int, timeout: float | None
-) -> None:
+def _check_options(functions: list[Any], *, failure: str, retries: int, timeout: float | None) -> None:
     if functions == [None]:
         raise InputError(
             "No reward source provided: got reward_funcs=None, want a function or a non-empty list of functions, names "
@@ -272,12 +272,6 @@ def _check_options(
         raise InputError(
             f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
         )
-    if weights is not None and len(weights) != len(functions):
-        raise InputError(
-            f"got {len(weights)} reward_weights for {len(functions)} reward functions, want one each: they must match"
-        )
-    if weights is not None and not all(map(math.isfinite, weights)):
-        raise InputError(f"got reward_weights={list(weights)}, want finite numbers")
     if failure not in get_args(FailurePolicy):
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")
     if retries < 0:
@@ -286,14 +280,12 @@ def _check_options(
         raise InputError(f"got timeout={timeout}, want seconds > 0, or None for no limit")
 
 
-def _one_each(classes: Any, count: int) -> list[Any]:
-    if classes is None:
-        return [None] * count
-    listed = list(classes) if isinstance(classes, list | tuple) else [classes]
+def _one_each(name: str, given: Any, count: int, *, default: Any = None) -> list[Any]:
+    if given is None:
+        return [default] * count
+    listed = list(given) if isinstance(given, Iterable) else [given]
     if len(listed) != count:
-        raise InputError(
-            f"got {len(listed)} reward_processing_classes for {count} reward functions, want one each: they must match"
-        )
+        raise InputError(f"got {len(listed)} {name} for {count} reward functions, want one each: they must match")
     return listed
 
 

@@ -68,13 +68,12 @@ def test_another_number_of_values_is_refused(reward, returned, message):
         reward(lambda **_: returned)
 
 
-def test_what_a_generator_raises_names_the_prompt_that_it_raises_for(reward):
-    def lazy(completions):
-        for text in completions:
-            yield 1 / (text != "c")
+def test_what_a_function_raises_names_the_prompt_that_it_raises_for(reward):
+    def strict(completions):
+        return [1 / (text != "c") for text in completions]
 
-    with pytest.raises(RewardError, match="'lazy' raised ZeroDivisionError: division by zero; at prompt 'q'"):
-        reward(lazy)
+    with pytest.raises(RewardError, match="'strict' raised ZeroDivisionError: division by zero; at prompt 'q'"):
+        reward(strict)
 
 
 @pytest.mark.parametrize("with_async", [False, True])
