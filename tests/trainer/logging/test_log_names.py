@@ -69,35 +69,39 @@ def test_names_of_scripts_are_kept():
     assert free_name("loss") == "logged/loss"
 
 
+class Letters:
+    """A tokenizer for which all tokens are one letter."""
+
+    def batch_decode(self, ids, *, skip_special_tokens):
+        return ["a"] * len(ids)
+
+
+def scored(reward):
+    """Two completions of one prompt."""
+    lists = {"prompt_ids": [[1]], "completion_ids": [[1], [2]], "finish_reasons": ["stop"] * 2}
+    rollouts = Rollouts(**lists, sampling_logprobs=None, num_generations=2, weight_version=3)
+    return score_rollouts(rollouts, [{"prompt": "p"}], Rewards(reward), Letters())
+
+
 @given(dictionaries(names, one_of(floats(), none()), max_size=6))
 @settings(max_examples=60)
 def test_records_are_the_same_whatever_else_is_logged(tmp_path_factory, logged):
-    def reward(completions, log_extra, log_metric):
-        for name, value in logged.items():
+    def reward(completions, log_extra=None, log_metric=None):
+        for name, value in logged.items() if log_extra else ():
             log_extra(name, [value, "text"])
             log_metric(name, 0.5 if value is None else value)
         return [1.0, 2.0]
 
-    class Tokenizer:
-        def batch_decode(self, ids, *, skip_special_tokens):
-            return ["a"] * len(ids)
-
-    lists = {"prompt_ids": [[1]], "completion_ids": [[1], [2]], "finish_reasons": ["stop"] * 2}
-    rollouts = Rollouts(**lists, sampling_logprobs=None, num_generations=2, weight_version=3)
-    scored, plain = (
-        score_rollouts(rollouts, [{"prompt": "p"}], Rewards(function), Tokenizer())
-        for function in (reward, lambda completions: [1.0, 2.0])
-    )
-    scored.reward_names[:] = plain.reward_names
+    logs, plain = scored(reward), scored(lambda completions: reward(completions))
+    plain.reward_names[:] = logs.reward_names
     log = RunLog(tmp_path_factory.mktemp("log"))
-    log.log_rollouts(1, scored.records(torch.zeros(2)))
-    log.log_metrics({**scored.metrics, "step": 1})
+    log.log_rollouts(1, logs.records(torch.zeros(2)))
+    log.log_metrics({**logs.metrics, "step": 1})
     (row, _), own = read_metrics(log.output_dir / "rollouts.jsonl"), plain.records(torch.zeros(2))[0]
     assert {name: row[name] for name in FIELDS.split() if name in row} == {"step": 1, **own}
     assert len(row) - len(own) - 1 == len(set(map(free_name, logged)))
-    assert all(
-        value is None or abs(value) < 1e39 for value in read_metrics(log.output_dir / "metrics.jsonl")[0].values()
-    )
+    (record,) = read_metrics(log.output_dir / "metrics.jsonl")
+    assert all(value is None or abs(value) < 1e39 for value in record.values())
 
 
 def test_a_run_with_such_names_resumes_and_its_report_is_written(make_trainer):
