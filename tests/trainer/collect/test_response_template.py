@@ -74,8 +74,11 @@ def handed_out(tokenizer, texts, *, prompt=None, header="hi<|a|>"):
 
 
 @pytest.mark.parametrize("header", ["hi<|a|>", "hi<|a|><think>"])
-def test_messages_are_those_of_trl(tokenizer, header):
+@pytest.mark.parametrize("end", ["<eos>", r"<\|a\|>"])
+def test_messages_are_those_of_trl(tokenizer, header, end):
     parse_response = pytest.importorskip("trl.chat_template_utils", reason="TRL is not installed").parse_response
+    fields = {**TEMPLATE["fields"], "content": {"close_pattern": end, "content": "text"}}
+    tokenizer.response_template = {**TEMPLATE, "fields": fields}
     seen, logged = handed_out(tokenizer, TEXTS, header=header)
     prefix = tokenizer(header)["input_ids"]
     assert seen == [[parse_response(tokenizer, tokenizer(text)["input_ids"], prefix=prefix)] for text in TEXTS]
