@@ -12,14 +12,20 @@
     +-- NonFiniteError(ArithmeticError)     a loss or gradient that is NaN or infinite; nothing was updated
     +-- PeerError(RuntimeError)             another rank of the run failed, and this rank stopped with it
 
-Messages have three parts: what was got, what is wanted, and how to fix it.
+Messages have three parts: what was got, what is wanted, and how to fix it. They may quote what others wrote (a model,
+a server, the exception of a reward function), so control characters in a message are escaped and its length is bounded.
 """
 
 from __future__ import annotations
 
+from fused_grpo._text import is_shown, shown
+
 
 class FusedGRPOError(Exception):
     """Base of all errors of this package."""
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*map(shown, message))
 
 
 class InputError(FusedGRPOError, ValueError):
@@ -68,3 +74,24 @@ class NonFiniteError(FusedGRPOError, ArithmeticError):
 
 class PeerError(FusedGRPOError, RuntimeError):
     """Another rank of the run failed, and this rank stopped with it."""
+
+
+def show_causes(error: BaseException) -> None:
+    """Put stand-ins in the place of the causes of an error of ours that a terminal must not get: Python prints them.
+
+    A stand-in has the name of the cause's class, its traceback, and its text as an error of this package would have it.
+    """
+    if not isinstance(error, FusedGRPOError):
+        return
+    while True:
+        link = "__context__" if error.__cause__ is None else "__cause__"
+        cause = getattr(error, link)
+        if cause is None or (link == "__context__" and error.__suppress_context__):
+            return
+        if not is_shown(cause):
+            kind = type(type(cause).__name__, (Exception,), {"__module__": type(cause).__module__})
+            stand_in = kind(shown(cause)).with_traceback(cause.__traceback__)
+            stand_in.__cause__, stand_in.__context__ = cause.__cause__, cause.__context__
+            stand_in.__suppress_context__ = cause.__suppress_context__
+            setattr(error, link, stand_in)
+        error = getattr(error, link)

@@ -11,18 +11,37 @@ K = sum of the sizes, end to end, ascending within a token. Both are int32 on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
 SupportChoice = Literal["auto", "require", "off"]
 
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
+
+
+def taken(values: Any, places: Sequence[int]) -> Any:
+    """The values at these places: of a list, of a tensor, or of each column of a dict. None stays None."""
+    if isinstance(values, dict):
+        return {name: taken(column, places) for name, column in values.items()}
+    if isinstance(values, Tensor):
+        return values[list(places)]
+    return None if values is None else [values[place] for place in places]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Lists end to end, None where one is None; the tensors that there are; the columns that all dicts have."""
+    known = [part for part in parts if part is not None]
+    if known and isinstance(known[0], Tensor):
+        return torch.cat(known)
+    if known and isinstance(known[0], dict):
+        names = [name for name in known[0] if all(name in part for part in known)]
+        return {name: joined([part[name] for part in known]) for name in names}
+    return [entry for part in known for entry in part] if len(known) == len(parts) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,41 +123,12 @@ class EffectiveBatch:
 
     def take(self, indices: Sequence[int]) -> EffectiveBatch:
         """These sequences, in this order."""
-
-        def some(values: list[T] | None) -> list[T] | None:
-            return None if values is None else [values[index] for index in indices]
-
-        return EffectiveBatch(
-            prompt_ids=[self.prompt_ids[index] for index in indices],
-            completion_ids=[self.completion_ids[index] for index in indices],
-            sampling_logprobs=some(self.sampling_logprobs),
-            advantages=self.advantages[list(indices)],
-            rewards=None if self.rewards is None else self.rewards[list(indices)],
-            in_loss=None if self.in_loss is None else self.in_loss[list(indices)],
-            skipped=None if self.skipped is None else self.skipped[list(indices)],
-            old_logprobs=some(self.old_logprobs),
-            ref_logprobs=some(self.ref_logprobs),
-            support_ids=some(self.support_ids),
-            support_sizes=some(self.support_sizes),
-        )
+        return EffectiveBatch(**{name: taken(values, indices) for name, values in vars(self).items()})
 
     @classmethod
     def joined(cls, batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
         """Batches of the same step, one after the other."""
-
-        def lists(name: str) -> Any:
-            values = [getattr(batch, name) for batch in batches]
-            return None if any(value is None for value in values) else [entry for some in values for entry in some]
-
-        def tensors(name: str) -> Any:
-            values = [getattr(batch, name) for batch in batches if getattr(batch, name) is not None]
-            return torch.cat(values) if values else None
-
-        names = ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs")
-        return cls(
-            **{name: lists(name) for name in (*names, "support_ids", "support_sizes")},
-            **{name: tensors(name) for name in ("advantages", "rewards", "in_loss", "skipped")},
-        )
+        return cls(**{field.name: joined([getattr(batch, field.name) for batch in batches]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)

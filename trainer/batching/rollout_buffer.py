@@ -19,6 +19,8 @@ from torch import Tensor
 from fused_grpo.trainer.batching.ragged import rows_as_tensors, rows_from_tensors
 from fused_grpo.trainer.types import EffectiveBatch
 
+_PER_SEQUENCE = ("advantages", "rewards", "in_loss", "skipped")
+
 
 @dataclass
 class RolloutBuffer:
@@ -84,16 +86,11 @@ def split_groups(batch: EffectiveBatch, steps: int, together: int) -> list[Effec
 
 def batch_as_tensors(batch: EffectiveBatch) -> dict[str, Tensor]:
     """A batch as tensors, for `batch_from_tensors`."""
-    per_sequence = {name: getattr(batch, name) for name in ("advantages", "rewards", "in_loss", "skipped")}
+    per_sequence = {name: getattr(batch, name) for name in _PER_SEQUENCE}
     return {name: values for name, values in per_sequence.items() if values is not None} | rows_as_tensors(batch)
 
 
 def batch_from_tensors(tensors: Mapping[str, Tensor]) -> EffectiveBatch:
     """The inverse of `batch_as_tensors`."""
-    return EffectiveBatch(
-        advantages=tensors["advantages"],
-        rewards=tensors.get("rewards"),
-        in_loss=tensors.get("in_loss"),
-        skipped=tensors.get("skipped"),
-        **rows_from_tensors(tensors),
-    )
+    per_sequence: dict[str, Any] = {name: tensors.get(name) for name in _PER_SEQUENCE}
+    return EffectiveBatch(**per_sequence, **rows_from_tensors(tensors))

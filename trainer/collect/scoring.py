@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo._text import shown
 from fused_grpo.errors import RewardError
 from fused_grpo.trainer.collect.advantages import total_rewards
+from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion, prompt_text
 from fused_grpo.trainer.rewards import RewardOutput, Rewards
-from fused_grpo.trainer.types import EffectiveBatch, Rollouts
+from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
 
 _log = logging.getLogger(__name__)
-_TENSORS = ("rewards", "per_function", "dropped")
+_COLUMNS = ("rows", "completions", "rewards", "per_function", "dropped", "extra")
 _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 
 
@@ -48,53 +50,35 @@ class ScoredRollouts:
         """These groups, in this order."""
         rollouts, size = self.rollouts, self.rollouts.num_generations
         members = [group * size + member for group in groups for member in range(size)]
-
-        def some(values: Any) -> Any:
-            return None if values is None else [values[index] for index in members]
-
-        tensors: dict[str, Any] = {name: getattr(self, name)[members] for name in _TENSORS}
         return replace(
             self,
             rollouts=replace(
                 rollouts,
-                prompt_ids=[rollouts.prompt_ids[group] for group in groups],
-                **{name: some(getattr(rollouts, name)) for name in _LISTS},
-                extra={name: some(values) for name, values in rollouts.extra.items()},
+                prompt_ids=taken(rollouts.prompt_ids, groups),
+                **{name: taken(getattr(rollouts, name), members) for name in (*_LISTS, "extra")},
                 failures={
                     place: rollouts.failures[group] for place, group in enumerate(groups) if group in rollouts.failures
                 },
             ),
-            rows=some(self.rows),
-            completions=some(self.completions),
-            **tensors,
-            extra={name: some(values) for name, values in self.extra.items()},
+            **{name: taken(getattr(self, name), members) for name in _COLUMNS},
         )
 
     @classmethod
     def joined(cls, rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
         """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
-        first, rollouts = rounds[0], [part.rollouts for part in rounds]
-
-        def lists(parts: Sequence[Any], name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            return None if any(value is None for value in values) else [entry for some in values for entry in some]
-
-        names = dict.fromkeys(name for part in rounds for name in part.metrics)
-        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in rounds]) for name in _TENSORS}
+        first, names = rounds[0], dict.fromkeys(name for part in rounds for name in part.metrics)
+        of_rollouts = ("prompt_ids", *_LISTS, "extra")
         return replace(
             first,
             rollouts=replace(
                 first.rollouts,
-                **{name: lists(rollouts, name) for name in ("prompt_ids", *_LISTS)},
-                extra=_common_columns([part.extra for part in rollouts]),
+                **{name: joined([getattr(part.rollouts, name) for part in rounds]) for name in of_rollouts},
                 failures={},  # rounds are joined without the groups that failed
             ),
-            **{name: lists(rounds, name) for name in ("rows", "completions")},
-            **tensors,
+            **{name: joined([getattr(part, name) for part in rounds]) for name in _COLUMNS},
             num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
             metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
-            extra=_common_columns([part.extra for part in rounds]),
         )
 
     def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
@@ -117,7 +101,7 @@ class ScoredRollouts:
         kept = [int(sizes.sum()) / max(1, len(sizes)) for sizes in self.rollouts.support_sizes or []]
         return [
             {
-                **{name: _as_json(values[index]) for name, values in self.extra.items()},
+                **{name: values[index] for name, values in self.extra.items()},
                 "prompt": prompt_text(self.rows[index]),
                 "completion": completion,
                 "reward": self.rewards[index].item(),
@@ -139,8 +123,8 @@ def score_rollouts(
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
     Columns that the engine returned with the completions (`Rollouts.extra`) are passed to reward functions like columns
-    of the dataset; completions of conversations are passed as messages. Reward functions are not given the groups of
-    `Rollouts.failures`, which are dropped.
+    of the dataset; completions of conversations are passed as messages, which the tokenizer's response template has
+    parsed, where it has one. Reward functions are not given the groups of `Rollouts.failures`, which are dropped.
 
     Raises:
         RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
@@ -150,6 +134,8 @@ def score_rollouts(
     completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
     columns = [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)]
     given = [as_completion(row, text) for row, text in zip(rows, completions, strict=True)]
+    if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+        _parse(given, rollouts, tokenizer)
     output = _asked(rewards, columns, given, rollouts, trainer_state)
     unscored = (output.per_function.isnan().all(1) & ~output.dropped).nonzero()[:, 0].tolist()
     if unscored:
@@ -157,7 +143,7 @@ def score_rollouts(
         _log.warning(
             "All reward functions returned None for the following kwargs:\n%s\nSuch a completion has no reward, "
             "advantage 0 and no part in the statistics of its group. Got %d of %d; fix: return a number.",
-            example,
+            shown(example),
             len(unscored),
             len(columns),
         )
@@ -177,48 +163,46 @@ def score_rollouts(
     )
 
 
+def _parse(given: list[Any], rollouts: Rollouts, tokenizer: Any) -> None:
+    """Replace the messages among the completions by what TRL makes of them: `content`, `reasoning_content`, ...
+
+    As in TRL, a completion that cannot be parsed (a malformed tool call) is a message with its whole text.
+    """
+    failed, places = 0, [index for index, one in enumerate(given) if not isinstance(one, str)]
+    for index in places:
+        try:
+            # Before transformers 5.13 there was a schema, which took no prompt.
+            prompt = rollouts.prompt_ids[index // rollouts.num_generations]
+            options = {"prefix": prompt} if getattr(tokenizer, "response_template", None) else {}
+            message = tokenizer.parse_response(rollouts.completion_ids[index], **options)
+            content = str(message.get("content") or "").removesuffix(tokenizer.eos_token or "")
+            for call in message.get("tool_calls") or ():
+                function = call.get("function", call)
+                if not isinstance(function["name"], str):
+                    raise TypeError("a tool call without a name")
+                function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
+            given[index] = [{"role": "assistant", **message, "content": content}]
+        except Exception:  # of the template, which is a program, or of what the model wrote
+            failed += 1
+    if failed and failed == len(places):
+        warn_once(
+            "the tokenizer's response template parses no completion of a batch, so reward functions get whole texts; "
+            "fix: tokenizer.parse_response(...) of one says why"
+        )
+
+
 def _asked(
     rewards: Rewards, columns: list[Row], given: Sequence[Any], rollouts: Rollouts, trainer_state: Any
 ) -> RewardOutput:
     """What the functions say about all completions. Groups for which the engine failed are dropped, unseen by them."""
     total, size = len(columns), rollouts.num_generations
     sound = [index for index in range(total) if index // size not in rollouts.failures]
-
-    def some(values: Sequence[Any]) -> list[Any]:
-        return [values[index] for index in sound]
-
-    def spread(values: Tensor, others: Tensor) -> Tensor:
-        others[sound] = values
-        return others
-
-    if not sound:
-        nothing = torch.full((total, len(rewards.names)), torch.nan)
-        return RewardOutput(per_function=nothing, dropped=torch.ones(total).bool(), seconds={}, metrics={}, extra={})
-    ids = some(rollouts.completion_ids)
-    output = rewards(some(columns), some(given), ids, num_generations=size, trainer_state=trainer_state)
-    if len(sound) == total:
-        return output
-    places = dict(zip(sound, range(len(sound)), strict=True))
-    logged = {
-        name: [values[places[index]] if index in places else None for index in range(total)]
-        for name, values in output.extra.items()
-    }
-    return replace(
-        output,
-        per_function=spread(output.per_function, torch.full((total, len(rewards.names)), torch.nan)),
-        dropped=spread(output.dropped, torch.ones(total, dtype=torch.bool)),
-        extra=logged,
-    )
-
-
-def _common_columns(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The columns that all parts have, joined."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: [value for part in parts for value in part[name]] for name in names}
-
-
-def _as_json(value: Any) -> Any:
-    """A value that JSON can represent."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    per_function, dropped = torch.full((total, len(rewards.names)), torch.nan), torch.ones(total, dtype=torch.bool)
+    output = RewardOutput(per_function=per_function, dropped=dropped, seconds={}, metrics={}, extra={})
+    if sound:
+        asked = (taken(values, sound) for values in (columns, given, rollouts.completion_ids))
+        output = rewards(*asked, num_generations=size, trainer_state=trainer_state)
+        per_function[sound], dropped[sound] = output.per_function, output.dropped
+    placed = {name: dict(zip(sound, values, strict=True)) for name, values in output.extra.items()}
+    extra = {name: [values.get(index) for index in range(total)] for name, values in placed.items()}
+    return replace(output, per_function=per_function, dropped=dropped, extra=extra)

@@ -38,6 +38,8 @@ def to_json(value: object) -> object:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_json(item) for item in value]
+    if hasattr(type(value), "tolist"):  # of NumPy, or a tensor
+        return to_json(value.tolist())  # type: ignore[attr-defined]
     return getattr(value, "__qualname__", None) or str(value)
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError
+from fused_grpo.trainer.logging.formatting import message_text
 
 _NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
 
@@ -51,11 +52,7 @@ def _is_text(value: Any) -> bool:
 
 def prompt_text(row: Mapping[str, Any]) -> str:
     """The prompt for logs: a string unchanged, a conversation as lines of "role: content"."""
-    if not is_conversational(row):
-        return str(row["prompt"])
-    return "\n".join(
-        f"{message['role']}: {message.get('content') or message.get('tool_calls') or ''}" for message in row["prompt"]
-    )
+    return message_text(row["prompt"])
 
 
 def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:

@@ -26,13 +26,13 @@ from accelerate.utils import gather_object
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fused_grpo.errors import FusedGRPOError, PeerError
+from fused_grpo._text import shown
+from fused_grpo.errors import FusedGRPOError, PeerError, show_causes
 from fused_grpo.trainer.logging.progress import live
 
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.
 REASON_SECONDS = 2.0
 GLOO_SECONDS = 0.25
-MAX_REASON = 2000  # characters
 
 _uses = itertools.count()
 
@@ -101,6 +101,7 @@ def report_failure(accelerator: Accelerator) -> Iterator[None]:
         with _shared_reasons(accelerator) if accelerator.num_processes > 1 else nullcontext():
             yield
     except Exception as error:
+        show_causes(error)
         with suppress(OSError):  # on a full disk the error itself says more
             get_error_handler().record_exception(error)
         raise
@@ -162,7 +163,7 @@ class _FailureStore:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+    return f"{type(error).__name__}: {shown(error)}"
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

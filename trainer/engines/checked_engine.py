@@ -117,7 +117,7 @@ def _generate(
     # A `rollout_func` may return other prompts, and NaN for a log-prob that is not known.
     by_user = isinstance(engine, FunctionEngine)
     options: dict[str, Any] = {"prompts": prompts} if by_user else {}
-    rollouts = engine.generate(prompt_ids, sampling, **options)
+    rollouts = engine.generate([list(ids) for ids in prompt_ids], sampling, **options)
     if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, by_user=by_user):
         raise UnavailableError(
             f"got {wrong} from the {engine.name} engine, want {sampling.n} completions for each of {len(prompt_ids)} "

@@ -10,18 +10,21 @@ times in a row, and returns a dict with one entry per prompt in each of
                        `sampling_mask.token_ids`; no ids, or None in place of a list, for the whole vocabulary
     anything else      a column for the reward functions; a value that is not a list is repeated
 
-It may sample with any model, so its log-probs need not be the trainer's.
+It may sample with any model, so its log-probs need not be the trainer's. It may edit its prompts and what it returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index as as_index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.trainer.data.copies import own_copy
+from fused_grpo.trainer.data.datasets import RESERVED
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.support import Support, support_fields
@@ -31,7 +34,6 @@ RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _NO_COLUMNS = ("env_mask", "logprob_token_ids", "sampling_support")
-_TAKEN = ("prompt", "prompts", "completion", "completions")
 
 
 class FunctionEngine(RolloutEngine):
@@ -83,17 +85,22 @@ class FunctionEngine(RolloutEngine):
         """
         if prompts is None:
             prompts = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
-        repeated = [prompt for prompt in prompts for _ in range(sampling.n)]
+        repeated = [own_copy(prompt) for prompt in prompts for _ in range(sampling.n)]
         output = self._function(repeated, self._trainer)
-        columns = _checked(output, len(repeated))
-        ids = [[int(token) for token in tokens] for tokens in output["completion_ids"]]
+        try:
+            columns = _checked(output, len(prompts) * sampling.n)
+            # int() would cut numbers, and read text.
+            prompt_ids, ids = ([list(map(as_index, one)) for one in output[name]] for name in _REQUIRED[:2])
+            logprobs = None if output["logprobs"] is None else list(map(_logprobs, output["logprobs"]))
+        except TypeError as error:
+            raise DataError(f"got {error} from rollout_func, want lists of token ids and of their log-probs") from error
         # As in TRL, a completion that is padded has ended.
         tokenizer = self._trainer.processing_class
         stops = {*stop_token_ids(self._trainer.model, tokenizer), tokenizer.pad_token_id}
         return Rollouts(
-            prompt_ids=_one_per_group(output["prompt_ids"], sampling.n),
+            prompt_ids=_one_per_group(prompt_ids, sampling.n),
             completion_ids=ids,
-            sampling_logprobs=None if output["logprobs"] is None else list(map(_logprobs, output["logprobs"])),
+            sampling_logprobs=logprobs,
             finish_reasons=["stop" if stops & set(tokens[-1:]) else "length" for tokens in ids],
             num_generations=sampling.n,
             weight_version=self.weight_version,
@@ -133,12 +140,11 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
             "got an env_mask with zeros from rollout_func, want completions of the model's own tokens; fix: put what "
             "the environment says into the next prompt, one completion per turn"
         )
-    taken = sorted(set(_TAKEN) & output.keys())
-    if taken:
+    extra = {name: own_copy(values) for name, values in output.items() if name not in (*_REQUIRED, *_NO_COLUMNS)}
+    if taken := sorted({"prompt", "completion", *RESERVED} & extra.keys()):
         raise DataError(
             f"got columns {taken} from rollout_func, want names that reward functions do not have already; fix: rename"
         )
-    extra = {name: values for name, values in output.items() if name not in (*_REQUIRED, *_NO_COLUMNS)}
     columns = {name: values if isinstance(values, list) else [values] * count for name, values in extra.items()}
     for name, values in [*columns.items(), *((name, output[name]) for name in _REQUIRED[:2])]:
         if len(values) != count:
@@ -150,8 +156,7 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
     return columns
 
 
-def _one_per_group(prompt_ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    lists = [[int(token) for token in ids] for ids in prompt_ids]
+def _one_per_group(lists: list[list[int]], size: int) -> list[list[int]]:
     for index, ids in enumerate(lists):
         if ids != lists[index - index % size]:
             raise UnsupportedError(

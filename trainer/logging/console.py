@@ -17,17 +17,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fused_grpo._text import elide_lines, elide_middle, visible
 from fused_grpo.trainer.logging.formatting import (
     MISSING,
     conversation,
     duration,
-    elide_lines,
-    elide_middle,
     message_text,
     percent,
     short_number,
     sparkline,
-    visible,
 )
 from fused_grpo.trainer.logging.progress import clear_line
 from fused_grpo.trainer.logging.run_log import metric

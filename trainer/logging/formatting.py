@@ -1,40 +1,12 @@
-"""Numbers, durations and untrusted text as the console and the report show them.
-
-What a model wrote is untrusted: an escape sequence can recolour or retitle a terminal, a bidirectional override
-reverses text. `visible` escapes such characters instead of dropping them, so that the shown text is still what was
-sampled.
-"""
+"""Numbers, durations and conversations as the console and the report show them."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 
 MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"
-
-
-def visible(text: str, *, keep: str = "") -> str:
-    """`text` with control, format and unassigned characters escaped (`\\x1b`, `\\n`), except those in `keep`."""
-    return "".join(c if c in keep or _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def elide_middle(text: str, limit: int) -> str:
-    """At most about `limit` characters of `text`: its start and its end, and how many were left out between them."""
-    if len(text) <= limit:
-        return text
-    head, tail = (limit + 1) // 2, limit // 2
-    return f"{text[:head]} […{len(text) - head - tail} characters…] {text[len(text) - tail :]}"
-
-
-def elide_lines(text: str, limit: int) -> str:
-    """At most `limit` lines of `text` and one more: its start and its end, and how many were left out between them."""
-    lines = text.split("\n")
-    if len(lines) <= limit:
-        return text
-    head, tail = lines[: (limit + 1) // 2], lines[len(lines) - limit // 2 :]
-    return "\n".join([*head, f"[…{len(lines) - limit} lines…]", *tail])
 
 
 def message_text(value: object) -> str:
@@ -103,10 +75,6 @@ def duration(seconds: float | None) -> str:
 def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float]) -> str:
     """One character per value, its height between the two `bounds`; a blank for None."""
     return "".join(" " if value is None else BARS[_level(value, bounds)] for value in values)
-
-
-def _is_harmless(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def _short_power(value: float) -> str:

@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fused_grpo.trainer.logging.formatting import duration, visible
+from fused_grpo._text import visible
+from fused_grpo.trainer.logging.formatting import duration
 
 CLEAR = "\x1b[2K"  # of a terminal's line
 REFRESH, SLOW = 0.25, 1.0  # seconds

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from fused_grpo.trainer.logging.formatting import visible
+from fused_grpo._text import visible
 
 
 def _finalize(value: Any) -> Any:

@@ -10,7 +10,7 @@ number of the step alone, so a resumed run has the blocks of a run that was neve
 
 Names of metrics are TRL's where TRL has one. `time/<phase>` holds the seconds of a phase of the step and `step_time`
 those of the whole; `num_tokens` counts all tokens so far, prompts included, and `completion_tokens` those in the loss
-of the step; `eval/...` is measured on held-out prompts.
+of the step; `eval/...` is measured on held-out prompts. What a reward function logs never has one of these names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import math
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,12 +28,27 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fused_grpo._text import shown, visible
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.config.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.config.redaction import redacted, to_json
+from fused_grpo.trainer.config.trl_fields import warn_once
 
 Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too
+
+# Names of our metrics, of TRL's, and of fields of rollouts.jsonl, whether or not the run at hand has them.
+TAKEN = re.compile(
+    r"""(_|eval_).* | (completions|dynamic_sampling|eval|logged|prompts|rewards|rollouts|sampling|time|tools|vespo)/.*
+    | (train_|)(runtime|samples_per_second|steps_per_second|loss) | step|epoch|global_step|step_time|total_flos
+    | reward|reward_std|reward_std_within_groups|frac_reward_zero_std|groups_with_equal_rewards|learning_rate|grad_norm
+    | prompts?|completions?|completion_(ids|length|tokens)|images?|rewards|advantages?|finish_reason|kept_tokens
+    | dropped|failure|weight_version|rollout_engine|generate_calls|num_tokens|off_policy_steps|ratio_(mean|min|max)
+    | clip_ratio([_/].*|)|cispo_clip_ratio|sampling_difference_(mean|max)|policy_loss|policy_term|loss_without_bonus
+    | kl|aux_loss|distillation|entropy|entropy_coef|entropy_coef_applied|effective_weight|zero_gradient_fraction
+    | recomputed_fraction|skipped_steps""",
+    re.VERBOSE,
+)
 
 # The loss op names its metrics with underscores, TRL with slashes; readers accept both.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -96,6 +112,15 @@ class RunLog:
         run = {"started": started, **facts, "config": config, "versions": versions(), "machine": machine()}
         text = json.dumps(redacted(run), indent=2, ensure_ascii=False, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def free_name(given: object) -> str:
+    """The name under which a reward function's value is logged: its own, after "logged/" where it is one of `TAKEN`."""
+    name = visible(shown(given, 200))
+    if name and not TAKEN.fullmatch(name):
+        return name
+    warn_once(f"a reward function logs {name!r}, a name of the log's own: its values are called 'logged/{name}'")
+    return f"logged/{name}"
 
 
 def lock_log(output_dir: Path) -> BinaryIO:

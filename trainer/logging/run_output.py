@@ -101,7 +101,7 @@ class RunOutput:
 
     def numbers(self, step: int, numbers: dict[str, Any]) -> None:
         """What the user's code has logged."""
-        self._log({"step": step} | numbers)
+        self._log({**numbers, "step": step})
 
     def note(self, text: str) -> None:
         """A line on the console."""

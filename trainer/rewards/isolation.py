@@ -30,10 +30,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
+from fused_grpo._text import quoted, shown
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.named_reward import load_reward
@@ -122,7 +123,7 @@ class IsolatedReward:
         for reply in replies if log_metric else ():
             for name, logged in reply["metrics"].items():
                 for value in logged:
-                    log_metric(name, value if abs(value) <= FLOAT32_MAX else math.nan)
+                    log_metric(name, value)
         return [reply["value"] for reply in replies]
 
     def _score(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
@@ -142,12 +143,12 @@ class IsolatedReward:
             self._end_worker()
             first = sample.get("prompts", next(iter(sample.values())))[0]
             what = f"the process of the isolated {self.reference} {self._failure(error)}"
-            reply = {"error": f"{what}; at {first!r}; fix the function"}
+            reply = {"error": f"{what}; at {quoted(first)}; fix the function"}
         if "error" not in reply:
             return reply
         if self.on_failure == "raise":
             raise RewardError(f"{reply['error']}; or give such completions a reward: isolated(..., on_failure=None)")
-        _log.warning("%s; its reward is %s", reply["error"], self.on_failure)
+        _log.warning("%s; its reward is %s", shown(reply["error"]), self.on_failure)
         return {"value": self.on_failure, "extra": {}, "metrics": {}}
 
     def _worker_with(self, request: str) -> Worker:
@@ -190,15 +191,19 @@ class Worker:
     def __init__(self, reference: str, *, timeout: float, memory: int | None, environment: Mapping[str, str]) -> None:
         self.socket, theirs = socket.socketpair()
         self.replies = self.socket.makefile("rb")
-        with theirs, _no_process(reference):
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, reference, str(timeout), str(memory or 0)],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                # Its own process group: it is killed with the processes that it started, and Ctrl-C does not reach it.
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", WORKER, reference, str(timeout), str(memory or 0)],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                    # A process group, which is killed with what it started, and which Ctrl-C does not reach.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            message = f"got no process for the isolated {reference} ({error}); fix: free memory or processes"
+            raise RewardError(message) from error
         self.kill = weakref.finalize(self, _kill, self.process, self.socket, self.replies)
         try:
             ready = json.loads(self.line(START_SECONDS))
@@ -248,7 +253,6 @@ def checked_reply(line: bytes) -> dict[str, Any]:
         ValueError: it is not a reply: {"error": text}, or the value of one completion and what was logged for it.
     """
     reply = json.loads(line)
-    json.dumps(reply, ensure_ascii=False).encode()  # a lone surrogate cannot be written to rollouts.jsonl
     match reply:
         case {"error": str(error)}:
             return {"error": error}
@@ -268,15 +272,6 @@ def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = (
         for name, value in environment.items()
         if name in keep or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
-
-
-@contextlib.contextmanager
-def _no_process(reference: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        message = f"got no process for the isolated {reference} ({error}); fix: free memory or processes"
-        raise RewardError(message) from error
 
 
 def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:

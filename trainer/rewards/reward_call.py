@@ -1,9 +1,9 @@
 """Call one reward function and check what it returns.
 
 A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
-of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values. The function returns
-B floats, or None for a completion that it does not score. A function without `**columns` gets only the arguments that
-it names. It may be `async`.
+of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values, copies that the
+function may edit. It returns B floats, or None for a completion that it does not score. A function without `**columns`
+gets only the arguments that it names. It may be `async`.
 
 The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
 function logs is kept only if the call succeeds, so a repeated call does not log twice.
@@ -18,19 +18,24 @@ import asyncio
 import functools
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fused_grpo._text import quoted, shown
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError
+from fused_grpo.trainer.config.redaction import to_json
+from fused_grpo.trainer.data.copies import own_copy
 from fused_grpo.trainer.distributed.threads import in_thread
 
 RewardFunction = Callable[..., Any]
 T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +58,20 @@ class Scores:
     """What one function returned and logged for B completions."""
 
     values: list[float] = field(default_factory=list)  # B; NaN: not scored
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, from log_extra
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # all values, from log_metric
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, from log_extra, for JSON
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # all values, from log_metric; NaN: not finite
     failures: dict[int, RewardError] = field(default_factory=dict)  # by group, where failed groups are dropped
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """What a function calls as `log_extra`."""
+        if (listed := _listed(values)) is None:
+            raise TypeError(f"log_extra got {quoted(values)} as {column!r}, want a list of values")
+        self.extra.setdefault(column, []).extend(map(to_json, listed))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """What a function calls as `log_metric`."""
+        number = float(value)
+        self.metrics.setdefault(name, []).append(number if abs(number) <= FLOAT32_MAX else math.nan)
 
 
 class RewardCaller:
@@ -80,29 +96,32 @@ class RewardCaller:
             InputError: the function has a parameter without a default that no column fills.
         """
         self.check_columns(inputs.columns)
-        prompts, scores = inputs.columns["prompts"], Scores()
+        prompts, logged = inputs.columns["prompts"], Scores()
         try:
-            returned = self._run(inputs, scores)
+            returned = self._run(inputs, logged)
         except FusedGRPOError:
             raise
         except (Exception, SystemExit) as error:  # argparse calls sys.exit
             culprit = self._first_to_raise(inputs, type(error)) if pinpoint else prompts[0]
             raise RewardError(
-                f"reward function {self.name!r} raised {type(error).__name__}: {error}; at prompt {culprit!r}; "
-                "fix the function, or return None for what it cannot score"
+                f"reward function {self.name!r} raised {type(error).__name__}: {shown(error, 2000)}; at prompt "
+                f"{quoted(culprit)}; fix the function, or return None for what it cannot score"
             ) from error
-        if not isinstance(returned, list) or len(returned) != len(prompts):
-            what = f"{len(returned)} rewards" if isinstance(returned, list) else repr(returned)
+        values = _listed(returned)
+        if values is None or len(values) != len(prompts):
+            what = quoted(returned) if values is None else f"{len(values)} rewards"
             raise RewardValueError(
-                f"reward function {self.name!r} returned {what} for {len(prompts)} completions "
-                f"(first prompt {prompts[0]!r}); want one float or None per completion"
+                f"reward function {self.name!r} returned {what} for {len(prompts)} completions (first prompt "
+                f"{quoted(prompts[0])}); want a list, tuple, or array or tensor of one dimension, with one float or "
+                "None per completion"
             )
-        scores.values.extend(self._number(value, prompt) for value, prompt in zip(returned, prompts, strict=True))
-        for column, logged in scores.extra.items():
-            if len(logged) != len(prompts):
+        scores: Scores = own_copy(logged)  # a thread that the function has left behind may still log
+        scores.values.extend(self._number(value, prompt) for value, prompt in zip(values, prompts, strict=True))
+        for column, some in scores.extra.items():
+            if len(some) != len(prompts):
                 raise RewardError(
-                    f"reward function {self.name!r} logged {len(logged)} values as {column!r} for {len(prompts)} "
-                    f"completions (first prompt {prompts[0]!r}); want one value per completion"
+                    f"reward function {self.name!r} logged {len(some)} values as {quoted(column)} for {len(prompts)} "
+                    f"completions (first prompt {quoted(prompts[0])}); want one value per completion"
                 )
         return scores
 
@@ -118,28 +137,23 @@ class RewardCaller:
                 f"{', '.join(map(repr, sorted(names)))}; fix: a column of that name, or a default in the function"
             )
 
-    def _run(self, inputs: RewardInputs, scores: Scores) -> Any:
-        """What the function returns, as a list where it is iterable. What it logs goes into `scores`."""
+    def _run(self, inputs: RewardInputs, logged: Scores) -> Any:
+        """What the function returns for copies of the inputs. What it logs goes into `logged`."""
+        logs = {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+        given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
-            **inputs.columns,
-            "trainer_state": inputs.trainer_state,
-            "log_extra": lambda column, values: scores.extra.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: scores.metrics.setdefault(name, []).append(float(value)),
+            # One by one: the members of a group have the same prompt and row.
+            name: [own_copy(entry) for entry in value] if name in inputs.columns else own_copy(value)
+            for name, value in given.items()
+            if self.accepted is None or name in self.accepted
         }
-        if self.accepted is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self.accepted}
-
-        def call() -> Any:
-            returned = self.function(**arguments)
-            # A generator does its work while it is listed, which the timeout has to include.
-            return list(returned) if isinstance(returned, Iterable) and not inspect.isawaitable(returned) else returned
-
+        call = functools.partial(self.function, **arguments)
         # A call of a coroutine function returns at once.
         directly = self.timeout is None or self.is_async
         returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
             returned = self._wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), inputs)
-        return list(returned) if isinstance(returned, Iterable) else returned
+        return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
         futures.wait([outcome], self.timeout)
@@ -147,7 +161,7 @@ class RewardCaller:
             outcome.cancel()
             raise RewardError(
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "
-                f"prompt {inputs.columns['prompts'][0]!r}); fix: a longer reward_timeout, or "
+                f"prompt {quoted(inputs.columns['prompts'][0])}); fix: a longer reward_timeout, or "
                 "fused_grpo.trainer.rewards.isolated"
             )
         return outcome.result()
@@ -156,12 +170,16 @@ class RewardCaller:
         if value is None:
             return math.nan
         try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError):
+            kind = _array_kind(value)
+            plain = value if kind is None else value.item()
+            # float() alone reads text and bytes, and drops imaginary parts.
+            is_number = (kind or "f") in NUMERIC and hasattr(type(plain), "__float__")
+            number = float(plain) if is_number else math.nan
+        except Exception:  # of somebody's __float__, too
             number = math.nan
         if not abs(number) <= FLOAT32_MAX:
             raise RewardValueError(
-                f"reward function {self.name!r} returned {value!r} at prompt {prompt!r}; "
+                f"reward function {self.name!r} returned {quoted(value)} at prompt {quoted(prompt)}; "
                 "want a finite float, or None for what it cannot score"
             )
         return number
@@ -177,6 +195,23 @@ class RewardCaller:
             except (Exception, SystemExit):
                 continue
         return prompts[0]
+
+
+def _listed(returned: Any) -> list[Any] | None:
+    """The values of a list, a tuple, or an array or tensor of one dimension; None for anything else."""
+    # Not of all that can be iterated: a dict has keys, a set no order, bytes are numbers, a generator may not end.
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    is_flat = _array_kind(returned) in NUMERIC and returned.ndim == 1
+    values: list[Any] | None = returned.tolist() if is_flat else None
+    return values
+
+
+def _array_kind(value: Any) -> str | None:
+    """NumPy's letter for the type of an array's or scalar's numbers, "f" for a tensor; None for anything else."""
+    modules = [sys.modules[name] for name in ("numpy", "torch") if name in sys.modules]  # not imported in a worker
+    kinds = tuple(getattr(m, name) for m in modules for name in ("ndarray", "generic", "Tensor") if hasattr(m, name))
+    return getattr(value.dtype, "kind", "f") if isinstance(value, kinds) else None
 
 
 def reward_name(function: RewardFunction) -> str:

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
@@ -54,7 +56,7 @@ class RewardOutput:
     per_function: Tensor  # [B, F] fp32; NaN: not scored by that function
     dropped: Tensor  # [B] bool, whole groups for which a function failed: they must not reach the loss
     seconds: dict[str, float]  # by function
-    metrics: dict[str, float]  # from log_metric, the mean of all values
+    metrics: dict[str, float]  # from log_metric, the mean of all finite values
     extra: dict[str, list[Any]]  # B each, from log_extra
     failure: RewardError | None = None  # the first, where groups were dropped
 
@@ -94,8 +96,11 @@ class Rewards:
         model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        _check_options(given, weights, failure=failure, retries=retries, timeout=timeout)
-        classes = _one_each(processing_classes, len(given))
+        _check_options(given, failure=failure, retries=retries, timeout=timeout)
+        classes = _one_each("reward_processing_classes", processing_classes, len(given))
+        self.weights = torch.tensor(_one_each("reward_weights", weights, len(given), default=1.0), dtype=torch.float32)
+        if not self.weights.isfinite().all():
+            raise InputError(f"got reward_weights={self.weights.tolist()}, want finite numbers")
         options = {
             "device": device,
             "chat_template_kwargs": chat_template_kwargs,
@@ -105,7 +110,6 @@ class Rewards:
             _resolve(function, cls, options, model_init_kwargs) for function, cls in zip(given, classes, strict=True)
         ]
         self.names = _unique(map(reward_name, self.functions))
-        self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
         self.failure, self.retries = failure, retries
         self._callers = [
             RewardCaller(function, name, timeout=timeout)
@@ -187,14 +191,17 @@ class Rewards:
         metrics: dict[str, list[float]] = {}
         for name, one in zip(self.names, scores, strict=True):
             for column, values in one.extra.items():
-                extra[column if column not in extra else f"{name}/{column}"] = values
+                place = free_name(column)
+                while place in extra:
+                    place = f"{name}/{place}"
+                extra[place] = values
             for metric, logged in one.metrics.items():
-                metrics.setdefault(metric, []).extend(logged)
+                metrics.setdefault(free_name(metric), []).extend(filter(math.isfinite, logged))
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
-            metrics={metric: math.fsum(logged) / len(logged) for metric, logged in metrics.items()},
+            metrics={metric: fmean(logged) if logged else math.nan for metric, logged in metrics.items()},
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
@@ -206,16 +213,15 @@ def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int
     Raises:
         RewardError: the error of the last call.
     """
-    for attempt in range(retries):
+    for attempt in itertools.count(1):
         try:
-            return call(inputs, pinpoint=False)
+            return call(inputs, pinpoint=attempt > retries)
         except RewardError as error:
-            _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, retries + 1)
-            time.sleep(FIRST_PAUSE * 2**attempt)
-    try:
-        return call(inputs)
-    except RewardError as error:
-        raise RewardError(f"{error} (call {retries + 1} of {retries + 1})") from error
+            if attempt > retries:
+                raise RewardError(f"{error} (call {attempt} of {attempt})") from error
+            _log.warning("%s (call %d of %d, trying again)", error, attempt, retries + 1)
+            time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+    raise AssertionError("a call is made")
 
 
 def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
@@ -255,9 +261,7 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
     return joined
 
 
-def _check_options(
-    functions: list[Any], weights: Sequence[float] | None, *, failure: str, retries: int, timeout: float | None
-) -> None:
+def _check_options(functions: list[Any], *, failure: str, retries: int, timeout: float | None) -> None:
     if functions == [None]:
         raise InputError(
             "No reward source provided: got reward_funcs=None, want a function or a non-empty list of functions, names "
@@ -268,12 +272,6 @@ def _check_options(
         raise InputError(
             f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
         )
-    if weights is not None and len(weights) != len(functions):
-        raise InputError(
-            f"got {len(weights)} reward_weights for {len(functions)} reward functions, want one each: they must match"
-        )
-    if weights is not None and not all(map(math.isfinite, weights)):
-        raise InputError(f"got reward_weights={list(weights)}, want finite numbers")
     if failure not in get_args(FailurePolicy):
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")
     if retries < 0:
@@ -282,14 +280,12 @@ def _check_options(
         raise InputError(f"got timeout={timeout}, want seconds > 0, or None for no limit")
 
 
-def _one_each(classes: Any, count: int) -> list[Any]:
-    if classes is None:
-        return [None] * count
-    listed = list(classes) if isinstance(classes, list | tuple) else [classes]
+def _one_each(name: str, given: Any, count: int, *, default: Any = None) -> list[Any]:
+    if given is None:
+        return [default] * count
+    listed = list(given) if isinstance(given, Iterable) else [given]
     if len(listed) != count:
-        raise InputError(
-            f"got {len(listed)} reward_processing_classes for {count} reward functions, want one each: they must match"
-        )
+        raise InputError(f"got {len(listed)} {name} for {count} reward functions, want one each: they must match")
     return listed
 
 

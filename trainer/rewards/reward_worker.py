@@ -17,11 +17,11 @@ import signal
 import sys
 from typing import Any
 
+from fused_grpo._text import shown
 from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
-ERROR_CHARACTERS = 20_000  # an error quotes the prompt, which may be longer than a reply may be
 
 
 def main(reference: str, seconds: float, memory: int) -> None:
@@ -34,7 +34,7 @@ def main(reference: str, seconds: float, memory: int) -> None:
     try:
         function = load_reward(reference)
     except Exception as error:
-        print(json.dumps({"error": str(error)}), file=replies)
+        print(json.dumps({"error": shown(error)}), file=replies)
         return
     call = RewardCaller(function, reward_name(function))
     if memory:
@@ -59,7 +59,7 @@ def answer(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
         value = None if math.isnan(scores.values[0]) else scores.values[0]
         return json.dumps({"value": value, "extra": scores.extra, "metrics": scores.metrics})
     except Exception as error:
-        return json.dumps({"error": str(error)[:ERROR_CHARACTERS]})
+        return json.dumps({"error": shown(error)})
 
 
 if __name__ == "__main__":

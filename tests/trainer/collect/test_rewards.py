@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 
 import pytest
 import torch
@@ -116,3 +117,17 @@ def test_a_batch_of_which_nothing_is_left_ends_the_run(make_trainer):
     with pytest.raises(RewardError, match=r"every group of the batch was dropped.*'always' raised ConnectionError"):
         trainer.train()
     assert trainer.step == 0
+
+
+def shouts(completions):
+    raise ValueError("\x1b[31m\u202e" + "y" * 10_000_000)
+
+
+def test_what_a_run_prints_of_an_exception_is_harmless_and_short(make_trainer):
+    with pytest.raises(RewardError) as caught:
+        make_trainer(shouts, max_steps=1).train()
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "ValueError: \\x1b[31m\\u202eyyy" in printed
+    assert "in shouts" in printed
+    assert not {"\x1b", "\u202e"} & set(printed)
+    assert len(printed) < 30_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -110,3 +111,35 @@ def test_an_inner_engine_is_kept_in_step_and_closed(trainer) -> None:
     engine.close()
     assert inner.weight_version == rollouts.weight_version == 4
     assert closed
+
+
+def test_the_function_may_edit_its_prompts_and_what_it_returned(trainer) -> None:
+    messages, output = [[{"role": "user", "content": "3+4="}], [{"role": "user", "content": "a"}]], copy.deepcopy(GOOD)
+    output["notes"] = [["a"], ["b"], ["c"], ["d"]]
+
+    def edits(prompts, trainer):
+        assert [prompt[0]["content"] for prompt in prompts] == ["3+4=", "3+4=", "a", "a"]
+        for number, prompt in enumerate(prompts):
+            assert prompt[0].pop("content")
+            assert len(prompts[number]) == 1
+            prompt.clear()
+        prompts.clear()
+        return output
+
+    rollouts = FunctionEngine(edits, trainer).generate(PROMPT_IDS, SAMPLING, prompts=messages)
+    assert [message["content"] for (message,) in messages] == ["3+4=", "a"]
+    for values in output.values():
+        for value in values:
+            value.clear()
+    assert rollouts.completion_ids == GOOD["completion_ids"]
+    assert rollouts.sampling_logprobs[0] == [-0.1, -0.2]
+    assert (rollouts.prompt_ids, rollouts.extra["notes"]) == (PROMPT_IDS, [["a"], ["b"], ["c"], ["d"]])
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "completion_ids"])
+@pytest.mark.parametrize(
+    "value", [5, None, [5] * 4, [[1.5]] * 4, [["5"]] * 4, ["56"] * 4, dict.fromkeys(range(4), 1), [None] * 4]
+)
+def test_what_are_no_lists_of_token_ids_is_a_data_error(engine, name, value) -> None:
+    with pytest.raises(DataError, match="from rollout_func, want "):
+        engine(**{name: value}).generate(PROMPT_IDS, SAMPLING)

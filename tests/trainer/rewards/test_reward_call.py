@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import functools
+import itertools
 import math
 import threading
 import time
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
+import pandas
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import booleans, floats, integers, lists, none, one_of
 
 from fused_grpo.errors import InputError, RewardError, RewardValueError
+from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs
 
 
 def test_a_function_gets_what_it_names_and_one_with_keywords_gets_all(reward):
@@ -52,7 +61,92 @@ def test_numbers_of_any_kind_are_rewards(reward, values):
     assert given[2].isnan() == (values[2] is None)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1e39, 10**400, "1.0", "good", [1.0], 1j])
+@given(
+    lists(
+        one_of(none(), booleans(), integers(-(2**50), 2**50), floats(width=32, allow_nan=False)),
+        min_size=4,
+        max_size=4,
+    )
+)
+def test_scores_are_the_same_in_all_that_may_hold_them(values):
+    values = [value if value is None or math.isfinite(value) else 0.5 for value in values]
+    wanted = [math.nan if value is None else float(value) for value in values]
+    scalars = [value if value is None else np.asarray(value, dtype=np.float64)[()] for value in values]
+    tensors = [value if value is None else torch.tensor([float(value)], dtype=torch.float64) for value in values]
+    kinds = [values, tuple(values), np.array(values, dtype=object), scalars, tensors, [Fraction(0), *values[1:]]]
+    kinds += [np.array(wanted), torch.tensor(wanted, dtype=torch.float64)] if None not in values else []
+    for kind in kinds:
+        scores = RewardCaller(lambda prompts, kind=kind: kind, "f")(RewardInputs(columns={"prompts": list("ppqq")}))
+        assert [None if score != score else score for score in scores.values][1:] == values[1:]
+
+
+class Odd(list):
+    """Has a value for everything."""
+
+    def __float__(self) -> str:
+        return "1.0"
+
+
+FOUR = [0.0] * 4
+NO_LISTS = {
+    "dict": dict.fromkeys("abcd", 1.0),
+    "keys": dict.fromkeys(range(4)).keys(),
+    "set": {0.0, 1.0, 2.0, 3.0},
+    "frozenset": frozenset(range(4)),
+    "string": "0101",
+    "bytes": b"abcd",
+    "bytearray": bytearray(4),
+    "memoryview": memoryview(b"abcd"),
+    "array": array.array("b", b"abcd"),
+    "range": range(4),
+    "deque": deque(FOUR),
+    "generator": (0.0 for _ in range(4)),
+    "endless": itertools.count(),
+    "endless map": map(float, itertools.repeat(1)),
+    "iterator": iter(FOUR),
+    "matrix": np.zeros((4, 1)),
+    "row": torch.zeros(1, 4),
+    "scalar": np.float32(1.0),
+    "0-d": torch.tensor(1.0),
+    "dates": np.zeros(4, dtype="M8[ns]"),
+    "texts": np.array(["1.0"] * 4),
+    "series": pandas.Series(FOUR),
+    "class": list,
+    "huge": ["x" * 10_000_000],
+    "deep": functools.reduce(lambda inner, _: {"a": inner}, range(50_000), {}),
+    "awaited dict": None,
+}
+
+
+@pytest.mark.parametrize("kind", NO_LISTS)
+def test_what_is_no_list_of_scores_is_an_error_that_names_the_function(reward, kind):
+    async def later():
+        return {"a": 1.0}
+
+    def judges(completions):
+        return later() if kind == "awaited dict" else NO_LISTS[kind]
+
+    with pytest.raises(RewardValueError, match=r"(?s)'judges' returned .*want a list, tuple") as caught:
+        reward(judges, timeout=5.0)
+    assert len(str(caught.value)) < 2000
+
+
+class Refuses:
+    """A number that cannot be read."""
+
+    def __float__(self) -> float:
+        raise KeyError("\x1b[31m")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(math.nan, math.inf, -1e39, 10**400, 1j, "1.0", "good", b"1", bytearray(b"1"), array.array("b", b"1")),
+        *([1.0], {}, Odd(), Refuses(), type, Decimal("nan"), np.str_("1"), np.complex64(1), np.zeros(2)),
+        *(np.datetime64(1, "ns"), np.timedelta64(1, "ns"), torch.zeros(2), torch.tensor(1 + 1j)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_no_finite_number_is_refused(reward, value):
     with pytest.raises(RewardError, match=r"'<lambda>' returned .* at prompt 'q'; want a finite float, or None"):
         reward(lambda **_: [0.0, 0.0, value, 0.0])
@@ -68,13 +162,12 @@ def test_another_number_of_values_is_refused(reward, returned, message):
         reward(lambda **_: returned)
 
 
-def test_what_a_generator_raises_names_the_prompt_that_it_raises_for(reward):
-    def lazy(completions):
-        for text in completions:
-            yield 1 / (text != "c")
+def test_what_a_function_raises_names_the_prompt_that_it_raises_for(reward):
+    def strict(completions):
+        return [1 / (text != "c") for text in completions]
 
-    with pytest.raises(RewardError, match="'lazy' raised ZeroDivisionError: division by zero; at prompt 'q'"):
-        reward(lazy)
+    with pytest.raises(RewardError, match="'strict' raised ZeroDivisionError: division by zero; at prompt 'q'"):
+        reward(strict)
 
 
 @pytest.mark.parametrize("with_async", [False, True])
