@@ -214,6 +214,9 @@ class VLLMEngine(RolloutEngine):
 
     def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
         llm = self._engine()
+        if self._on_cpu:
+            # A resumed run has not made the calls before: what they left in the cache may not change the last bits.
+            llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         # vLLM compiles small functions that enforce_eager does not reach.
         as_written = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()

@@ -140,14 +140,12 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, An
 def packed_experts(llm: Any) -> Iterator[None]:
     """Load weights inside so that vLLM packs those of experts for its kernels, which read rows as tiles otherwise.
 
-    vLLM's CPU build packs them where it builds a kernel: at the first load, and at a later one if there is none.
-
-    Raises:
-        UnsupportedError: vLLM gave the experts of this model no weights.
+    vLLM's CPU build packs them where it builds a kernel: at the first load, and at a later one if there is none. Raises
+    UnsupportedError where it has no weights for them.
     """
     layers = llm.apply_model(lambda model: list(model.modules()))[0]
-    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in layers]
-    methods = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+    owners = (getattr(layer, "quant_method", None) for layer in layers)
+    methods: list[Any] = [owner for owner in owners if getattr(owner, "moe_kernel", None) is not None]
     for method in methods:
         method.moe_kernel = None
     yield
