@@ -51,6 +51,7 @@ LONGEST_FIRST = ("test_compile.py", "test_gpu_first.py", "test_planted_bugs.py",
 # These to the same worker, which then imports vLLM and starts a server once.
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")
 ENGINES += ("test_adapters.py", "faults/test_engines.py", "test_vllm_sizes.py", "test_vllm_models.py")
+ENGINES += ("test_gsm8k.py",)
 # A function of so many cases, in a module marked `grid`, is a large one.
 LARGE, A_QUARTER = 8, 4
 
