@@ -63,8 +63,8 @@ def without_numa_binding() -> AbstractContextManager[Any]:
 
 def preserved_default_group() -> AbstractContextManager[Any]:
     """Let vLLM destroy its own process groups, but not the default one, which is the trainer's."""
-    owner, destroy = torch.distributed, torch.distributed.destroy_process_group
-    return patch.object(owner, destroy.__name__, lambda group=None: None if group is None else destroy(group))
+    owner, name, destroy = torch.distributed, "destroy_process_group", torch.distributed.destroy_process_group
+    return patch.object(owner, name, lambda group=None: None if group is None else destroy(group))
 
 
 def preserved_classes() -> AbstractContextManager[Any]:
@@ -76,7 +76,7 @@ def preserved_classes() -> AbstractContextManager[Any]:
     def decorated(cls: Any, *args: Any, **options: Any) -> Any:
         return cls if cls.__module__.startswith("transformers") else decorate(cls, *args, **options)
 
-    return patch.object(decorators, decorate.__name__, decorated)
+    return patch.object(decorators, "_support_torch_compile", decorated)
 
 
 @contextmanager
