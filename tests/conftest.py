@@ -50,7 +50,8 @@ STAGES = ("torch", "libraries", "trainer", "vllm")
 LONGEST_FIRST = ("test_compile.py", "test_gpu_first.py", "test_planted_bugs.py", "test_demo.py", "test_examples.py")
 # These to the same worker, which then imports vLLM and starts a server once.
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")
-ENGINES += ("test_adapters.py", "faults/test_engines.py")
+ENGINES += ("test_adapters.py", "faults/test_engines.py", "test_vllm_sizes.py", "test_vllm_models.py")
+ENGINES += ("test_gsm8k.py",)
 # A function of so many cases, in a module marked `grid`, is a large one.
 LARGE, A_QUARTER = 8, 4
 

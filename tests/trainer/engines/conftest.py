@@ -41,6 +41,7 @@ class ServerProcess:
 
     def start(self) -> None:
         options = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager")
+        options += ("--no-enable-chunked-prefill",)
         command, variables = server_command(self.folder, port=self.port, options=options)
         small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
         self.process = self._start_process(command, small | variables)
@@ -103,7 +104,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedModel]:
-    def build(family: str = "qwen2", *, tied: bool = True) -> PreTrainedModel:
+    def build(family: str = "qwen2", *, tied: bool = True, positions: int = MAX_MODEL_LEN) -> PreTrainedModel:
         config_class, model_class = {
             "qwen2": (Qwen2Config, Qwen2ForCausalLM),
             "llama": (LlamaConfig, LlamaForCausalLM),
@@ -116,7 +117,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedM
             # Heads of 32, the smallest that vLLM's CPU attention has a kernel for.
             num_attention_heads=2,
             num_key_value_heads=1,
-            max_position_embeddings=MAX_MODEL_LEN,
+            max_position_embeddings=positions,
             tie_word_embeddings=tied,
             initializer_range=0.1,
             pad_token_id=0,

@@ -53,6 +53,14 @@ def test_completions_are_grouped_by_prompt_in_the_order_asked(engine, model, pro
     assert len({tuple(completion) for completion in alone}) > 2
 
 
+def test_a_call_may_have_more_prompt_tokens_than_one_pass_of_vllm(
+    engine, model, prompts, plain_logprobs, sampled_logprobs
+) -> None:
+    many = [[3 + place, *prompts[-1][1:]] for place in range(40)]  # of 150 tokens; a pass has 4096
+    rollouts = engine.generate(many, PLAIN)
+    torch.testing.assert_close(sampled_logprobs(rollouts), plain_logprobs(model, rollouts), atol=1e-4, rtol=0)
+
+
 def test_greedy_takes_the_most_likely_token_and_its_untempered_logprob(
     engine, model, prompts, plain_logits, plain_logprobs, sampled_logprobs
 ) -> None:

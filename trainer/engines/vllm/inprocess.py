@@ -35,11 +35,7 @@ from fused_grpo.trainer.engines.sampling import (
 )
 from fused_grpo.trainer.engines.support import Support, listed_support, num_listed
 from fused_grpo.trainer.engines.vllm.preserved_state import errors_only, preserved_state
-from fused_grpo.trainer.engines.vllm.start_vllm import (
-    cpu_options,
-    start_vllm,
-    without_compiling,
-)
+from fused_grpo.trainer.engines.vllm.start_vllm import cpu_options, packed_experts, start_vllm
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -51,6 +47,7 @@ if TYPE_CHECKING:
 _LOUD_LOGGERS = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.engine.input_processor")
 _SET_HERE = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode"}
 _SET_HERE |= {"load_format", "logprobs_mode"}
+_PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  # see cpu_options
 
 
 class VLLMEngine(RolloutEngine):
@@ -116,7 +113,7 @@ class VLLMEngine(RolloutEngine):
             "enable_sleep_mode": enable_sleep_mode,
             **(cpu_options(model.config, max_model_len=max_model_len) if self._on_cpu else {}),
             **({} if support is None else self._support_options(support)),
-            **_checked(engine_options or {}),
+            **_checked(engine_options or {}, taken=_SET_HERE | (_PARTIAL_PREFILLS if self._on_cpu else set())),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
         self.weight_dtype = getattr(torch, options["dtype"], None)
@@ -163,6 +160,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             WeightSyncError: the engine sleeps; or vLLM refused them, and is closed: it cannot load again after that.
+            UnsupportedError: experts that vLLM cannot load on a CPU; it is closed.
             UnavailableError: the engine is closed.
         """
         if self._asleep:
@@ -172,15 +170,17 @@ class VLLMEngine(RolloutEngine):
         detached = map(_detached, weights)  # a loop would keep a weight until the next is made
         llm = self._engine()
         try:
-            with preserved_state():
+            with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
             self.close()
             finish(named_weights)
+            if isinstance(error, UnsupportedError):
+                raise
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM while loading weight version {version}, and closed the engine: "
                 f"{error}; want every weight of the model, whole, under its checkpoint name; fix: pass "
-                "checkpoint_weights(model)"
+                "checkpoint_weights(model), or use_vllm=False where vLLM cannot load this model at its start"
             ) from error
         # Keys and values of the old weights are wrong for the new ones.
         llm.reset_prefix_cache()
@@ -214,9 +214,14 @@ class VLLMEngine(RolloutEngine):
 
     def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
         llm = self._engine()
+        if self._on_cpu:
+            # A resumed run has not made the calls before: what they left in the cache may not change the last bits.
+            llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        # vLLM compiles small functions that enforce_eager does not reach.
+        as_written = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         try:
-            with preserved_state(), without_compiling() if self._on_cpu else nullcontext():
+            with preserved_state(), as_written:
                 outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
         except BaseException as error:
             # The next call would return the unfinished requests.
@@ -276,10 +281,10 @@ class VLLMEngine(RolloutEngine):
             )
 
 
-def _checked(engine_options: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(engine_options.keys() & _SET_HERE):
+def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, Any]:
+    if wrong := sorted(engine_options.keys() & taken):
         raise InputError(
-            f"got engine_options with {', '.join(taken)}, want only what the engine leaves open; fix: use the "
+            f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
             "argument of VLLMEngine of that name, or leave it out"
         )
     several = [name for name in engine_options if name.endswith("_parallel_size") and engine_options[name] != 1]

@@ -3,8 +3,9 @@
 vLLM is written for a process of its own. It reseeds the global random number generators, turns off TF32, may leave
 another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing, binds the memory of the
 whole process to one NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, creates the
-default process group, and at shutdown destroys that group even where the trainer created it. A process of its own would
-need none of this, but takes 22 s to start (see inprocess.py).
+default process group, and at shutdown destroys that group even where the trainer created it. Where it has no model of
+its own and runs that of transformers, it changes the class. A process of its own would need none of this, but takes
+22 s to start (see inprocess.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -54,32 +56,27 @@ def preserved_state() -> Iterator[None]:
                     del os.environ[name]
 
 
-@contextmanager
-def without_numa_binding() -> Iterator[None]:
+def without_numa_binding() -> AbstractContextManager[Any]:
     """Keep vLLM's CPU worker from binding the memory of the whole process to one NUMA node."""
-    # Operators are found by __getattr__; an attribute of the same name hides one until it is deleted.
-    operators: Any = torch.ops._C
-    operators.init_cpu_memory_env = lambda nodes: None
-    try:
-        yield
-    finally:
-        del operators.init_cpu_memory_env
+    return patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
 
 
-@contextmanager
-def preserved_default_group() -> Iterator[None]:
+def preserved_default_group() -> AbstractContextManager[Any]:
     """Let vLLM destroy its own process groups, but not the default one, which is the trainer's."""
-    destroy = torch.distributed.destroy_process_group
+    owner, name, destroy = torch.distributed, "destroy_process_group", torch.distributed.destroy_process_group
+    return patch.object(owner, name, lambda group=None: None if group is None else destroy(group))
 
-    def destroy_unless_default(group: torch.distributed.ProcessGroup | None = None) -> None:
-        if group is not None:
-            destroy(group)
 
-    torch.distributed.destroy_process_group = destroy_unless_default
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy
+def preserved_classes() -> AbstractContextManager[Any]:
+    """Keep vLLM from compiling classes of transformers in place, where it runs them: the trainer's model is of one."""
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+
+    def decorated(cls: Any, *args: Any, **options: Any) -> Any:
+        return cls if cls.__module__.startswith("transformers") else decorate(cls, *args, **options)
+
+    return patch.object(decorators, "_support_torch_compile", decorated)
 
 
 @contextmanager

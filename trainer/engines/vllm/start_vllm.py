@@ -3,7 +3,7 @@
 Where the start time went on a CPU (2 cores, 2-layer model), and what avoids it:
 - 2.5 s zeroing a KV cache of 1 GiB: the cache has the size of one full batch.
 - 1.3 s of `gc.collect()` over the trainer's objects: `gc.freeze()` comes first, so that they are not scanned.
-- 2 to 8 s in the first `generate`, compiling a C++ kernel that ranks log-probs (not used here): `without_compiling`.
+- 2 to 8 s in the first `generate`, compiling a C++ kernel that ranks log-probs (not used here): `force_eager`.
 What remains is importing vllm and 1 to 2 s of `LLM()`, most of them imports too. On a GPU vLLM compiles the model
 first. It keeps what it compiled under a key that the path of the model is part of, so that path follows from what the
 model is: see `config_folder`.
@@ -21,13 +21,14 @@ import importlib.util
 import logging
 import os
 import tempfile
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.engines.vllm import preserved_state
 
 if TYPE_CHECKING:
@@ -115,24 +116,44 @@ def start_vllm(
 
 
 def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, Any]:
-    """Options for a fast start of the CPU build: no compilation, and a KV cache for one full batch, 1 GiB at most."""
+    """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
+
+    vLLM discards the sample of a partial prefill by moving the request's generator back, which a CPU's cannot do. So a
+    prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
+    """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
     tokens = -(-max_model_len // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
     bytes_per_sequence = tokens * 2 * text.num_hidden_layers * heads * head_size * 4
     full_batch = _CPU_SEQUENCES * bytes_per_sequence
     return {
         "enforce_eager": True,
+        "enable_chunked_prefill": False,
         "max_num_seqs": _CPU_SEQUENCES,
         "kv_cache_memory_bytes": max(min(full_batch, _CPU_CACHE_LIMIT), 2 * bytes_per_sequence),
     }
 
 
-def without_compiling() -> AbstractContextManager[Any]:
-    """Run functions under `torch.compile` as written: vLLM has small ones that enforce_eager does not reach."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+@contextmanager
+def packed_experts(llm: Any) -> Iterator[None]:
+    """Load weights inside so that vLLM packs those of experts for its kernels, which read rows as tiles otherwise.
+
+    vLLM's CPU build packs them where it builds a kernel: at the first load, and at a later one if there is none. Raises
+    UnsupportedError where it has no weights for them.
+    """
+    layers = llm.apply_model(lambda model: list(model.modules()))[0]
+    owners = (getattr(layer, "quant_method", None) for layer in layers)
+    methods: list[Any] = [owner for owner in owners if getattr(owner, "moe_kernel", None) is not None]
+    for method in methods:
+        method.moe_kernel = None
+    yield
+    if any(method.moe_kernel is None for method in methods):
+        raise UnsupportedError(
+            "got a mixture of experts whose experts vLLM's CPU build cannot load again (gpt-oss is one), want a model "
+            "that takes new weights; fix: use_vllm=False"
+        )
 
 
 def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, untie: bool) -> str:
@@ -205,6 +226,7 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vllm import LLM
 
+        contexts.enter_context(preserved_state.preserved_classes())
         # Otherwise vLLM collects garbage in the trainer's heap several times before it freezes it.
         gc.freeze()
         contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
