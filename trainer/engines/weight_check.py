@@ -61,9 +61,10 @@ def check_same_weights(
         raise WeightSyncError(
             f"got a {kind} difference of {got:.3g} between the log-probs of the {engine} engine and the trainer's at "
             f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: the engine "
-            "does not serve the trainer's weights, or one of the two computes at lower precision; fix: load_weights "
-            "after every optimizer step, give both the same dtype (float32 without TF32), and compare on plain "
-            "sampling only (no top_p, top_k, min_p, penalty); if it is rounding, a larger max_logprob_difference"
+            "does not serve the trainer's weights, one of the two computes at lower precision, or (from version 0 on) "
+            "vLLM computes this model differently; fix: load_weights after every optimizer step, give both the same "
+            "dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
+            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
         )
 
 

@@ -218,10 +218,9 @@ class VLLMEngine(RolloutEngine):
             # A resumed run has not made the calls before: what they left in the cache may not change the last bits.
             llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        # vLLM compiles small functions that enforce_eager does not reach.
-        as_written = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         try:
-            with preserved_state(), as_written:
+            # vLLM compiles small functions that enforce_eager does not reach.
+            with preserved_state(), torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
                 outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
         except BaseException as error:
             # The next call would return the unfinished requests.
