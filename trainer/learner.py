@@ -14,6 +14,7 @@ gradient norm, which decide it, are known to all ranks before the optimizer move
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,9 +26,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, get_scheduler
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
@@ -50,8 +52,9 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, shared_layout
+from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
+from fused_grpo.trainer.models.self_check import self_check, shared_layout
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
@@ -98,7 +101,8 @@ class Learner:
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
-        _prepare_model(model, args)
+        if args.disable_dropout:
+            disable_dropout(model)
         self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
         vocab_size = len(base_model(model).get_output_embeddings().weight)
@@ -110,25 +114,43 @@ class Learner:
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
         )
+        alone = (
+            None
+            if teacher is None or teacher == SELF
+            else PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
+        )
+        self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        _checkpoint_activations(model, args)
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        # Rank 0 finds out how rows may be shared: under FSDP2 it may be the only one that has read the weights.
-        models = [model] if teacher is None or isinstance(teacher, str) else [model, teacher]
-        rows = [shared_layout(models) if accelerator.is_main_process else {}]
-        self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
+        self.attention = attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
-        self.teacher = None if teacher is None else self._make_teacher(teacher, vocab_size=vocab_size)
+        self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=vocab_size)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def _make_teacher(self, model: PreTrainedModel | str, *, vocab_size: int) -> Teacher:
-        if isinstance(model, str):
-            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=model)
-        found = broadcast_object_list([fingerprint(model) if self.accelerator.is_main_process else ""])[0]
-        alone = PolicyLoss(model, self.loss_config, temperature=self.args.temperature).eval()
-        module = shard_by_its_layers(self.accelerator, alone)
+    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
+        """How rows may be shared, and whether the policy in training mode is random."""
+        # By rank 0: under FSDP2 it may be the only one that has read the weights.
+        found = [list(map(self_check, policies)) if self.accelerator.is_main_process else []]
+        measured = broadcast_object_list(found)[0]
+        for policy, of_policy in zip(policies, measured, strict=True):
+            policy.takes_positions = of_policy.takes_positions
+        if self.args.disable_dropout and measured[0].is_random:
+            raise UnsupportedError(
+                f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
+                "training mode all the same, want rates as attributes of its layers; fix: make it with a config whose "
+                "dropout is 0"
+            )
+        return shared_layout(measured), measured[0].is_random
+
+    def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
+        if alone is None:
+            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
+        found = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+        module = shard_by_its_layers(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=found)
 
     def learn(
@@ -430,12 +452,31 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps:
     )
 
 
-def _prepare_model(model: PreTrainedModel, args: GRPOConfig) -> None:
-    if args.gradient_checkpointing:
-        options = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if options["use_reentrant"] and is_adapted(model):
-            # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
-            model.enable_input_require_grads()
-    if args.disable_dropout:
-        disable_dropout(model)
+def _checkpoint_activations(model: PreTrainedModel, args: GRPOConfig) -> None:
+    """Recompute activations in the backward pass, with `gradient_checkpointing_kwargs`.
+
+    Raises:
+        InputError: an option that neither transformers nor `torch.utils.checkpoint` has.
+        UnsupportedError: a model that cannot.
+    """
+    if not args.gradient_checkpointing:
+        return
+    # The name of transformers from 5.24 on; options of its own are offload and every_n_layers, from 5.16 on.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    own, options = {}, {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+    of_torch = {"preserve_rng_state", *inspect.signature(checkpoint).parameters} - {"function", "args", "kwargs"}
+    for name in options.keys() - of_torch:
+        if name not in inspect.signature(enable).parameters:
+            raise InputError(
+                f"got gradient_checkpointing_kwargs with {name!r}, want arguments of torch.utils.checkpoint "
+                f"({', '.join(sorted(of_torch))}) or, with transformers from 5.16 on, offload and every_n_layers; fix: "
+                "leave it out"
+            )
+        own[name] = options.pop(name)
+    try:
+        enable(options, **own)
+    except ValueError as error:
+        raise UnsupportedError(f"got gradient_checkpointing=True: {error} fix: gradient_checkpointing=False") from error
+    if options["use_reentrant"] and is_adapted(model):
+        # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
+        model.enable_input_require_grads()

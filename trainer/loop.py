@@ -72,7 +72,7 @@ from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for
+from fused_grpo.trainer.models.loading import model_for, tokenizer_for
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
@@ -395,7 +395,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _check_agreement(self, metrics: dict[str, float]) -> None:
         """Raise where the engine cannot have sampled from the trainer's weights."""
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
-        comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
+        comparable = not isinstance(self.engine, FunctionEngine) and not self.learner.is_random
         if comparable and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)

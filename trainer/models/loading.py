@@ -1,9 +1,9 @@
-"""Load a model and a tokenizer, and find out how the model runs: precision, packing, dropout."""
+"""Load a model and a tokenizer; precision, and dropout."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,21 @@ from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import is_progress_bar_enabled
 
 from fused_grpo.errors import InputError, WrongTypeError
+from fused_grpo.integrations.model_head import to_head
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.logging.progress import progress
+from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.virtual_tokens import model_inputs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-_log = logging.getLogger(__name__)
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
@@ -37,67 +39,10 @@ def takes_any_lengths(model: PreTrainedModel) -> bool:
     return "flash" in str(model.config._attn_implementation)
 
 
-def row_layout(model: PreTrainedModel) -> dict[str, bool]:
-    """Options of `micro_batches` for this model. Warns if sequences cannot be packed."""
-    if packs_exactly(model):
-        return {"one_row": takes_any_lengths(model), "share_rows": True}
-    _log.warning(
-        "%s does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded to the "
-        "longest of its micro-batch",
-        type(model).__name__,
-    )
-    return {"one_row": False, "share_rows": False}
-
-
-def shared_layout(models: Sequence[PreTrainedModel]) -> dict[str, bool]:
-    """The `row_layout` for models that get the same rows.
-
-    A variable-length kernel takes its sequences in one row; so can all others, with a mask.
-    """
-    layouts = [row_layout(model) for model in models]
-    share = all(layout["share_rows"] for layout in layouts)
-    return {"one_row": share and any(layout["one_row"] for layout in layouts), "share_rows": share}
-
-
 def attention_cost(model: PreTrainedModel) -> float:
     """Cost of attention to one token, relative to that of a token in the rest of a layer: 4 D to 24 D^2 FLOP."""
     head: Any = model.get_output_embeddings()
     return 1.0 / (6.0 * int(head.weight.shape[1]))
-
-
-@torch.no_grad()
-def packs_exactly(model: PreTrainedModel) -> bool:
-    """True if two sequences packed into a row give the same hidden states as each alone.
-
-    This is measured with three short forward passes on the model's device, because it depends on the architecture:
-    position ids may not reach the mask, and a recurrent layer has no mask. On a CPU, eager attention replaces an
-    attention kernel that needs a GPU.
-    """
-    embedding: Any = model.get_input_embeddings().weight
-    device, vocabulary = embedding.device, embedding.shape[0]
-    first, second = (torch.arange(*ends, device=device)[None] % vocabulary for ends in ((2, 11), (5, 12)))
-    positions = [torch.arange(ids.shape[1], device=device)[None] for ids in (first, second)]
-    config, was_training = model.get_decoder().config, model.training
-    attention = config._attn_implementation
-    model.eval()
-    if takes_any_lengths(model) and device.type == "cpu":
-        config._attn_implementation = "eager"
-    try:
-        packed, *alone = (
-            model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state.float()
-            for ids, places in (
-                (torch.cat([first, second], dim=1), torch.cat(positions, dim=1)),
-                (first, positions[0]),
-                (second, positions[1]),
-            )
-        )
-    finally:
-        model.train(was_training)
-        config._attn_implementation = attention
-    expected = torch.cat(alone, dim=1)
-    # Far above rounding errors, far below the effect of attention to the other sequence.
-    allowed = max(1e-2, torch.finfo(model.dtype).eps ** 0.5)
-    return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
@@ -202,22 +147,48 @@ def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """True if a forward pass in training mode is random: its log-probs then differ from the sampler's."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0)
-        or (isinstance(module, nn.RNNBase) and module.dropout > 0)
-        or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
-        for module in model.modules()
-    )
+@torch.no_grad()
+def has_dropout(model: Any) -> bool:
+    """True if a forward pass in training mode is random: its log-probs then differ from the sampler's.
+
+    This is measured on a few tokens, because rates may be in layers, functions, configs, routers and adapters.
+    """
+    # The output of LoRA is 0 at first, whatever its dropout.
+    if any(".lora_dropout." in name and getattr(layer, "p", 0.0) > 0 for name, layer in model.named_modules()):
+        return True
+    embedding: Any = model.get_input_embeddings().weight
+    row = torch.arange(28, device=embedding.device)[None]
+    inputs = model_inputs(model, row % len(embedding), row)
+
+    def states(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return to_head(base_model(model), **inputs)[0].float()
+
+    with as_it_was(model):
+        model.train()
+        first, other, again = states(0), states(1), states(0)
+    # Sums in no fixed order, on a GPU, differ with the same seed, too.
+    difference, noise = ((first - later).norm() / first.norm() for later in (other, again))
+    return bool(difference > 0 and difference > min(10 * float(noise), 1e-2))
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout rates to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - to mypy, attributes of an nn.Module are tensors
+    """Set all dropout rates to 0, also those that a layer gives to a function, and the noise of routers."""
+    for layer in model.modules():
+        for name, value in list(vars(layer).items()):
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(layer, _DropoutNd))
+            if is_rate and isinstance(value, float):
+                setattr(layer, name, 0.0)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """A context that restores the modes of all layers and the states of torch's random generators."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    devices = {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
