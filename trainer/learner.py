@@ -40,6 +40,7 @@ from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
@@ -52,7 +53,7 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights
+from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, warn_of_rounding
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
 from fused_grpo.trainer.models.self_check import self_check, shared_layout
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
@@ -101,6 +102,7 @@ class Learner:
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
+        warn_of_rounding(model, args.learning_rate)
         if args.disable_dropout:
             disable_dropout(model)
         self.adapted = is_adapted(model)
@@ -114,11 +116,9 @@ class Learner:
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
         )
-        alone = (
-            None
-            if teacher is None or teacher == SELF
-            else PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
-        )
+        alone = None
+        if isinstance(teacher, torch.nn.Module):
+            alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
         self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
         _checkpoint_activations(model, args)
         # A copy, because the model changes.
@@ -136,8 +136,6 @@ class Learner:
         # By rank 0: under FSDP2 it may be the only one that has read the weights.
         found = [list(map(self_check, policies)) if self.accelerator.is_main_process else []]
         measured = broadcast_object_list(found)[0]
-        for policy, of_policy in zip(policies, measured, strict=True):
-            policy.takes_positions = of_policy.takes_positions
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
@@ -473,6 +471,9 @@ def _checkpoint_activations(model: PreTrainedModel, args: GRPOConfig) -> None:
                 "leave it out"
             )
         own[name] = options.pop(name)
+    if own.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
+        warn_once("got offload=True on a CPU, where it changes nothing: activations are in the memory of the host")
+        own["offload"] = False  # transformers would ask for pinned memory, which takes an accelerator
     try:
         enable(options, **own)
     except ValueError as error:

@@ -72,7 +72,7 @@ from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import model_for, tokenizer_for
+from fused_grpo.trainer.models.loading import model_for, tokenizer_for, uncompiled
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
@@ -135,6 +135,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
+        model = uncompiled(model)
         self.args = args = GRPOConfig() if args is None else args
         given = {"quantization_config": quantization_config, "tools": tools, "environment_factory": environment_factory}
         given |= {"rollout_func": rollout_func, "eval_dataset": eval_dataset, "teacher_model": teacher_model}

@@ -57,7 +57,6 @@ class PolicyLoss(nn.Module):
         super().__init__()
         head_of(base_model(model))  # raises before anything runs
         self.model, self.loss_config = model, loss_config
-        self.takes_positions = True  # False: it makes positions of its own, and rows hold one sequence
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
         self.router_aux_loss_coef = router_aux_loss_coef
         # Where Accelerate looks for the layers that FSDP is to gather one at a time.
@@ -162,9 +161,7 @@ class PolicyLoss(nn.Module):
             # Without these, every layer finds them in the position ids, and waits for the device.
             ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.row_cu_seqlens)
             options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
-        options |= {"use_cache": False, "return_dict": True}
-        if self.takes_positions:
-            options["position_ids"] = batch.position_ids
+        options |= {"position_ids": batch.position_ids, "use_cache": False, "return_dict": True}
         options = {name: value for name, value in options.items() if not named.isdisjoint({name, None})}
         return to_head(model, **model_inputs(self.model, batch.input_ids, batch.position_ids), **options)
 

@@ -51,18 +51,21 @@ _SIZES = {
     "num_dense_layers moe_layer_start_index mamba_n_groups mamba_ngroups num_expert_group num_nextn_predict_layers",
 }
 # What the rules above leave inconsistent.
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"], "attn_layer_indices": [1]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 GEMMA4 = {"per_layer_config": {}}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "granitemoehybrid": MAMBA,
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
     "mamba2": {"num_heads": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 64}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 64}},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]}, "full_attention": None},
+    },
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4,
@@ -76,9 +79,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "dots1": {"n_routed_experts": 4, "num_experts": 4},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
-    "qwen4_exp_text": {"ple_layer_ids": []},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 16, "attention_head_dim": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "head_dim": 16, "attention_head_dim": 16},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
+        **{"indexer_compress_ratio": 4, "ple_layer_ids": []},
+    },
 }  # fmt: skip
 SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 

@@ -26,6 +26,7 @@ from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
 from fused_grpo.trainer.engines.support import Support, SupportRecorder, support_fields
 from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.loading import eagerly
 from fused_grpo.trainer.models.virtual_tokens import model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
@@ -160,7 +161,8 @@ class TransformersEngine(RolloutEngine):
         # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
         processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
         seeded = _seeded(sampler.seed) if beams else nullcontext()
-        with _in_eval_mode(self._given), _without_generation_defaults(self._model), seeded:
+        # A growing KV cache would be compiled for several lengths.
+        with _in_eval_mode(self._given), eagerly(self._given), _without_generation_defaults(self._model), seeded:
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,

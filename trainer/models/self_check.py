@@ -1,17 +1,17 @@
 """What a model does, measured once on a few tokens, before the first step: it is not concluded from its name.
 
-    own     = log_softmax(model(ids).logits)               of each of two short sequences alone
-    policy  = the log-probs that the loss is computed from, of both in one row
+    own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
+    policy  = what the loss is computed from               of the first alone, and of both in one row
     states  = what the head is given in training mode, with one seed and with another
 
-- Log-probs that are not the model's own would train it on something else: it is refused.
-- If the first sequence changes when the second one follows, the model is not causal: refused, too.
-- If the second one changes after the first, sequences get a row each. Position ids may not reach the mask, and a
-  recurrent layer has no mask.
+- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So it
+  is if they are its own only without what follows: the model is not causal.
+- If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
+  and a recurrent layer has no mask.
 - If states depend on the seed there is dropout, in a layer or in a function, or routers are given noise.
 
-That takes six forward passes of 28 tokens, seven with dropout. The state of random generators, gradients and the modes
-of modules stay as they are. Under FSDP2 the main process alone has the weights by now, so it alone measures.
+That takes seven forward passes of at most 28 tokens. The state of random generators, gradients and the modes of layers
+stay as they are. Under FSDP2 the main process alone has the weights by now, so it alone measures.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ _FIRST, _SECOND = range(2, 18), range(5, 17)
 class Measured:
     """What a self-check has found."""
 
-    takes_positions: bool  # whether it is given position ids
-    share_rows: bool  # whether they keep the sequences of a row apart
+    share_rows: bool  # whether position ids keep the sequences of a row apart
     one_row: bool  # whether attention takes sequences of any lengths, without a mask
     is_random: bool  # whether log-probs in training mode differ from the sampler's
 
 
 @torch.no_grad()
 def self_check(policy: Any) -> Measured:
-    """Measure a `PolicyLoss`, before it is wrapped or sharded. Sets its `takes_positions`.
+    """Measure a `PolicyLoss`, before it is wrapped or sharded.
 
     Raises:
         UnsupportedError: a model whose log-probs are not those of the loss, which is not causal, or which fails.
@@ -79,7 +78,7 @@ def self_check(policy: Any) -> Measured:
             "longest of its micro-batch",
             name,
         )
-    return Measured(policy.takes_positions, share_rows, share_rows and any_lengths, is_random)
+    return Measured(share_rows, share_rows and any_lengths, is_random)
 
 
 @contextmanager
@@ -105,34 +104,31 @@ def shared_layout(models: Sequence[Measured]) -> dict[str, bool]:
 
 def _compare(policy: Any, model: Any) -> bool:
     """Compare the policy's log-probs with the model's own. Returns whether two sequences may share a row."""
-    name = type(model).__name__
-    own = [_own_logits(model, _row(model, [ids])) for ids in (_FIRST, _SECOND)]
-    for takes_positions in (True, False):
-        policy.takes_positions = takes_positions
-        row = _row(model, [_FIRST])
-        states, output = policy.run(row)
-        transform = head_transform(model.config)
-        found = mismatch(probe(states, len(model.get_output_embeddings().weight)), output.logits, transform)
-        if found:
+    name, first = type(model).__name__, _row(model, [_FIRST])
+    states, output = policy.run(first)
+    transform = head_transform(model.config)
+    found = mismatch(probe(states, len(model.get_output_embeddings().weight)), output.logits, transform)
+    if found:
+        raise UnsupportedError(
+            f"got a {name} that takes {found}: by its config it does {dict(transform)} behind its head, and by its "
+            "forward something else, want the same; fix: a config whose options its forward reads"
+        )
+    joined, second = (_own_logits(model, *sequences) for sequences in ((_FIRST, _SECOND), (_SECOND,)))
+    own = joined[: len(_FIRST) - 1]
+    apart, allowed = _apart(policy, first, [own])[0]
+    if apart > allowed:
+        alone, allowed = _apart(policy, first, [_own_logits(model, _FIRST)])[0]
+        if alone <= allowed:
             raise UnsupportedError(
-                f"got a {name} that takes {found}: by its config it does {dict(transform)} behind its head, and by its "
-                "forward something else, want the same; fix: a config whose options its forward reads"
+                f"got a {name} whose log-probs of a sequence change by {apart:.3g} with what follows it, want a causal "
+                "model; fix: is_decoder=True in its config, if it has that"
             )
-        apart = _apart(policy, row, own[:1])
-        if apart[0][0] <= apart[0][1]:
-            break
-    else:
         raise UnsupportedError(
-            f"got a {name} whose own logits give log-probs that differ by {apart[0][0]:.3g} from those of its head's "
-            "input and weight, want the same; fix: another model: this one does something else with them"
+            f"got a {name} whose own logits give log-probs that differ by {alone:.3g} from those of its head's input "
+            "and weight at positions from 0, want the same; fix: a model that counts positions from 0, as generate() "
+            "does, and takes logits from its head alone"
         )
-    both = _apart(policy, _row(model, [_FIRST, _SECOND]), own)
-    if both[0][0] > both[0][1]:
-        raise UnsupportedError(
-            f"got a {name} whose log-probs of a sequence change by {both[0][0]:.3g} with what follows it, want a "
-            "causal model; fix: is_decoder=True in its config, if it has that"
-        )
-    return both[1][0] <= both[1][1]
+    return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, [_FIRST, _SECOND]), [own, second]))
 
 
 def _row(model: Any, sequences: Sequence[range]) -> MicroBatch:
@@ -161,9 +157,9 @@ def _row(model: Any, sequences: Sequence[range]) -> MicroBatch:
     )
 
 
-def _own_logits(model: Any, row: MicroBatch) -> Tensor:
-    """[T - 1, V]: the model's own, of the tokens that predict another."""
-    logits: Tensor = model(input_ids=row.input_ids).logits
+def _own_logits(model: Any, *parts: range) -> Tensor:
+    """[T - 1, V]: the model's own for the parts joined to one sequence, of the tokens that predict another."""
+    logits: Tensor = model(input_ids=_row(model, parts).input_ids).logits
     return logits[0, :-1].float()
 
 
