@@ -109,7 +109,8 @@ def load_model(
                 f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
                 "change nothing; fix: pass its path or hub id"
             )
-        return uncompiled(model)
+        given_model: PreTrainedModel = uncompiled(model)
+        return given_model
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
     downloads = not Path(model).exists() and not _is_cached(model)
     # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
@@ -142,8 +143,8 @@ def uncompiled(model: Any) -> Any:
         return _compiled_in_place(model)
     if model._compiled_call_impl is not None:
         warn_once(
-            f"got a {type(model).__name__} after its compile(), which is about a call with its head, and the loss takes "
-            "the place of that; fix: torch.compile(model), or compile() its backbone"
+            f"got a {type(model).__name__} after its compile(), which is about a call with its head, whose place the "
+            "loss takes; fix: torch.compile(model), or compile() its backbone"
         )
     return model
 
