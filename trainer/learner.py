@@ -14,7 +14,6 @@ gradient norm, which decide it, are known to all ranks before the optimizer move
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,10 +25,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, get_scheduler
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
@@ -40,7 +39,6 @@ from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
 from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
@@ -53,13 +51,13 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, warn_of_rounding
+from fused_grpo.trainer.models.loading import attention_cost, model_weights
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
-from fused_grpo.trainer.models.self_check import self_check, shared_layout
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
@@ -120,7 +118,8 @@ class Learner:
         if isinstance(teacher, torch.nn.Module):
             alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
         self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
-        _checkpoint_activations(model, args)
+        if args.gradient_checkpointing:
+            checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
@@ -133,7 +132,7 @@ class Learner:
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
-        # By rank 0: under FSDP2 it may be the only one that has read the weights.
+        # Found by rank 0: under FSDP2 it may be the only one that has read the weights.
         found = [list(map(self_check, policies)) if self.accelerator.is_main_process else []]
         measured = broadcast_object_list(found)[0]
         if self.args.disable_dropout and measured[0].is_random:
@@ -272,14 +271,14 @@ class Learner:
         numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         return int(numbers.max().item())
 
-    def _measured(self, policy: PolicyLoss, what: str, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
-        """`policy.logprobs`, `entropies` or `loss` of each micro-batch, without gradients and without dropout."""
+    def _measured(self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
+        """`policy.measure` of each micro-batch, without dropout."""
         was_training = policy.training
         policy.eval()
         try:
             # FSDP2 has a mixed precision of its own.
             with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
-                return [getattr(policy, what)(part, **options) for part in packed]
+                return [policy.measure(part, what, **options) for part in packed]
         finally:
             policy.train(was_training)
             reshard(policy)
@@ -448,36 +447,3 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps:
         num_training_steps=max_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
-
-
-def _checkpoint_activations(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Recompute activations in the backward pass, with `gradient_checkpointing_kwargs`.
-
-    Raises:
-        InputError: an option that neither transformers nor `torch.utils.checkpoint` has.
-        UnsupportedError: a model that cannot.
-    """
-    if not args.gradient_checkpointing:
-        return
-    # The name of transformers from 5.24 on; options of its own are offload and every_n_layers, from 5.16 on.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    own, options = {}, {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
-    of_torch = {"preserve_rng_state", *inspect.signature(checkpoint).parameters} - {"function", "args", "kwargs"}
-    for name in options.keys() - of_torch:
-        if name not in inspect.signature(enable).parameters:
-            raise InputError(
-                f"got gradient_checkpointing_kwargs with {name!r}, want arguments of torch.utils.checkpoint "
-                f"({', '.join(sorted(of_torch))}) or, with transformers from 5.16 on, offload and every_n_layers; fix: "
-                "leave it out"
-            )
-        own[name] = options.pop(name)
-    if own.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
-        warn_once("got offload=True on a CPU, where it changes nothing: activations are in the memory of the host")
-        own["offload"] = False  # transformers would ask for pinned memory, which takes an accelerator
-    try:
-        enable(options, **own)
-    except ValueError as error:
-        raise UnsupportedError(f"got gradient_checkpointing=True: {error} fix: gradient_checkpointing=False") from error
-    if options["use_reentrant"] and is_adapted(model):
-        # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
-        model.enable_input_require_grads()

@@ -127,22 +127,10 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def loss(self, batch: MicroBatch, **step: Any) -> GRPOLossOutput:
-        """The loss of `_loss`, without gradients."""
-        found: GRPOLossOutput = self(batch, "loss", **step)
-        return found
-
-    @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probs [N] of the completion tokens, without gradients."""
-        found: Tensor = self(batch, "logprobs")
-        return found
-
-    @torch.no_grad()
-    def entropies(self, batch: MicroBatch) -> Tensor:
-        """Entropies [N] of the distributions that completion tokens were drawn from, in nats."""
-        found: Tensor = self(batch, "entropies")
-        return found
+    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"], **step: Any) -> Any:
+        """The loss, log-probs [N] of the completion tokens, or entropies [N] in nats of the distributions that they
+        were drawn from, without gradients."""
+        return self(batch, what, **step)
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)

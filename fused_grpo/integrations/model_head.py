@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations._peers import replaced
+from fused_grpo.integrations.logit_transform import head_transform, mismatch
 
 
 def to_head(causal_lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
@@ -49,6 +50,21 @@ def to_head(causal_lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise InputError(f"got a {type(output).__name__} from {name}, want its output class; fix: return_dict=True")
     return found[0], output
+
+
+def check_transform(causal_lm: Any, states: Tensor, output: Any) -> None:
+    """Check what `to_head` returned: behind its head the model does what `head_transform` reads in its config.
+
+    Raises:
+        UnsupportedError: it does something else.
+    """
+    transform = head_transform(causal_lm.config)
+    found = mismatch(probe(states, len(head_of(causal_lm).weight)), output.logits, transform)
+    if found:
+        raise UnsupportedError(
+            f"got a {type(causal_lm).__name__} that takes {found}: by its config it does {dict(transform)} behind its "
+            "head, and by its forward something else, want the same; fix: a config whose options its forward reads"
+        )
 
 
 def head_of(causal_lm: Any) -> Any:

@@ -19,11 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import FusedGRPOError
+from fused_grpo.integrations.model_modes import disable_dropout
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.models.loading import disable_dropout
-from fused_grpo.trainer.models.self_check import self_check, shared_layout
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch
 
 VOCABULARY = 60
@@ -200,7 +200,7 @@ def policy_difference(model: PreTrainedModel) -> float:
         advantages=torch.zeros(len(sequences)),
     )
     parts = micro_batches(batch, 4, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
-    ours = torch.cat([policy.logprobs(part) for part in parts])
+    ours = torch.cat([policy.measure(part, "logprobs") for part in parts])
     return float((ours - torch.cat([own_logprobs(model, ids, 0.7) for ids in sequences])).abs().max())
 
 

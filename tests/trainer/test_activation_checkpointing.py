@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,8 +13,8 @@ from transformers import CTRLConfig, CTRLLMHeadModel, Qwen2Config, Qwen2ForCausa
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.integrations.model_modes import checkpoint_activations
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.learner import _checkpoint_activations
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 OFFLOADS = pytest.mark.skipif(
@@ -24,8 +23,7 @@ OFFLOADS = pytest.mark.skipif(
 
 
 def enable(model: Any, options: dict[str, Any] | None) -> None:
-    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
-    _checkpoint_activations(model, args)
+    checkpoint_activations(model, options or {})
 
 
 def recomputed(model: Any) -> list[bool]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.models.self_check import self_check, shared_layout
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch
 
 CPU = torch.device("cpu")

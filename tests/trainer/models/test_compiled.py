@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fused_grpo.errors import InputError
+from fused_grpo.integrations.model_modes import has_dropout, uncompiled
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.models.loading import has_dropout, uncompiled, warn_once
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
 
@@ -120,7 +120,6 @@ def test_measuring_compiles_nothing(make_model):
 
 
 def test_a_compile_in_place_of_the_whole_model_is_warned_of(make_model, caplog):
-    warn_once.cache_clear()
     model = make_model()
     model.compile(backend="eager")
     assert uncompiled(model) is model

@@ -11,10 +11,9 @@ from transformers import BertConfig, BertLMHeadModel, MixtralConfig, MixtralForC
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.trainer.models import loading
-from fused_grpo.trainer.models.loading import disable_dropout, has_dropout
-from fused_grpo.trainer.models.self_check import self_check
+from fused_grpo.integrations.model_modes import disable_dropout, has_dropout, warn_of_rounding
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.self_check import self_check
 
 
 def check(model):
@@ -64,14 +63,14 @@ def test_a_head_on_other_states_than_it_is_given_is_refused(make_model, dtype):
     model.forward = lambda input_ids, **options: own(
         input_ids if "position_ids" in options else input_ids + 1, **options
     )
-    with pytest.raises(UnsupportedError, match=r"whose own logits give log-probs that differ by \d"):
+    with pytest.raises(UnsupportedError, match=r"differ by \d.* between its own logits and its head"):
         check(model)
 
 
 def test_a_model_that_sees_later_tokens_is_refused_and_the_fix_works():
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = BertLMHeadModel(BertConfig(num_attention_heads=2, initializer_range=0.5, **sizes))
-    with pytest.raises(UnsupportedError, match=r"change by \d.* with what follows it.* fix: is_decoder=True"):
+    with pytest.raises(UnsupportedError, match=r"change by \d.* with later tokens.* fix: is_decoder=True"):
         check(model)
     model = BertLMHeadModel(BertConfig(num_attention_heads=2, initializer_range=0.5, is_decoder=True, **sizes))
     assert not check(model).share_rows
@@ -132,7 +131,7 @@ def test_random_numbers_that_change_nothing_are_no_dropout():
 
 def test_dropout_that_stays_is_refused_where_it_was_to_be_off(make_trainer, monkeypatch):
     monkeypatch.setattr("fused_grpo.trainer.learner.disable_dropout", lambda model: None)
-    monkeypatch.setattr("fused_grpo.trainer.models.self_check.has_dropout", lambda model: True)
+    monkeypatch.setattr("fused_grpo.trainer.self_check.has_dropout", lambda model: True)
     with pytest.raises(UnsupportedError, match="got disable_dropout=True and a Qwen2ForCausalLM that is random"):
         make_trainer(disable_dropout=True)
 
@@ -140,12 +139,10 @@ def test_dropout_that_stays_is_refused_where_it_was_to_be_off(make_trainer, monk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_trained_weights_of_16_bits_are_warned_of_and_frozen_ones_are_not(make_model, caplog, dtype):
     model = make_model().to(dtype)
-    loading.warn_once.cache_clear()
-    loading.warn_of_rounding(model.requires_grad_(False), 1e-6)
-    loading.warn_of_rounding(make_model(), 1e-6)
+    warn_of_rounding(model.requires_grad_(False), 1e-6)
+    warn_of_rounding(make_model(), 1e-6)
     assert not caplog.text
-    loading.warn_of_rounding(model.requires_grad_(True), 1e-6)
-    loading.warn_of_rounding(model, 1e-6)
+    warn_of_rounding(model.requires_grad_(True), 1e-6)
     assert caplog.text.count(f"got trained weights in {dtype}, want float32") == 1
     bound = float(caplog.text.split("those above ")[1].split(",")[0])
     weights = torch.tensor([0.5, 3.0]).to(dtype) * 2 * bound
