@@ -138,8 +138,7 @@ class Learner:
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
-                "training mode all the same, want rates as attributes of its layers; fix: make it with a config whose "
-                "dropout is 0"
+                "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
             )
         return shared_layout(measured), measured[0].is_random
 

@@ -40,7 +40,7 @@ _SIZES = {
         dense_intermediate_size shared_expert_intermediate_size shared_intermediate_size
         moe_shared_expert_intermediate_size model_max_length local_attention sliding_window sliding_window_size
         attention_chunk_size window_size attention_window_size keep_window_size original_max_position_embeddings
-        mamba_d_ssm rel_extent floor_scale
+        mamba_d_ssm index_topk rel_extent floor_scale
     """,
     32: """
         hidden_size n_embd d_model emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size
@@ -57,7 +57,7 @@ _SIZES = {
     8: """
         head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim kv_channels d_head dim_head attention_head_size
         attention_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim rotary_dim mamba_d_head
-        mamba_headdim mamba_head_dim swa_head_dim d_rel index_topk prompt_length num_buckets
+        mamba_headdim mamba_head_dim swa_head_dim d_rel prompt_length num_buckets
         centroid_intermediate_top_k
     """,
     4: """
