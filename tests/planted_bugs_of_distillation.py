@@ -43,8 +43,8 @@ BUGS = {
     ),
     "the teacher's attention is not tried": (
         "trainer/learner.py",
-        "shared_layout(measured)",
-        "shared_layout(measured[:1])",
+        "map(self_check, policies)",
+        "map(self_check, policies[:1])",
         OTHERS,
     ),
     "an evaluation has no teacher": (

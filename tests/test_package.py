@@ -73,6 +73,7 @@ def test_integrations_and_trainer_say_what_they_want(bare):
         "liger",
         "logit_transform",
         "model_head",
+        "model_modes",
         "speculative",
         "verl",
     }

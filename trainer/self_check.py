@@ -76,8 +76,8 @@ def self_check(policy: PolicyLoss) -> Measured:
         ) from error
     if not share_rows:
         _log.warning(
-            f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded to "
-            "the longest of its micro-batch"
+            f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded "
+            "to the longest of its micro-batch"
         )
     return Measured(share_rows, share_rows and any_lengths, is_random)
 
