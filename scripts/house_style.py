@@ -19,7 +19,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"kernels": 0, "fused_grpo": 1, "trainer": 2}
 # Of the trainer, from top to bottom.
-ROOMS = ("cli", "loop", "collect", "learner", "distillation", "policy", "checkpoint", "engines", "rewards", "data")
+ROOMS = (
+    "cli",
+    "loop",
+    "collect",
+    "learner",
+    "distillation",
+    "self_check",
+    "policy",
+    "checkpoint",
+    "engines",
+    "rewards",
+    "data",
+)
 ROOMS += ("batching", "distributed", "models", "logging", "config", "types", "recipes")
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 500, 60, 90, 4
 PUBLIC = ("logprobs", "loss", "fused_loss", "config", "loop")

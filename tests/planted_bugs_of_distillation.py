@@ -43,8 +43,8 @@ BUGS = {
     ),
     "the teacher's attention is not tried": (
         "trainer/learner.py",
-        "shared_layout(models)",
-        "shared_layout(models[:1])",
+        "map(self_check, policies)",
+        "map(self_check, policies[:1])",
         OTHERS,
     ),
     "an evaluation has no teacher": (

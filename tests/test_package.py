@@ -69,7 +69,14 @@ def test_torch_and_triton_are_all_that_the_ops_need(bare):
 def test_integrations_and_trainer_say_what_they_want(bare):
     lines = in_bare(bare, "python", "-W", "ignore", BARE, "integrations").splitlines()
     said = dict(line.split(": ", 1) for line in lines)
-    assert {name for name in said if said[name] == "imported"} == {"liger", "logit_transform", "speculative", "verl"}
+    assert {name for name in said if said[name] == "imported"} == {
+        "liger",
+        "logit_transform",
+        "model_head",
+        "model_modes",
+        "speculative",
+        "verl",
+    }
     for name in ("transformers", "trl"):
         assert re.match(rf"got no {name}, want {name}.*; fix: pip install '{name}", said[name]), said
     config, trainer = in_bare(bare, "python", "-W", "ignore", BARE, "trainer").splitlines()

@@ -27,7 +27,8 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
@@ -50,12 +51,13 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, disable_dropout, model_weights, shared_layout
+from fused_grpo.trainer.models.loading import attention_cost, model_weights
 from fused_grpo.trainer.models.router_loss import router_loss_coefficient
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
@@ -98,7 +100,9 @@ class Learner:
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)
-        _prepare_model(model, args)
+        warn_of_rounding(model, args.learning_rate)
+        if args.disable_dropout:
+            disable_dropout(model)
         self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
         vocab_size = len(base_model(model).get_output_embeddings().weight)
@@ -110,25 +114,39 @@ class Learner:
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
         )
+        alone = None
+        if isinstance(teacher, torch.nn.Module):
+            alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
+        self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        if args.gradient_checkpointing:
+            checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        # Rank 0 finds out how rows may be shared: under FSDP2 it may be the only one that has read the weights.
-        models = [model] if teacher is None or isinstance(teacher, str) else [model, teacher]
-        rows = [shared_layout(models) if accelerator.is_main_process else {}]
-        self.rows, self.attention = broadcast_object_list(rows)[0], attention_cost(model)
+        self.attention = attention_cost(model)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
-        self.teacher = None if teacher is None else self._make_teacher(teacher, vocab_size=vocab_size)
+        self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=vocab_size)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
 
-    def _make_teacher(self, model: PreTrainedModel | str, *, vocab_size: int) -> Teacher:
-        if isinstance(model, str):
-            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=model)
-        found = broadcast_object_list([fingerprint(model) if self.accelerator.is_main_process else ""])[0]
-        alone = PolicyLoss(model, self.loss_config, temperature=self.args.temperature).eval()
-        module = shard_by_its_layers(self.accelerator, alone)
+    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
+        """How rows may be shared, and whether the policy in training mode is random."""
+        # Found by rank 0: under FSDP2 it may be the only one that has read the weights.
+        found = [list(map(self_check, policies)) if self.accelerator.is_main_process else []]
+        measured = broadcast_object_list(found)[0]
+        if self.args.disable_dropout and measured[0].is_random:
+            raise UnsupportedError(
+                f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
+                "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
+            )
+        return shared_layout(measured), measured[0].is_random
+
+    def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
+        if alone is None:
+            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
+        found = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+        module = shard_by_its_layers(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=found)
 
     def learn(
@@ -252,14 +270,14 @@ class Learner:
         numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         return int(numbers.max().item())
 
-    def _measured(self, policy: PolicyLoss, what: str, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
-        """`policy.logprobs`, `entropies` or `loss` of each micro-batch, without gradients and without dropout."""
+    def _measured(self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
+        """`policy.measure` of each micro-batch, without dropout."""
         was_training = policy.training
         policy.eval()
         try:
             # FSDP2 has a mixed precision of its own.
             with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
-                return [getattr(policy, what)(part, **options) for part in packed]
+                return [policy.measure(part, what, **options) for part in packed]
         finally:
             policy.train(was_training)
             reshard(policy)
@@ -428,14 +446,3 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps:
         num_training_steps=max_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
-
-
-def _prepare_model(model: PreTrainedModel, args: GRPOConfig) -> None:
-    if args.gradient_checkpointing:
-        options = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if options["use_reentrant"] and is_adapted(model):
-            # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
-            model.enable_input_require_grads()
-    if args.disable_dropout:
-        disable_dropout(model)

@@ -72,7 +72,7 @@ from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import has_dropout, model_for, tokenizer_for
+from fused_grpo.trainer.models.loading import model_for, tokenizer_for, uncompiled
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
@@ -135,6 +135,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
+        model = uncompiled(model)
         self.args = args = GRPOConfig() if args is None else args
         given = {"quantization_config": quantization_config, "tools": tools, "environment_factory": environment_factory}
         given |= {"rollout_func": rollout_func, "eval_dataset": eval_dataset, "teacher_model": teacher_model}
@@ -395,7 +396,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _check_agreement(self, metrics: dict[str, float]) -> None:
         """Raise where the engine cannot have sampled from the trainer's weights."""
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
-        comparable = not isinstance(self.engine, FunctionEngine) and not has_dropout(self.model)
+        comparable = not isinstance(self.engine, FunctionEngine) and not self.learner.is_random
         if comparable and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)

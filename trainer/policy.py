@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.distillation import Distillation
-from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
-from fused_grpo.integrations.logit_transform import logit_transform
+from fused_grpo.integrations.logit_transform import head_transform
+from fused_grpo.integrations.model_head import head_of, to_head, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer.models.adapters import base_model, check_head, head_weight
+from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.router_loss import router_aux_loss
 from fused_grpo.trainer.models.virtual_tokens import model_inputs
 from fused_grpo.trainer.types import MicroBatch
@@ -42,8 +42,7 @@ class PolicyLoss(nn.Module):
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
 
     Raises:
-        InputError: a model without an output embedding.
-        UnsupportedError: a head with an adapter that is no sum of weights.
+        UnsupportedError: no head, or one that is not one matrix.
     """
 
     def __init__(
@@ -56,9 +55,7 @@ class PolicyLoss(nn.Module):
         router_aux_loss_coef: float = 0.0,
     ) -> None:
         super().__init__()
-        if model.get_output_embeddings() is None:
-            raise InputError(f"got a {type(model).__name__} without output embeddings, want a causal language model")
-        check_head(model.get_output_embeddings())
+        head_of(base_model(model))  # raises before anything runs
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
         self.router_aux_loss_coef = router_aux_loss_coef
@@ -99,10 +96,10 @@ class PolicyLoss(nn.Module):
         distillation = None if teacher is None else teacher(batch)
         # A micro-batch without sequences has no tokens for its routers either.
         balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
-        states = self._states(batch, **({"output_router_logits": True} if balanced else {}))
-        aux_loss = router_aux_loss(base_model(self.model), states, batch.attention_mask) if balanced else None
+        states, output = self.run(batch, **({"output_router_logits": True} if balanced else {}))
+        aux_loss = router_aux_loss(base_model(self.model), output, batch.attention_mask) if balanced else None
         hidden, weight, options = self._head_inputs(batch, states)
-        del states  # [R, L, D], of which the loss needs N rows
+        del states, output  # [R, L, D], of which the loss needs N rows
         output = fused_linear_grpo_loss(
             hidden,
             weight,
@@ -130,22 +127,10 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def loss(self, batch: MicroBatch, **step: Any) -> GRPOLossOutput:
-        """The loss of `_loss`, without gradients."""
-        found: GRPOLossOutput = self(batch, "loss", **step)
-        return found
-
-    @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probs [N] of the completion tokens, without gradients."""
-        found: Tensor = self(batch, "logprobs")
-        return found
-
-    @torch.no_grad()
-    def entropies(self, batch: MicroBatch) -> Tensor:
-        """Entropies [N] of the distributions that completion tokens were drawn from, in nats."""
-        found: Tensor = self(batch, "entropies")
-        return found
+    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"], **step: Any) -> Any:
+        """The loss, log-probs [N] of the completion tokens, or entropies [N] in nats of the distributions that they
+        were drawn from, without gradients."""
+        return self(batch, what, **step)
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
@@ -156,34 +141,37 @@ class PolicyLoss(nn.Module):
         options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
 
-    def _states(self, batch: MicroBatch, **options: Any) -> Any:
-        """The output of the backbone."""
-        backbone = base_model(self.model).get_decoder()
-        if batch.row_cu_seqlens is not None and _takes_keywords(type(backbone).forward):
+    def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
+        """The states [R, L, D] that the model gives its head, and its output."""
+        model = base_model(self.model)
+        named = _parameters(type(model).forward)
+        if batch.row_cu_seqlens is not None and None in named & _parameters(type(model.base_model).forward):
             # Without these, every layer finds them in the position ids, and waits for the device.
             ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.row_cu_seqlens)
             options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
-        inputs = model_inputs(self.model, batch.input_ids, batch.position_ids)
-        return backbone(**inputs, position_ids=batch.position_ids, use_cache=False, **options)
+        options |= {"position_ids": batch.position_ids, "use_cache": False, "return_dict": True}
+        options = {name: value for name, value in options.items() if not named.isdisjoint({name, None})}
+        return to_head(model, **model_inputs(self.model, batch.input_ids, batch.position_ids), **options)
 
-    def _head_inputs(self, batch: MicroBatch, states: Any = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _head_inputs(self, batch: MicroBatch, states: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and what makes log-probs of
         their logits: the transform, and the tokens that the sampler kept."""
-        states = self._states(batch) if states is None else states
+        states = self.run(batch)[0] if states is None else states
         model = base_model(self.model)
-        head = model.get_output_embeddings()
-        hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
+        head = head_of(model)
+        hidden: Tensor = states.flatten(0, 1).index_select(0, batch.predictors)
         options = {
             "bias": getattr(head, "bias", None),
             "temperature": self.temperature,
-            **logit_transform(model.config),
+            **head_transform(model.config),
         }
         if batch.support is not None:
             options["support"] = batch.support
-        return hidden, head_weight(head), options
+        return hidden, weight_of(head), options
 
 
 @functools.cache
-def _takes_keywords(function: Callable[..., Any]) -> bool:
-    """Whether a function has `**keywords`, as backbones do that pass them to their attention."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
+def _parameters(function: Callable[..., Any]) -> frozenset[str | None]:
+    """The names of a function's parameters; None for `**keywords`, which models pass to their attention."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(None if p.kind is p.VAR_KEYWORD else p.name for p in parameters)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.precision import compute_dtype
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -104,6 +105,25 @@ def transformed(x: Tensor, transform: LogitTransform) -> Tensor:
     """The logits: softcap(logit_scale * x)."""
     scaled, cap = x * transform["logit_scale"], transform["softcap"]
     return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+def mismatch(x: Tensor, logits: Tensor, transform: LogitTransform) -> str:
+    """How `logits` are others than the transform makes of `x`, for an error; nothing where they are the same."""
+    want = transformed(x.to(compute_dtype(x)), transform)
+    if logits.shape != want.shape:
+        return f"logits {tuple(want.shape)} to {tuple(logits.shape)}"
+    close = is_close(x, logits, want)
+    if bool(close.all()):
+        return ""
+    at = int((~close).flatten().nonzero()[0])
+    value, got, wanted = (z.flatten()[at].item() for z in (x, logits, want))
+    return f"a logit of {value:.6g} to {got:.6g}, want {wanted:.6g}"
+
+
+def is_close(x: Tensor, logits: Tensor, want: Tensor) -> Tensor:
+    """Which logits are `want` but for a few roundings; some operations may be in fp32 where the rest is in fp64."""
+    eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
+    return torch.isclose(logits.detach().to(want), want, rtol=8 * eps, atol=1e-6)
 
 
 def _number(config: Any, name: str) -> float:

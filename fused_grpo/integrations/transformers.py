@@ -40,7 +40,8 @@ from fused_grpo._dispatch import Impl
 from fused_grpo._graphs import outside_graphs
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations._peers import check_version, replaced
-from fused_grpo.integrations.logit_transform import head_transform, transformed
+from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
+from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.precision import compute_dtype
 
@@ -118,7 +119,7 @@ class _Scorer:
         self.causal_lm, self.temperature, self.entropy, self.options = causal_lm, temperature, entropy, options
         self.name, self.verified, self.open = type(causal_lm).__name__, False, True
         self.transform = head_transform(causal_lm.config)
-        _head_of(causal_lm)  # raises before anything runs
+        head_of(causal_lm)  # raises before anything runs
         if getattr(causal_lm, "z_loss_coefficient", 0.0):
             raise UnsupportedError(
                 f"got a {self.name} with a loss on the size of its logits, want z_loss_coefficient=0.0; fix: set "
@@ -156,7 +157,7 @@ class _Scorer:
 
     def _score(self, own: Callable[..., Any], arguments: dict[str, Any], call: _Call, count: Any) -> Any:
         """The output of the model's own forward, with log-probs instead of logits."""
-        head = _head_of(self.causal_lm)
+        head = head_of(self.causal_lm)
 
         def scores_of(hidden: Tensor) -> tuple[Tensor, ...]:
             if call.scores is not None:
@@ -173,11 +174,9 @@ class _Scorer:
             call.scores = tuple(new if new.dtype == old.dtype else old for new, old in pairs)
             return call.probe.clone()
 
-        # If Accelerate has put hooks on a module, its `forward` is a wrapper, which calls `_old_forward`.
-        name = "_old_forward" if hasattr(head, "_hf_hook") else "forward"
         hook = head.register_forward_hook(swap)
         try:
-            with replaced(head, name, scores_of):
+            with replaced(head, forward_name(head), scores_of):
                 output = own(**arguments)
         finally:
             hook.remove()
@@ -196,14 +195,14 @@ class _Scorer:
         if isinstance(temperature, Tensor):
             temperature = torch.ones(targets.shape, device=hidden.device, dtype=compute_dtype(hidden))
             temperature[:, scored] = _broadcast(self.temperature, temperature[:, scored])
-        weight = _weight_of(head)
+        weight = weight_of(head)
         arguments = {**self.transform, **self.options, "temperature": temperature, "bias": head.bias}
         if self.entropy:
             scores: tuple[Tensor, ...] = linear_logprobs_and_entropy(hidden, weight, targets, **arguments)
         else:
             scores = (linear_logprobs(hidden, weight, targets, **arguments),)
         # Not views: an in-place operation on a view would lose the hooks of FSDP2.
-        return tuple(score[:, scored].clone() for score in scores), _probe(hidden, len(weight))
+        return tuple(score[:, scored].clone() for score in scores), probe(hidden, len(weight))
 
     @outside_graphs
     def _finish(self, output: Any, call: _Call, count: Any) -> Any:
@@ -237,20 +236,14 @@ class _Scorer:
             raise InputError(
                 f"got a {type(output).__name__} from {self.name}, want its output class; fix: return_dict=True"
             )
-        want = transformed(call.probe.to(compute_dtype(call.probe)), self.transform)
-        found = f"logits {tuple(want.shape)} to {tuple(logits.shape)}"
-        if logits.shape == want.shape:
-            # A few roundings; some of the operations may be in fp32 where the rest is in fp64.
-            eps = max(torch.finfo(dtype).eps for dtype in (call.probe.dtype, torch.float32))
-            close = torch.isclose(logits.detach().to(want), want, rtol=8 * eps, atol=1e-6)
-            if self.verified and close.device.type == "cuda":  # only the first check may synchronize
-                return torch._assert_async(close.all(), f"{self.name} does something else to its logits than before")
-            if bool(close.all()):
-                self.verified = True
-                return None
-            at = int((~close).flatten().nonzero()[0])
-            x, got, wanted = (z.flatten()[at].item() for z in (call.probe, logits, want))
-            found = f"a logit of {x:.6g} to {got:.6g}, want {wanted:.6g}"
+        if self.verified and logits.device.type == "cuda":  # only the first check may synchronize
+            want = transformed(call.probe.to(compute_dtype(call.probe)), self.transform)
+            close = is_close(call.probe, logits, want).all()
+            return torch._assert_async(close, f"{self.name} does something else to its logits than before")
+        found = mismatch(call.probe, logits, self.transform)
+        if not found:
+            self.verified = True
+            return None
         raise UnsupportedError(
             f"got a {self.name} that takes {found}: by its config it does {dict(self.transform)}, and by its forward "
             f"something else; fix: {_INSTEAD}, with the logit_scale and softcap of its forward"
@@ -290,55 +283,6 @@ def _causal_lm(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _head_of(causal_lm: PreTrainedModel) -> Any:
-    """The module that computes the logits: nn.Linear, or PEFT's LoRA around one.
-
-    Raises:
-        UnsupportedError: no head, or a head that is not one matrix.
-    """
-    name, head = type(causal_lm).__name__, causal_lm.get_output_embeddings()
-    if head is None:
-        raise UnsupportedError(f"got a {name} without output embeddings, want a causal LM; fix: AutoModelForCausalLM")
-    while hasattr(head, "modules_to_save") and hasattr(head, "original_module"):  # PEFT's copy that is trained whole
-        active = [adapter for adapter in head.active_adapters if adapter in head.modules_to_save]
-        head = head.modules_to_save[active[0]] if active and not head.disable_adapters else head.original_module
-    linear = head.get_base_layer() if hasattr(head, "lora_A") else head
-    replaced = "forward" in vars(head) and not hasattr(head, "_hf_hook")
-    if type(linear).forward is not nn.Linear.forward or replaced:
-        raise UnsupportedError(
-            f"got a {type(linear).__name__}{' with another forward' * replaced} as the head of {name}, want nn.Linear: "
-            "only its weight is used; fix: leave the head out of what quantises, shards or adapts layers"
-        )
-    if hasattr(head, "lora_A") and not _is_a_sum(head):
-        raise UnsupportedError(
-            "got an adapter with dropout, a bias or a variant like DoRA on the head, want W + (alpha / r) B A; fix: "
-            "plain LoRA there, modules_to_save=['lm_head'], or leave the head out of target_modules"
-        )
-    return head
-
-
-def _is_a_sum(head: Any) -> bool:
-    """Whether LoRA on this layer equals the sum of its weight and a matrix."""
-    drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in head.lora_dropout.values())
-    return not drops and not any(head.lora_variant.get(x) is not None or head.lora_bias[x] for x in head.lora_A)
-
-
-def _weight_of(head: Any) -> Tensor:
-    """[V, D]: the head's own or, where an adapter is active, W + (alpha / r) B A under autograd."""
-    weight: Tensor = head.weight
-    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
-        raise UnsupportedError(
-            f"got a {type(weight).__name__} of {weight.dtype} as the weight of the head, want a plain floating tensor; "
-            "fix: leave the head out of what quantises it or shards it along the vocabulary"
-        )
-    if hasattr(head, "lora_A") and not head.disable_adapters and not head.merged:
-        with torch.autocast(weight.device.type, enabled=False):
-            for name in head.active_adapters:
-                if name in head.lora_A:
-                    weight = (weight + head.get_delta_weight(name)).to(weight.dtype)
-    return weight
-
-
 def _broadcast(temperature: Any, rows: Tensor) -> Tensor:
     try:
         return torch.broadcast_to(temperature.detach().to(rows), rows.shape)
@@ -346,15 +290,6 @@ def _broadcast(temperature: Any, rows: Tensor) -> Tensor:
         raise InputError(
             f"got temperature {tuple(temperature.shape)}, want what broadcasts to the log-probs {tuple(rows.shape)}"
         ) from None
-
-
-def _probe(hidden: Tensor, vocab_size: int) -> Tensor:
-    """[1, 1, V] in the dtype of logits: small and large numbers of both signs, no two neighbours equal."""
-    device, dtype = hidden.device, hidden.dtype
-    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device.type)
-    row = 100 * torch.sin(12.9898 * torch.arange(vocab_size, device=device, dtype=torch.float32))
-    return row.to(dtype).view(*(1 for _ in hidden.shape[1:]), vocab_size)
 
 
 class _Unrounded:

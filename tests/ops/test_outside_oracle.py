@@ -272,6 +272,6 @@ def test_the_models_own_logits_are_those_of_the_policy(family, options):
     expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].detach()
     micro_batch = pack(batch, [0], one_row=False, device=torch.device("cpu"))
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    torch.testing.assert_close(policy.logprobs(micro_batch), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(policy.measure(micro_batch, "logprobs"), expected, rtol=0, atol=1e-10)
     loss_logprobs = policy(micro_batch, num_tokens=4, num_sequences=1).logprobs
     torch.testing.assert_close(loss_logprobs, expected, rtol=0, atol=1e-10)

@@ -109,7 +109,11 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, to save memory."""
     gradient_checkpointing_kwargs: JSONObject = None
-    """Arguments of `torch.utils.checkpoint`. None is non-reentrant."""
+    """Arguments of `torch.utils.checkpoint`, which None leaves non-reentrant; every_n_layers and offload."""
+    activation_checkpointing: bool | None = None
+    """Another name of gradient_checkpointing, as transformers has it from 5.24 on."""
+    activation_checkpointing_kwargs: JSONObject = None
+    """Another name of gradient_checkpointing_kwargs."""
     tf32: bool | None = None
     """Allow TF32 in fp32 matrix products of the backbone. None leaves PyTorch's setting."""
     torch_empty_cache_steps: int | None = None

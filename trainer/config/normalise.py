@@ -16,6 +16,7 @@ DICTS = (
     "model_init_kwargs",
     "teacher_model_init_kwargs",
     "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
     "lr_scheduler_kwargs",
     "generation_kwargs",
     "chat_template_kwargs",
@@ -38,6 +39,9 @@ def normalise(args: Any) -> None:
             setattr(args, name, os.fspath(getattr(args, name)))
     for name in DICTS:
         setattr(args, name, _mapping(name, getattr(args, name)))
+    for name in ("checkpointing", "checkpointing_kwargs"):
+        if getattr(args, f"activation_{name}") is not None:
+            setattr(args, f"gradient_{name}", getattr(args, f"activation_{name}"))
     given = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
     for name in OVERRIDDEN.intersection(given):
         setattr(args, name, given[name])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.integrations.model_modes import eagerly
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.protocol import RolloutEngine
@@ -160,7 +161,8 @@ class TransformersEngine(RolloutEngine):
         # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
         processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
         seeded = _seeded(sampler.seed) if beams else nullcontext()
-        with _in_eval_mode(self._given), _without_generation_defaults(self._model), seeded:
+        # A growing KV cache would be compiled for several lengths.
+        with _in_eval_mode(self._given), eagerly(self._given), _without_generation_defaults(self._model), seeded:
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,

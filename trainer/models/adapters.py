@@ -123,40 +123,6 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def head_weight(head: Any) -> Tensor:
-    """The weight [V, D] of the head: its own, or with an active adapter W + (alpha / r) B A.
-
-    The sum is computed under autograd in each call, in the precision of the weights even under autocast, like the
-    weight that an engine gets. It takes one more [V, D] matrix, and its gradient another.
-    """
-    weight: Tensor = head.weight
-    if not hasattr(head, "lora_A") or head.disable_adapters:
-        return weight
-    with torch.autocast(weight.device.type, enabled=False):
-        for name in head.active_adapters:
-            if name in head.lora_A:
-                weight = (weight + head.get_delta_weight(name)).to(weight.dtype)
-    return weight
-
-
-def check_head(head: Any) -> None:
-    """Check that the head with its adapter is one matrix.
-
-    Raises:
-        UnsupportedError: the adapter of the head has dropout, a bias or DoRA.
-    """
-    if not hasattr(head, "lora_A"):
-        return
-    name = head.active_adapters[0]
-    drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in head.lora_dropout.values())
-    if drops or head.lora_variant.get(name) is not None or head.lora_bias[name]:
-        raise UnsupportedError(
-            "got an adapter with dropout, a bias or DoRA on the head, want W + (alpha / r) B A: the loss takes the "
-            "head as one matrix; fix: plain LoRA there, modules_to_save=['lm_head'], or leave the head out of "
-            "target_modules"
-        )
-
-
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
     """Within this context the model is the reference: its adapter is disabled, or replaced by the frozen copy."""

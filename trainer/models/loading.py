@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,21 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import is_progress_bar_enabled
 
 from fused_grpo.errors import InputError, WrongTypeError
+from fused_grpo.integrations.model_modes import disable_dropout as disable_dropout
+from fused_grpo.integrations.model_modes import has_dropout as has_dropout
+from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.logging.progress import progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-_log = logging.getLogger(__name__)
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
@@ -37,67 +37,10 @@ def takes_any_lengths(model: PreTrainedModel) -> bool:
     return "flash" in str(model.config._attn_implementation)
 
 
-def row_layout(model: PreTrainedModel) -> dict[str, bool]:
-    """Options of `micro_batches` for this model. Warns if sequences cannot be packed."""
-    if packs_exactly(model):
-        return {"one_row": takes_any_lengths(model), "share_rows": True}
-    _log.warning(
-        "%s does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded to the "
-        "longest of its micro-batch",
-        type(model).__name__,
-    )
-    return {"one_row": False, "share_rows": False}
-
-
-def shared_layout(models: Sequence[PreTrainedModel]) -> dict[str, bool]:
-    """The `row_layout` for models that get the same rows.
-
-    A variable-length kernel takes its sequences in one row; so can all others, with a mask.
-    """
-    layouts = [row_layout(model) for model in models]
-    share = all(layout["share_rows"] for layout in layouts)
-    return {"one_row": share and any(layout["one_row"] for layout in layouts), "share_rows": share}
-
-
 def attention_cost(model: PreTrainedModel) -> float:
     """Cost of attention to one token, relative to that of a token in the rest of a layer: 4 D to 24 D^2 FLOP."""
     head: Any = model.get_output_embeddings()
     return 1.0 / (6.0 * int(head.weight.shape[1]))
-
-
-@torch.no_grad()
-def packs_exactly(model: PreTrainedModel) -> bool:
-    """True if two sequences packed into a row give the same hidden states as each alone.
-
-    This is measured with three short forward passes on the model's device, because it depends on the architecture:
-    position ids may not reach the mask, and a recurrent layer has no mask. On a CPU, eager attention replaces an
-    attention kernel that needs a GPU.
-    """
-    embedding: Any = model.get_input_embeddings().weight
-    device, vocabulary = embedding.device, embedding.shape[0]
-    first, second = (torch.arange(*ends, device=device)[None] % vocabulary for ends in ((2, 11), (5, 12)))
-    positions = [torch.arange(ids.shape[1], device=device)[None] for ids in (first, second)]
-    config, was_training = model.get_decoder().config, model.training
-    attention = config._attn_implementation
-    model.eval()
-    if takes_any_lengths(model) and device.type == "cpu":
-        config._attn_implementation = "eager"
-    try:
-        packed, *alone = (
-            model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state.float()
-            for ids, places in (
-                (torch.cat([first, second], dim=1), torch.cat(positions, dim=1)),
-                (first, positions[0]),
-                (second, positions[1]),
-            )
-        )
-    finally:
-        model.train(was_training)
-        config._attn_implementation = attention
-    expected = torch.cat(alone, dim=1)
-    # Far above rounding errors, far below the effect of attention to the other sequence.
-    allowed = max(1e-2, torch.finfo(model.dtype).eps ** 0.5)
-    return bool((packed - expected).norm() <= allowed * expected.norm())
 
 
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
@@ -151,7 +94,7 @@ def load_model(
                 f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
                 "change nothing; fix: pass its path or hub id"
             )
-        return model
+        return uncompiled(model)
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
     downloads = not Path(model).exists() and not _is_cached(model)
     # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
@@ -200,24 +143,3 @@ def load_tokenizer(
 def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the causal LM from that of `PolicyLoss`."""
     return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """True if a forward pass in training mode is random: its log-probs then differ from the sampler's."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0)
-        or (isinstance(module, nn.RNNBase) and module.dropout > 0)
-        or (getattr(module, "attention_dropout", 0.0) or 0.0) > 0
-        for module in model.modules()
-    )
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout rates to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - to mypy, attributes of an nn.Module are tensors

@@ -85,6 +85,7 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
     ]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
     heads = text.num_attention_heads
+    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
         parameters=parameters + adapter,
@@ -92,7 +93,7 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
         matrices=sum(layer.weight.numel() for layer in linear.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
         vocabulary=text.vocab_size,
         kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
         head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),

@@ -112,7 +112,7 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, at
 
 def logprobs_packed(model, batch: EffectiveBatch, *, one_row: bool) -> torch.Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    return policy.logprobs(pack(batch, [0, 1, 2], one_row=one_row, device=CPU))
+    return policy.measure(pack(batch, [0, 1, 2], one_row=one_row, device=CPU), "logprobs")
 
 
 def logprobs_alone(model, batch: EffectiveBatch) -> torch.Tensor:

@@ -270,8 +270,16 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
         ("lora", WrongTypeError, "got a str as peft_config"),
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
         (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
-        (LoraConfig(**KINDS["head"], lora_dropout=0.1), UnsupportedError, "dropout, a bias or DoRA on the head"),
-        (LoraConfig(**KINDS["head"], use_dora=True), UnsupportedError, "dropout, a bias or DoRA on the head"),
+        (
+            LoraConfig(**KINDS["head"], lora_dropout=0.1),
+            UnsupportedError,
+            "dropout, a bias or a variant like DoRA on the head",
+        ),
+        (
+            LoraConfig(**KINDS["head"], use_dora=True),
+            UnsupportedError,
+            "dropout, a bias or a variant like DoRA on the head",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(make_lora_trainer, config, error, message):

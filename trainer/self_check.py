@@ -1,0 +1,145 @@
+"""What a model does, measured once on a few tokens, before the first step: it is not concluded from its name.
+
+    own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
+    policy  = what the loss is computed from               of the first alone, and of both in one row
+
+- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So it
+  is if they are its own only without what follows: the model is not causal.
+- If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
+  and a recurrent layer has no mask.
+- If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
+
+That takes six or seven forward passes of at most 16 tokens, and leaves generators, gradients and modes as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import FusedGRPOError, UnsupportedError
+from fused_grpo.integrations._peers import replaced
+from fused_grpo.integrations.model_head import check_transform
+from fused_grpo.integrations.model_modes import as_it_was, has_dropout
+from fused_grpo.trainer.batching.micro_batches import pack
+from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.loading import takes_any_lengths
+from fused_grpo.trainer.models.virtual_tokens import is_prompt_tuned
+from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
+
+_log = logging.getLogger(__name__)
+
+# Two short sequences of different tokens.
+_FIRST, _SECOND = range(2, 11), range(5, 12)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a self-check has found."""
+
+    share_rows: bool  # whether position ids keep the sequences of a row apart
+    one_row: bool  # whether attention takes sequences of any lengths, without a mask
+    is_random: bool  # whether log-probs in training mode differ from the sampler's
+
+
+@torch.no_grad()
+def self_check(policy: PolicyLoss) -> Measured:
+    """Measure a policy, before it is wrapped or sharded. Warns if sequences cannot be packed.
+
+    Raises:
+        UnsupportedError: a model whose log-probs are not those of the loss, which is not causal, or which fails.
+    """
+    given: Any = policy.model
+    model: Any = base_model(given)
+    name, any_lengths, config = type(model).__name__, takes_any_lengths(model), model.config.get_text_config()
+    # Virtual tokens are no part of the model's own logits; an attention kernel may need a GPU.
+    plain = given.disable_adapter() if is_prompt_tuned(given) else nullcontext()
+    eager = replaced(config, "_attn_implementation_internal", "eager") if any_lengths else nullcontext()
+    try:
+        with as_it_was(policy), eager if model.device.type == "cpu" else nullcontext():
+            with plain:
+                share_rows = _compare(policy.eval(), model)
+            is_random = has_dropout(given)
+    except (FusedGRPOError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"got a {name} whose forward fails on a few tokens ({type(error).__name__}: {str(error)[:500]}), want a "
+            "causal LM that runs with input_ids alone; fix: call it on some tokens; if that works, not here"
+        ) from error
+    if not share_rows:
+        _log.warning(
+            f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded "
+            "to the longest of its micro-batch"
+        )
+    return Measured(share_rows, share_rows and any_lengths, is_random)
+
+
+def shared_layout(models: Sequence[Measured]) -> dict[str, bool]:
+    """Options of `micro_batches` for models that get the same rows.
+
+    A variable-length kernel takes its sequences in one row; so can all others, with a mask.
+    """
+    share = all(model.share_rows for model in models)
+    return {"one_row": share and any(model.one_row for model in models), "share_rows": share}
+
+
+def _compare(policy: PolicyLoss, model: Any) -> bool:
+    """Compare the policy's log-probs with the model's own. Returns whether two sequences may share a row."""
+    first = _row(model, _FIRST)
+    check_transform(model, *policy.run(first))
+    joined, second = _own_logits(model, *_FIRST, *_SECOND), _own_logits(model, *_SECOND)
+    own = joined[: len(_FIRST) - 1]
+    apart, allowed = _apart(policy, first, [own])[0]
+    if apart > allowed:
+        alone, allowed = _apart(policy, first, [_own_logits(model, *_FIRST)])[0]
+        what = f"differ by {alone:.3g} between its own logits and its head's input at positions from 0, want the same; "
+        what += "fix: a model that counts positions from 0, as generate() does, and takes logits from its head alone"
+        if alone <= allowed:
+            what = f"change by {apart:.3g} with later tokens, want a causal model; fix: is_decoder=True in its config"
+        raise UnsupportedError(f"got a {type(model).__name__} whose log-probs of a sequence {what}")
+    return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, _FIRST, _SECOND), [own, second]))
+
+
+def _row(model: Any, *sequences: range) -> MicroBatch:
+    """The sequences in one row. All of their tokens but the first are completions."""
+    embedding = model.get_input_embeddings().weight
+    ids = [[token % len(embedding) for token in sequence] for sequence in sequences]
+    prompts, completions = [tokens[:1] for tokens in ids], [tokens[1:] for tokens in ids]
+    options: dict[str, Any] = {"sampling_logprobs": None, "advantages": torch.zeros(len(ids))}
+    batch = EffectiveBatch(prompt_ids=prompts, completion_ids=completions, **options)
+    row = pack(batch, range(len(ids)), one_row=True, device=embedding.device)
+    return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
+
+
+def _own_logits(model: Any, *tokens: int) -> Tensor:
+    """[T - 1, V]: the model's own, of the tokens that predict another."""
+    embedding = model.get_input_embeddings().weight
+    logits: Tensor = model(input_ids=torch.tensor([tokens], device=embedding.device) % len(embedding)).logits
+    return logits[0, :-1].float()
+
+
+def _apart(policy: PolicyLoss, row: MicroBatch, own: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """For each sequence of a row, how far its log-probs are from those of `own` logits, and how far they may be.
+
+    That is far above rounding and far below the effect of other states: a share of how logits vary.
+    """
+    # A variable-length kernel computes in 16 bits, whatever the model does.
+    least: Any = torch.bfloat16 if row.row_cu_seqlens is not None else torch.float32
+    eps = max(torch.finfo(dtype).eps for dtype in (policy.model.dtype, least))
+    lengths, found = [len(logits) for logits in own], []
+    parts = zip(policy.measure(row, "logprobs").split(lengths), row.targets.split(lengths), own, strict=True)
+    for ours, targets, logits in parts:
+        theirs = (logits / policy.temperature).log_softmax(-1).gather(1, targets[:, None].to(logits.device))[:, 0]
+        # On a GPU fp32 may be TF32.
+        share = max(1e-2 if logits.device.type == "cuda" else 1e-3, eps**0.5)
+        allowed = share * logits.std() + 2 * eps * logits.abs().max()
+        found.append(((ours.to(theirs) - theirs).abs().max().item(), allowed.item() / policy.temperature + 1e-5))
+    return found
