@@ -130,8 +130,8 @@ BUGS = {
     ),
     "supports of another sequence": (
         "trainer/types.py",
-        "support_ids=some(self.support_ids)",
-        "support_ids=self.support_ids",
+        "name: taken(values, indices) for name, values in vars(self)",
+        "name: values if name == 'support_ids' else taken(values, indices) for name, values in vars(self)",
         PACKED_SUPPORTS,
     ),
     "supports begin one token late": (

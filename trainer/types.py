@@ -35,13 +35,12 @@ def taken(values: Any, places: Sequence[int]) -> Any:
 
 def joined(parts: Sequence[Any]) -> Any:
     """Lists end to end, None where one is None; the tensors that there are; the columns that all dicts have."""
-    known = [part for part in parts if part is not None]
-    if known and isinstance(known[0], Tensor):
-        return torch.cat(known)
-    if known and isinstance(known[0], dict):
-        names = [name for name in known[0] if all(name in part for part in known)]
-        return {name: joined([part[name] for part in known]) for name in names}
-    return [entry for part in known for entry in part] if len(known) == len(parts) else None
+    some = [part for part in parts if part is not None]
+    if some and isinstance(some[0], Tensor):
+        return torch.cat(some)
+    if some and isinstance(some[0], dict):
+        return {name: joined([part[name] for part in some]) for name in some[0] if all(name in part for part in some)}
+    return [entry for part in some for entry in part] if len(some) == len(parts) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from datasets import Dataset, IterableDataset
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.data.datasets import check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
-from fused_grpo.trainer.data.prompts import encode_prompts, prompt_text
+from fused_grpo.trainer.data.prompts import encode_prompts
+from fused_grpo.trainer.logging.formatting import message_text
 
 SAY = {"role": "user", "content": "hi"}
 PROMPTS: list[Any] = [
@@ -57,7 +58,7 @@ def use(dataset: Any, tokenizer: Any) -> None:
     """What the trainer does with a dataset: checks it once, then draws a batch and encodes it."""
     sampler = PromptSampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=3, seed=0, shuffle=False)
     for row in sampler.next_batch():
-        assert prompt_text(row)
+        assert message_text(row["prompt"])
         assert all(encode_prompts([row], tokenizer, row_numbers=[0]))
 
 

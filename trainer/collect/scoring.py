@@ -16,7 +16,8 @@ from fused_grpo.errors import RewardError
 from fused_grpo.trainer.collect.advantages import total_rewards
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row
-from fused_grpo.trainer.data.prompts import as_completion, prompt_text
+from fused_grpo.trainer.data.prompts import as_completion
+from fused_grpo.trainer.logging.formatting import message_text
 from fused_grpo.trainer.rewards import RewardOutput, Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
 
@@ -102,7 +103,7 @@ class ScoredRollouts:
         return [
             {
                 **{name: values[index] for name, values in self.extra.items()},
-                "prompt": prompt_text(self.rows[index]),
+                "prompt": message_text(self.rows[index]["prompt"]),
                 "completion": completion,
                 "reward": self.rewards[index].item(),
                 "rewards": dict(zip(self.reward_names, self.per_function[index].tolist(), strict=True)),

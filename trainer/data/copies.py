@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -19,18 +20,22 @@ def own_copy(value: Any) -> Any:
 
     Objects of other classes (images, clients, environments) and what cannot be copied are the same as before.
     """
+    with suppress(RecursionError):  # of a list that is in itself
+        return _copied(value)
+    return value
+
+
+def _copied(value: Any) -> Any:
     kind, copied = type(value), value
     if kind is list or kind is dict:
         copied = value.copy()
         for place, entry in enumerate(value) if kind is list else value.items():
             if type(entry) not in _SHARED:
-                copied[place] = own_copy(entry)
+                copied[place] = _copied(entry)
     elif is_dataclass(kind) and hasattr(value, "__dict__"):
         copied = copy.copy(value)
-        vars(copied).update(own_copy(vars(value)))
+        vars(copied).update(_copied(vars(value)))
     elif isinstance(value, list | dict | tuple | set | deque | bytearray) or hasattr(kind, "__array__"):
-        try:
+        with suppress(Exception):  # of something in it
             copied = copy.deepcopy(value)
-        except Exception:  # of something in it
-            return value
     return copied

@@ -50,11 +50,6 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def prompt_text(row: Mapping[str, Any]) -> str:
-    """The prompt for logs: a string unchanged, a conversation as lines of "role: content"."""
-    return message_text(row["prompt"])
-
-
 def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
     """A completion in the format of its prompt, for reward functions."""
     return [{"role": "assistant", "content": text}] if is_conversational(row) else text
@@ -94,7 +89,7 @@ def encode_prompts(
 
     def where(index: int) -> str:
         number = "" if row_numbers is None else f" of row {row_numbers[index]}"
-        return f"the prompt{number} ({prompt_text(rows[index])[:200]!r})"
+        return f"the prompt{number} ({message_text(rows[index]['prompt'])[:200]!r})"
 
     prompts = [row["prompt"] for row in rows]
     ids: list[list[int]]

@@ -123,7 +123,7 @@ class IsolatedReward:
         for reply in replies if log_metric else ():
             for name, logged in reply["metrics"].items():
                 for value in logged:
-                    log_metric(name, value)
+                    log_metric(name, value if abs(value) <= FLOAT32_MAX else math.nan)
         return [reply["value"] for reply in replies]
 
     def _score(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
@@ -253,6 +253,7 @@ def checked_reply(line: bytes) -> dict[str, Any]:
         ValueError: it is not a reply: {"error": text}, or the value of one completion and what was logged for it.
     """
     reply = json.loads(line)
+    json.dumps(reply, ensure_ascii=False).encode()  # a lone surrogate cannot be written to rollouts.jsonl
     match reply:
         case {"error": str(error)}:
             return {"error": error}

@@ -112,8 +112,7 @@ class RewardCaller:
             what = quoted(returned) if values is None else f"{len(values)} rewards"
             raise RewardValueError(
                 f"reward function {self.name!r} returned {what} for {len(prompts)} completions (first prompt "
-                f"{quoted(prompts[0])}); want a list, tuple, or array or tensor of one dimension, with one float or "
-                "None per completion"
+                f"{quoted(prompts[0])}); want a list, tuple, flat array or tensor: one float or None per completion"
             )
         scores: Scores = own_copy(logged)  # a thread that the function has left behind may still log
         scores.values.extend(self._number(value, prompt) for value, prompt in zip(values, prompts, strict=True))

@@ -107,6 +107,5 @@ def test_a_template_that_parses_nothing_is_reported_once(tokenizer, caplog):
     tokenizer.response_template = {"fields": {}}
     for _ in range(2):
         assert handed_out(tokenizer, ["42"])[0] == [[{"role": "assistant", "content": "42"}]]
-    assert [record.getMessage()[:60] for record in caplog.records] == [
-        "the tokenizer's response template parses no completion of a b"[:60]
-    ]
+    (record,) = caplog.records
+    assert "response template parses no completion of a batch" in record.getMessage()

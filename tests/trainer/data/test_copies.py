@@ -76,3 +76,12 @@ def test_fields_of_dataclasses_are_copied_and_what_cannot_be_is_shared():
     copied["more"].pop()
     assert (task.tests, copied["task"].lock) == (["a"], lock)
     assert copied["more"] == [(lock, ["b"]), there]
+
+
+def test_a_list_in_itself_and_one_of_ten_thousand_levels_are_shared():
+    inside, deep = [1], []
+    inside += [inside, inside]
+    for _ in range(10_000):
+        deep = [deep]
+    assert own_copy(inside) is inside
+    assert own_copy(deep) is deep

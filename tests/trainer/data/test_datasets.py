@@ -15,7 +15,8 @@ from hypothesis.strategies import booleans, integers, lists, tuples
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.data.datasets import all_rows, check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
-from fused_grpo.trainer.data.prompts import as_completion, encode_prompts, longest_prompt, prompt_text
+from fused_grpo.trainer.data.prompts import as_completion, encode_prompts, longest_prompt
+from fused_grpo.trainer.logging.formatting import message_text
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -333,8 +334,8 @@ def test_what_cannot_be_encoded_is_refused(tokenizer):
 
 
 def test_records_and_rewards_get_the_kind_of_the_prompt():
-    assert prompt_text({"prompt": "1+1="}) == "1+1="
-    assert prompt_text({"prompt": SUM}) == "system: 0\nuser: 1+1"
+    assert message_text("1+1=") == "1+1="
+    assert message_text(SUM) == "system: 0\nuser: 1+1"
     assert as_completion({"prompt": "1+1="}, "2") == "2"
     assert as_completion({"prompt": SUM}, "2") == [{"role": "assistant", "content": "2"}]
 
