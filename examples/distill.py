@@ -18,7 +18,7 @@ import torch
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes import arithmetic
 
-STEPS, EVERY = 24, 4
+STEPS, EVERY = 12, 4
 
 
 def train(name: str, completions: int, seed: int, teacher: Any = None) -> tuple[Any, list[float]]:
@@ -31,7 +31,7 @@ def train(name: str, completions: int, seed: int, teacher: Any = None) -> tuple[
         per_device_train_batch_size=completions,
         num_generations=8,
         max_completion_length=5,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         reward_weights=[1.0 if teacher is None else 0.0],
         distillation_coef=0.0 if teacher is None else 1.0,  # the weight of the divergence from the teacher
         distillation_kind="forward_kl",
