@@ -53,10 +53,10 @@ def test_an_example_runs_alone_and_leaves_nothing_that_it_does_not_announce(ran,
 def test_students_learn_from_rewards_and_from_a_teacher(ran, learning_seed, learned):
     printed, folder = ran(ROOT / "examples" / "distill.py", *[str(learning_seed)] * bool(learning_seed))
     curves = {name: re.search(rf"^{name} +([\d. ]+)$", printed, re.MULTILINE)[1] for name in ("rewards", "teacher")}
-    for name, curve in curves.items():
+    for (name, curve), least in zip(curves.items(), (0.15, 0.3), strict=True):
         start, *_, end = (float(value) for value in curve.split())
         assert start < 0.25
-        learned(f"examples/distill.py, {name}: gain of accuracy", found=end - start, least=0.4)
+        learned(f"examples/distill.py, {name}: gain of accuracy", found=end - start, least=least)
     for name in curves:
         report = (folder / "runs" / f"distill-{name}" / "report.html").read_text()
         assert ("divergence from the teacher" in report) is (name == "teacher")

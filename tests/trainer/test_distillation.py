@@ -229,7 +229,7 @@ def test_completions_without_an_advantage_learn_from_the_teacher(
         assert line["loss"] == pytest.approx(line["distillation"], rel=1e-6)
         assert line["reward_std_within_groups"] == 0 or rewards is None
     found = numbers(trainer, "distillation")
-    learned("a teacher and no rewards: fall of the divergence", found=1 - found[-1] / found[0], least=0.3)
+    learned("a teacher and no rewards: fall of the divergence", found=1 - found[-1] / found[0], least=0.15)
 
 
 def test_an_evaluation_has_the_loss_of_a_step(make_trainer, make_model):
