@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> None:
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"learning-{today}.json"
     found = {"made_by": "python scripts/learning_chances.py", "date": today, "environment": environment()}
     path.write_text(json.dumps({**found, "native": native, "ATEN_CPU_CAPABILITY=default": other}, indent=1) + "\n")
-    print(f"{path}\n\n| what | seeds | mean | sd | demanded | chance | another CPU |\n|---|---:|---:|---:|---:|---:|---|")
+    print(f"{path}\n\n| what | seeds | mean | sd | demanded | chance | another CPU |")
+    print("|---|---:|---:|---:|---:|---:|---|")
     for what, (least, values) in native.items():
         spread = f"{len(values)} | {statistics.mean(values):.3f} | {statistics.stdev(values):.3f} | {least}"
         elsewhere = ", ".join(f"{value:.2f}" for value in other[what][1])
@@ -50,7 +51,8 @@ def measured(env: dict[str, str], seeds: int, arguments: Sequence[str]) -> dict[
     """What was measured -> (the least that its test accepts, what it was with each seed)."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "learning", "-o", "junit_family=xunit1", f"--seeds={seeds}", f"--junitxml={report}"]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "learning", f"--seeds={seeds}"]
+        pytest += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
         subprocess.run([*pytest, *TESTS, *arguments], cwd=ROOT, env={**env, "OMP_NUM_THREADS": "1"}, check=False)
         records = ElementTree.parse(report).iterfind(".//property[@name='learned']")
         found = dict[str, tuple[float, list[float]]]()

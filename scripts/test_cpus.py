@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 # The ops, the drop-ins, tests of the trainer that compare two trainings, and all that say that a run learns.
-LEARNING = ["tests/test_demo.py::test_the_demo_trains_with_vllm_and_reports_held_out_accuracy", "tests/test_examples.py"]
-LEARNING += [f"tests/trainer/{name}.py" for name in ("recipes/test_arithmetic", "test_distillation", "test_loss_options")]
-LEARNING += ["tests/trainer/test_optimizer.py"]
+LEARNING = ["tests/test_demo.py::test_the_demo_trains_with_vllm_and_reports_held_out_accuracy"]
+LEARNING += ["tests/test_examples.py", "tests/trainer/recipes/test_arithmetic.py"]
+LEARNING += [f"tests/trainer/test_{name}.py" for name in ("distillation", "loss_options", "optimizer")]
 TESTS = ["tests/ops", "tests/integrations", *LEARNING] + [
     f"tests/trainer/{name}"
     for name in (

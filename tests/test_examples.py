@@ -36,7 +36,8 @@ def ran(farm, tmp_path_factory):
     @cache
     def ran(path: Path, *arguments: str) -> tuple[str, Path]:
         folder = tmp_path_factory.mktemp(path.stem)
-        return farm.run(path, *arguments, cwd=folder, env={"TRITON_INTERPRET": "0"}, stage="libraries", timeout=300), folder
+        env = {"TRITON_INTERPRET": "0"}
+        return farm.run(path, *arguments, cwd=folder, env=env, stage="libraries", timeout=300), folder
 
     return ran
 
