@@ -1,9 +1,8 @@
-"""Truncated sampling: its ratios, and what is learned under it: `python -m fused_grpo.bench.truncated_sampling`.
+"""The ratios of truncated sampling: `python -m fused_grpo.bench.truncated_sampling`.
 
 It writes bench/results/<machine>/truncated-sampling-<date>.json, whose figures docs/engines.md quotes. A model with
 random weights and 1000 tokens makes three steps on policy, in fp32, sampled by transformers and by vLLM in process.
-Every ratio of the trainer's log-prob to the sampler's should be 1. Then the built-in task is trained with and without
-top_p, from the same weights with the same seeds.
+Every ratio of the trainer's log-prob to the sampler's should be 1.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"min_p": 0.05},
     {"top_p": 0.8, "top_k": 50, "min_p": 0.05},
 )
-SEEDS, STEPS = (0, 1, 2), 40
 
 
 def main() -> None:
@@ -45,10 +43,9 @@ def main() -> None:
         for engine in ("transformers", "vllm")
         for support in ("require", "off")
     ]
-    training = [trained(seed, options) for seed in SEEDS for options in ({}, {"top_p": 0.9})]
     commit = {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today}
-    found |= {"commit": commit, "environment": environment(), "runs": runs, "training": training}
+    found |= {"commit": commit, "environment": environment(), "runs": runs}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
 
@@ -74,24 +71,6 @@ def measured(engine: str, support: str, options: Mapping[str, Any]) -> dict[str,
     row = {"engine": engine, "sampling_support": support, **options, "tokens": len(found), "mean": found.mean().item()}
     row |= {"outside [0.9, 1.1]": ((found - 1).abs() > 0.1).double().mean().item()}
     row |= {"largest |log ratio|": found.log().abs().max().item(), "kept": metrics.get("sampling/kept_tokens/mean")}
-    print(row, flush=True)
-    return row
-
-
-def trained(seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The held-out accuracies of a run on the built-in task, sampled by transformers."""
-    model, tokenizer = arithmetic.make_base_model()
-    splits = arithmetic.build_splits()
-    sizes: dict[str, Any] = {"per_device_train_batch_size": 512, "num_generations": 8, "max_completion_length": 5}
-    how: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 5, "use_vllm": False, "save_strategy": "no"}
-    how |= {"max_steps": STEPS, "eval_steps": 8, "logging_steps": 8, "gradient_checkpointing": False, "seed": seed}
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, Any] = {"processing_class": tokenizer, "eval_dataset": splits.heldout}
-        args = GRPOConfig(folder, **sizes, **how, **options)
-        trainer = GRPOTrainer(model, arithmetic.accuracy_reward, args, splits.train, **given)
-        trainer.train()
-    heldout = {entry["step"]: entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry}
-    row = {"seed": seed, **options, "held-out accuracy": heldout}
     print(row, flush=True)
     return row
 

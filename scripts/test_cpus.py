@@ -1,4 +1,4 @@
-"""The tests that compare numbers, computed as on other CPUs: `make test-cpus` prints a table.
+"""The tests that compare numbers or learn, computed as on other CPUs: `make test-cpus` prints a table.
 
 Three libraries select their code by the CPU: PyTorch's own kernels, MKL (fp32 and fp64 GEMMs) and oneDNN (bf16 GEMMs,
 for autocast and vLLM). An environment variable of each selects the code of another CPU. That code, or another number of
@@ -24,8 +24,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
-# The ops, the drop-ins, and tests of the trainer that compare two trainings.
-TESTS = ["tests/ops", "tests/integrations"] + [
+# The ops, the drop-ins, tests of the trainer that compare two trainings, and all that say that a run learns.
+LEARNING = ["tests/test_demo.py::test_the_demo_trains_with_vllm_and_reports_held_out_accuracy"]
+LEARNING += ["tests/test_examples.py", "tests/trainer/recipes/test_arithmetic.py"]
+LEARNING += [f"tests/trainer/test_{name}.py" for name in ("distillation", "loss_options", "optimizer")]
+TESTS = ["tests/ops", "tests/integrations", *LEARNING] + [
     f"tests/trainer/{name}"
     for name in (
         *(

@@ -58,6 +58,7 @@ LARGE, A_QUARTER = 8, 4
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the cases marked `full` too: exhaustive grids")
+    parser.addoption("--seeds", type=int, default=1, help="seeds of each test of learning: scripts/learning_chances.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +77,22 @@ def pytest_unconfigure() -> None:
     folder, _, session = os.environ.get("FARM", "").partition(":")
     if session == str(os.getpid()):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "learning_seed" in metafunc.fixturenames:
+        metafunc.parametrize("learning_seed", range(metafunc.config.getoption("--seeds")))
+
+
+@pytest.fixture
+def learned(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Demand that a run has learned at least so much. scripts/learning_chances.py reads what is recorded."""
+
+    def learned(what: str, *, found: float, least: float) -> None:
+        record_property("learned", json.dumps({"what": what, "found": found, "least": least}))
+        assert found >= least, what
+
+    return learned
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

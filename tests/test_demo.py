@@ -48,8 +48,8 @@ def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
     output, folder = demo
     last = output.strip().splitlines()[-1]
     before, after = map(float, re.fullmatch(r"held-out accuracy: (\d\.\d+) -> (\d\.\d+)", last).groups())
-    assert before <= 0.6
-    assert after > before
+    assert before < 0.25
+    assert after >= before + 0.5  # as test_the_task_is_learned, whose chance to fail is known
     steps = [line for line in records(folder / "metrics.jsonl") if "reward" in line]
     assert [line["rollout_engine"] for line in steps] == ["vllm"] * STEPS
     assert [line["weight_version"] for line in steps] == list(range(STEPS))

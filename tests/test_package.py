@@ -57,6 +57,7 @@ def in_bare(bare: Path, *command: str | Path, **environment: str) -> str:
     return subprocess.run(command, cwd=bare, env=env, **both, text=True, timeout=120).stdout
 
 
+RECIPES = ("trainer/recipes/demo.yaml", "trainer/recipes/base_model.safetensors")
 BARE = ROOT / "tests" / "bare_environment.py"
 
 
@@ -118,7 +119,7 @@ def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainer").rglob("*.py")}
     sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainer").rglob("templates/*")}
     assert {f"fused_grpo/{name}" for name in sources} <= set(wheel)
-    for name in ("py.typed", "fused_loss.py", "kernels/logprob_forward.py", "trainer/recipes/demo.yaml"):
+    for name in ("py.typed", "fused_loss.py", "kernels/logprob_forward.py", *RECIPES):
         assert f"fused_grpo/{name}" in wheel
 
 

@@ -210,10 +210,16 @@ def test_an_adapter_that_the_model_came_with_is_the_teachers_as_it_was(make_mode
     assert second > 1e-6
 
 
-@pytest.mark.parametrize("rewards", [lambda completions, **_: [1.0] * len(completions), None, []])
-def test_completions_without_an_advantage_learn_from_the_teacher(make_trainer, make_model, rewards):
+def ones(completions, **_):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("rewards", [ones, None, pytest.param([], marks=pytest.mark.learning)])
+def test_completions_without_an_advantage_learn_from_the_teacher(
+    make_trainer, make_model, rewards, learning_seed, learned
+):
     options = {"distillation_coef": 1.0, "learning_rate": 1e-2, "max_steps": 12, "per_device_train_batch_size": 8}
-    options |= {"num_generations": 1 if rewards is None else 4}
+    options |= {"num_generations": 1 if rewards is None else 4, "seed": learning_seed}
     rows = [{"prompt": "1+2="}]
     trainer = make_trainer(rewards, teacher_model=make_model(seed=3), dataset=rows * 8, **options)
     rollouts = recorded(trainer)
@@ -223,7 +229,7 @@ def test_completions_without_an_advantage_learn_from_the_teacher(make_trainer, m
         assert line["loss"] == pytest.approx(line["distillation"], rel=1e-6)
         assert line["reward_std_within_groups"] == 0 or rewards is None
     found = numbers(trainer, "distillation")
-    assert found[-1] < 0.5 * found[0]
+    learned("a teacher and no rewards: fall of the divergence", found=1 - found[-1] / found[0], least=0.15)
 
 
 def test_an_evaluation_has_the_loss_of_a_step(make_trainer, make_model):

@@ -104,7 +104,7 @@ def train(arguments: Sequence[str]) -> None:
     disable_progress_bar()  # of weights, between our own lines
     if sys.stderr.isatty():
         enable_progress_bars()  # of downloads
-    # Before anything slow: the demo checks its output directory before it makes its model.
+    # Before anything slow: the output directory is checked before a model is loaded.
     options.prompts_per_process(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
     check_combination(options)
     if options.dry_run:
@@ -162,13 +162,9 @@ def train_demo(options: TrainOptions) -> None:
     if not torch.cuda.is_available():
         # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
         torch.set_num_threads(1)
-    say("no --model given: making a small one for the built-in arithmetic task")
+    say("no --model given: training the small one of the built-in arithmetic task")
     splits = arithmetic.build_splits()
-    # A checkpoint holds every weight except those of a reference model and the base of an adapter.
-    needs_initial = options.beta > 0 or options.use_peft or options.teacher_model == "self"
-    is_in_checkpoint = bool(options.resume_from_checkpoint) and not needs_initial
-    stage = {"max_batches": 0} if is_in_checkpoint else {}
-    model, tokenizer = arithmetic.make_base_model(on_progress=lambda line: say(f"  {line}"), **stage)
+    model, tokenizer = arithmetic.load_base_model()
     trainer = GRPOTrainer(
         model,
         arithmetic.accuracy_reward,

@@ -73,7 +73,7 @@ class TrainOptions(GRPOConfig):
     """Train a causal language model with GRPO. Without --model: the built-in arithmetic task."""
 
     model: str | None = None
-    """Path or hub id of the model. None trains a small new model on the built-in arithmetic task."""
+    """Path or hub id of the model. None trains the small one of the built-in arithmetic task."""
     teacher_model: str | None = None
     """Path or hub id of a model to distil from, with `distillation_coef`, or "self" for the reference model.
     `reward_funcs` may be left out then."""
