@@ -136,5 +136,3 @@ def test_a_server_that_comes_back_with_another_model_gets_no_weights(servers, bu
 def test_a_server_that_does_not_say_is_a_warning(servers, build_model, tokenizer, caplog) -> None:
     VLLMServerEngine(build_model("llama"), tokenizer, base_urls=[servers[0].url], timeout=20)
     assert f"{servers[0].url} does not say which model it has (status 404" in caplog.text
-
-

@@ -1,15 +1,15 @@
-"""What vLLM's routes answer, as dataclasses, and the check of an answer against them.
+"""What vLLM's routes answer, as dataclasses, and the comparison of JSON with them.
 
-The answer may come from another program, another version or a broken server. `parsed` compares all of it with the types
-of a dataclass, so that the code behind it needs no guards. Fields that no dataclass has are left out. Values and lengths
-of completions are checked with those of all engines, in checked_engine.py.
+An answer may come from another program, another version or a broken server. `parsed` compares all of it with types, so
+that the code behind it needs no guards. Fields that a dataclass lacks are left out. Values and lengths of completions
+are checked with those of all engines, in checked_engine.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -20,11 +20,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Models:
-    data: list[Model]
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     logprobs_mode: str
     dtype: str | None = None
@@ -32,55 +27,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DeviceConfig:
-    device: str | None
-
-
-@dataclass(frozen=True)
-class TransferConfig:
-    backend: str
-
-
-@dataclass(frozen=True)
 class VLLMConfig:
     model_config: ModelConfig
-    device_config: DeviceConfig
-    weight_transfer_config: TransferConfig | None = None
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    vllm_config: VLLMConfig
-
-
-@dataclass(frozen=True)
-class Version:
-    version: str
-
-
-@dataclass(frozen=True)
-class WeightInfo:
-    weight_version: str | None
-
-
-@dataclass(frozen=True)
-class Checksums:
-    checksums: dict[str, str]
-
-
-@dataclass(frozen=True)
-class WorldSize:
-    world_size: int
-
-
-@dataclass(frozen=True)
-class CacheReset:
-    success: bool = True
-
-
-@dataclass(frozen=True)
-class Inspection:
-    results: list[str]  # of each worker
+    device_config: dict[str, object]
+    weight_transfer_config: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,45 +47,32 @@ class Choice:
     finish_reason: str
 
 
-@dataclass(frozen=True)
-class Completions:
-    choices: list[Choice]
-
-
-def parsed(kind: Any, value: Any, at: str = "it") -> Any:
-    """JSON as `kind`: a dataclass, a list, a dict, a plain type, or one of these or None.
+def parsed(kind: Any, value: Any, at: str) -> Any:
+    """JSON as `kind`: a dataclass, a list or a dict of one kind, a plain type, object, or one of these or None.
 
     Raises:
         ValueError: says where it is something else.
     """
     outer, inner = get_origin(kind) or kind, get_args(kind)
     if outer is UnionType:
-        optional, *_ = (option for option in inner if option is not NoneType)
-        return None if value is None else parsed(optional, value, at)
+        return None if value is None else parsed(inner[0], value, at)
     if outer is float and type(value) is int and abs(value) < 1e300:
         return float(value)
-    if type(value) is not (dict if is_dataclass(outer) else outer):
-        raise ValueError(f"{at} is {type(value).__name__}, want {getattr(outer, '__name__', outer)}")
+    if outer is not object and type(value) is not (dict if is_dataclass(outer) else outer):
+        raise ValueError(f"{at} is {type(value).__name__}, want {outer.__name__}")
     if outer is str:
         value.encode()  # a lone surrogate can be sent to no server and written to no file
     if is_dataclass(outer):
-        if missing := _required(kind) - value.keys():
-            raise ValueError(f"{at} is without {min(missing)}")
         hints = _hints(kind)
-        return outer(**{name: parsed(hints[name], value[name], f"{at}.{name}") for name in hints.keys() & value.keys()})
+        if missing := [name for name in hints if name not in value and not hasattr(outer, name)]:  # without a default
+            raise ValueError(f"{at} is without {missing[0]}")
+        return outer(**{name: parsed(hints[name], value[name], f"{at}.{name}") for name in hints if name in value})
     # All at once where it can be: item by item takes half a second for a million.
     if outer is list and (inner[0] is str or set(map(type, value)) != {inner[0]}):
         return [parsed(inner[0], item, f"{at}[{index}]") for index, item in enumerate(value)]
-    if outer is dict and (inner[1] is str or set(map(type, value.values())) != {inner[1]}):
+    if outer is dict and set(map(type, value.values())) != {inner[1]}:
         return {name: parsed(inner[1], item, f"{at}[{name[:20]!r}]") for name, item in value.items()}
     return value
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-@cache
-def _required(kind: Any) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind) if field.default is MISSING)
+_hints = cache(get_type_hints)

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.answers import WorldSize
 from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
@@ -174,7 +173,7 @@ class NCCLTransfer:
 
     async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
         async def world_size(replica: Replica) -> int:
-            return (await replica.ask(client, WorldSize, "GET", "/get_world_size")).world_size
+            return await replica.ask(client, "GET", "/get_world_size", field="world_size", kind=int)
 
         return await self._servers.on_each(world_size)
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer.engines.server.answers import Completions, WeightInfo, parsed
+from fused_grpo.trainer.engines.server.answers import Choice, parsed
 from fused_grpo.trainer.engines.server.urls import checked_url
 
 T = TypeVar("T")
@@ -67,16 +67,16 @@ class Replica:
         return text.replace(self._key, "...") if self._key else text
 
     async def ask(
-        self, client: httpx.AsyncClient, kind: type[T], method: str, path: str, body: Json | None = None
+        self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None, *, field: str, kind: type[T]
     ) -> T:
-        """The response as a dataclass of answers.py.
+        """A field of the response, of the kind that answers.py knows.
 
         Raises:
             RequestError: as `request`, or a response that is something else.
         """
         answer = await self.request(client, method, path, body)
         try:
-            found: T = parsed(kind, answer)
+            found: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
         except ValueError as error:
             problem = f"{type(error).__name__}: {error}"
             raise RequestError(f"an answer from {path} that vLLM does not give ({problem})") from None
@@ -112,7 +112,7 @@ class Replica:
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
         """Whether the server is up and its weights have this version, or it is too old to have versions."""
         try:
-            return (await self.ask(client, WeightInfo, "GET", "/weight_info")).weight_version == version
+            return await self.ask(client, "GET", "/weight_info", field="weight_version", kind=str) == version
         except RequestError as error:
             return error.status == httpx.codes.NOT_FOUND
 
@@ -225,7 +225,7 @@ class Replicas:
         bodies: Sequence[Json],
         *,
         weight_version: str,
-        read: Callable[[Json, Completions], T],
+        read: Callable[[Json, list[Choice]], T],
     ) -> list[T]:
         """The response to each body, in the order of `bodies`, from servers whose weights have `weight_version`.
 
@@ -261,7 +261,7 @@ class Replicas:
         return [found[index][1] for index in range(len(bodies))]
 
     async def _complete_one(
-        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, read: Callable[[Json, Completions], T]
+        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, read: Callable[[Json, list[Choice]], T]
     ) -> tuple[Replica, T]:
         """The server that responded, and the result."""
         last, tried = "none of them up with the weights of the last sync", list[Replica]()
@@ -273,7 +273,8 @@ class Replicas:
             replica = min(live, key=lambda replica: (tried.count(replica), replica.in_flight))
             tried.append(replica)
             try:
-                return replica, read(body, await replica.ask(client, Completions, "POST", "/v1/completions", body))
+                choices = await replica.ask(client, "POST", "/v1/completions", body, field="choices", kind=list[Choice])
+                return replica, read(body, choices)
             except RequestError as error:
                 last = f"{replica.redacted(str(error))[:1000]} at {replica.url}"
                 if error.is_down:
@@ -305,7 +306,9 @@ def _largest_response(body: Json | None) -> int:
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":  # a few bytes may expand to gigabytes
-        raise RequestError(f"an answer from {path} with Content-Encoding {encoding[:50]!r}, though identity was asked for")
+        raise RequestError(
+            f"an answer from {path} with Content-Encoding {encoding[:50]!r}, though identity was asked for"
+        )
     content = bytearray()
     async for piece in response.aiter_raw():
         content += piece

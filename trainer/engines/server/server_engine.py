@@ -32,7 +32,7 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
-from fused_grpo.trainer.engines.server.answers import CacheReset, Choice, Completions
+from fused_grpo.trainer.engines.server.answers import Choice
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.served_model import ModelFacts
 from fused_grpo.trainer.engines.server.server_info import ServerInfo, check_model, server_info
@@ -210,7 +210,7 @@ class VLLMServerEngine(RolloutEngine):
 async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_version: str) -> None:
     """Drop keys and values of the old weights, and set the version of the new ones."""
     for _ in range(_RESET_ATTEMPTS):  # vLLM refuses while a request uses the cache
-        if (await replica.ask(client, CacheReset, "POST", "/reset_prefix_cache")).success:
+        if await replica.request(client, "POST", "/reset_prefix_cache") != {"success": False}:
             break
         await asyncio.sleep(0.1)
     else:
@@ -222,9 +222,9 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_versi
             raise
 
 
-def _completions(body: Json, answer: Completions) -> list[Completion]:
+def _completions(body: Json, choices: list[Choice]) -> list[Completion]:
     """The completions of one prompt: as many as were asked for, in the order of their index."""
-    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(body["n"])):
         raise RequestError(f"completions {indices} where {body['n']} were asked for")

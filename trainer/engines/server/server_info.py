@@ -10,7 +10,7 @@ import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.trl_fields import warn_once
-from fused_grpo.trainer.engines.server.answers import Checksums, Inspection, Models, ServerConfig, Version, VLLMConfig
+from fused_grpo.trainer.engines.server.answers import Model, VLLMConfig
 from fused_grpo.trainer.engines.server.replicas import Replica, RequestError
 from fused_grpo.trainer.engines.server.served_model import ModelFacts
 from fused_grpo.trainer.engines.weight_files import Tie
@@ -25,7 +25,7 @@ class ServerInfo(NamedTuple):
 
     model_name: str
     max_model_len: int
-    weight_transfer: str | None  # the backend of --weight-transfer-config
+    weight_transfer: object  # the backend of --weight-transfer-config
     dtype: torch.dtype | None  # what it computes in; None: one that a trainer does not cast to
     max_logprobs: int  # how many most likely tokens it lists; -1: all
 
@@ -46,11 +46,11 @@ async def server_info(
         InputError: a server with another model, or started with options that a trainer cannot use; names the option.
         RequestError: its responses are not vLLM's.
     """
-    models = (await replica.ask(client, Models, "GET", "/v1/models")).data
+    models = await replica.ask(client, "GET", "/v1/models", field="data", kind=list[Model])
     if not models:
         raise RequestError("no model in /v1/models")
     config, limit = await _in_development_mode(client, replica), models[0].max_model_len
-    version = (await replica.ask(client, Version, "GET", "/version")).version
+    version = await replica.ask(client, "GET", "/version", field="version", kind=str)
     _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(version)[:100], limit)
     mode = replica.redacted(config.model_config.logprobs_mode)[:100]
     if mode != "processed_logprobs":
@@ -64,11 +64,10 @@ async def server_info(
             f"fix: restart it with --max-model-len {max_model_len}, or shorten either"
         )
     await check_model(client, replica, facts)
-    if tie is not None and config.device_config.device == "cpu":
+    if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)
-    transfer, model = config.weight_transfer_config, config.model_config
-    backend, dtype = transfer and transfer.backend, _DTYPES.get(str(model.dtype))
-    return ServerInfo(models[0].id, limit, backend, dtype, model.max_logprobs)
+    model, backend = config.model_config, (config.weight_transfer_config or {}).get("backend")
+    return ServerInfo(models[0].id, limit, backend, _DTYPES.get(str(model.dtype)), model.max_logprobs)
 
 
 async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
@@ -79,17 +78,18 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
     """
     call = {"method": "get_model_inspection"}
     try:
-        printed = await replica.ask(client, Inspection, "POST", "/collective_rpc", call)
+        printed = await replica.ask(client, "POST", "/collective_rpc", call, field="results", kind=list[str])
     except RequestError as error:
         reason = replica.redacted(str(error))[:300]
         warn_once(f"{replica.url} does not say which model it has ({reason}): weights of another model would ruin it")
     else:
-        facts.check(replica.url, "\n".join(printed.results))
+        facts.check(replica.url, "\n".join(printed))
 
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
     try:
-        return (await replica.ask(client, ServerConfig, "GET", "/server_info?config_format=json")).vllm_config
+        path = "/server_info?config_format=json"
+        return await replica.ask(client, "GET", path, field="vllm_config", kind=VLLMConfig)
     except RequestError as error:
         if error.status != httpx.codes.NOT_FOUND:
             raise
@@ -102,13 +102,14 @@ async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> V
 async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
     """Raise where vLLM's CPU build serves a tied head, which would be stale after every sync (see weight_files.py)."""
     try:
-        answer = await replica.ask(client, Checksums, "POST", "/weight_checker", {"action": "checksum"})
+        call = {"action": "checksum"}
+        sums = await replica.ask(client, "POST", "/weight_checker", call, field="checksums", kind=dict[str, str])
     except RequestError as error:
         if error.status != httpx.codes.NOT_FOUND:  # of a vLLM that is too old for this route
             raise
         return
     # By worker, as "dp0:pp0:pcp0:tp0:model.norm.weight".
-    if tie.head not in {name.rpartition(":")[2] for name in answer.checksums}:
+    if tie.head not in {name.rpartition(":")[2] for name in sums}:
         raise InputError(
             f"got a server at {replica.url} that ties {tie.head} to the embedding, want weights of its own: vLLM's CPU "
             "build never updates a tied head; fix: serve the folder that server_folder(model, tokenizer, DIR) writes"
