@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.trainer.config.redaction import public_environment
+from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.rewards import builtin_rewards, isolated
 from fused_grpo.trainer.rewards.isolation import checked_reply
 
@@ -140,7 +140,7 @@ def test_names_of_secrets_are_told_from_others():
     secret += ["REDISCLI_AUTH", "DJANGO_SECRET_KEY", "SLACK_TOKEN_PROD"]
     plain = ["TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "HF_HOME", "HF_HUB_OFFLINE", "PWD", "OLDPWD", "AUTHOR"]
     plain += ["XAUTHORITY", "PYTHONPATH", "LD_LIBRARY_PATH"]
-    assert list(public_environment(dict.fromkeys([*secret, *plain], "x"))) == plain
+    assert list(without_secrets(dict.fromkeys([*secret, *plain], "x"))) == plain
 
 
 def test_values_of_secrets_are_told_from_others():
@@ -148,8 +148,8 @@ def test_values_of_secrets_are_told_from_others():
     secret += ["AccountName=a;AccountKey=b==", "host=db password=pw"]
     plain = ["http://proxy:3128", "me@example.org", "https://x.org/@me", "/usr/bin:/bin", "a=b"]
     variables = {f"SETTING{number}": value for number, value in enumerate([*secret, *plain])}
-    assert list(public_environment(variables).values()) == plain
-    assert public_environment(variables, keep=variables) == variables
+    assert list(without_secrets(variables).values()) == plain
+    assert without_secrets(variables, keep=variables) == variables
 
 
 @pytest.fixture

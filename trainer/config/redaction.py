@@ -60,14 +60,14 @@ def redacted(value: object, key: str = "") -> object:
     if value and _is_secret(key, value):
         return REDACTED
     if isinstance(value, Mapping):
-        return {without_secrets(str(name)): redacted(item, str(name)) for name, item in value.items()}
+        return {public_text(str(name)): redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [redacted(item) for item in value]
     plain = to_json(value)
-    return _without_home(without_secrets(plain)) if isinstance(plain, str) else plain
+    return _without_home(public_text(plain)) if isinstance(plain, str) else plain
 
 
-def without_secrets(text: str) -> str:
+def public_text(text: str) -> str:
     """The text without what has the form of a secret, or is assigned to the name of one."""
     text, parts, end = _SECRET_FORM.sub(REDACTED, text), list[str](), 0
     for match in _ASSIGNED.finditer(text):
@@ -80,17 +80,18 @@ def without_secrets(text: str) -> str:
     return "".join([*parts, text[end:]])
 
 
-def public_environment(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
+def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
     """The environment without variables whose names or values look like secrets, except for those to keep."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in keep or not (_is_secret(name, value) or without_secrets(value) != value)
-    }
+    kept = {*keep, "PWD"}  # the working directory
+
+    def is_public(name: str, value: str) -> bool:
+        return name in kept or not (_is_secret(name, value) or public_text(value) != value)
+
+    return {name: value for name, value in environment.items() if is_public(name, value)}
 
 
 def _is_secret(name: str, value: object) -> bool:
-    if isinstance(value, bool) or (name == "PWD" and str(value).startswith("/")):  # the working directory
+    if isinstance(value, bool):
         return False
     words, is_text = _snake_case(name), not isinstance(value, int | float)
     patterns = [_SECRET_NAME, *([_SECRET_NAME_OF_TEXT] if is_text else [])]

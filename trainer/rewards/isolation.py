@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
 from fused_grpo.errors import InputError, RewardError
-from fused_grpo.trainer.config.redaction import public_environment
+from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
@@ -156,7 +156,7 @@ class IsolatedReward:
                 return self._worker
             _log.warning("the process of the isolated %s accepts no more requests; starting a new one", self.reference)
             self._end_worker()
-        environment = public_environment(os.environ, keep=self.secrets)
+        environment = without_secrets(os.environ, keep=self.secrets)
         self._worker = Worker(self.reference, timeout=self.timeout, memory=self.memory, environment=environment)
         if not self._worker.accepts(request, self.timeout):
             raise TimeoutError
