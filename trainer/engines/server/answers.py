@@ -66,7 +66,7 @@ def parsed(kind: Any, value: Any, at: str) -> Any:
         hints = _hints(kind)
         if missing := [name for name in hints if name not in value and not hasattr(outer, name)]:  # without a default
             raise ValueError(f"{at} is without {missing[0]}")
-        return outer(**{name: parsed(hints[name], value[name], f"{at}.{name}") for name in hints if name in value})
+        return kind(**{name: parsed(hints[name], value[name], f"{at}.{name}") for name in hints if name in value})
     # All at once where it can be: item by item takes half a second for a million.
     if outer is list and (inner[0] is str or set(map(type, value)) != {inner[0]}):
         return [parsed(inner[0], item, f"{at}[{index}]") for index, item in enumerate(value)]

@@ -173,7 +173,7 @@ class NCCLTransfer:
 
     async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
         async def world_size(replica: Replica) -> int:
-            return await replica.ask(client, "GET", "/get_world_size", field="world_size", kind=int)
+            return await replica.ask(client, "/get_world_size", field="world_size", kind=int)
 
         return await self._servers.on_each(world_size)
 

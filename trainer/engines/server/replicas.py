@@ -19,12 +19,12 @@ import json
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines.server.answers import Choice, parsed
 from fused_grpo.trainer.engines.server.urls import checked_url
 
@@ -67,14 +67,14 @@ class Replica:
         return text.replace(self._key, "...") if self._key else text
 
     async def ask(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None, *, field: str, kind: type[T]
+        self, client: httpx.AsyncClient, path: str, body: Json | None = None, *, field: str, kind: type[T]
     ) -> T:
-        """A field of the response, of the kind that answers.py knows.
+        """A field of the response, of the kind that answers.py knows; POST where there is a body.
 
         Raises:
             RequestError: as `request`, or a response that is something else.
         """
-        answer = await self.request(client, method, path, body)
+        answer = await self.request(client, "POST" if body else "GET", path, body)
         try:
             found: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
         except ValueError as error:
@@ -112,7 +112,7 @@ class Replica:
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
         """Whether the server is up and its weights have this version, or it is too old to have versions."""
         try:
-            return await self.ask(client, "GET", "/weight_info", field="weight_version", kind=str) == version
+            return await self.ask(client, "/weight_info", field="weight_version", kind=str) == version
         except RequestError as error:
             return error.status == httpx.codes.NOT_FOUND
 
@@ -163,7 +163,8 @@ class Replicas:
                 return await work(client)
 
         try:
-            return _run_coroutine(with_deadline())
+            # In a thread of its own: a notebook runs an event loop in this one.
+            return in_thread(lambda: asyncio.run(with_deadline()), name="servers").result()
         except TimeoutError as error:
             errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
             raise UnavailableError(
@@ -273,7 +274,7 @@ class Replicas:
             replica = min(live, key=lambda replica: (tried.count(replica), replica.in_flight))
             tried.append(replica)
             try:
-                choices = await replica.ask(client, "POST", "/v1/completions", body, field="choices", kind=list[Choice])
+                choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
                 return replica, read(body, choices)
             except RequestError as error:
                 last = f"{replica.redacted(str(error))[:1000]} at {replica.url}"
@@ -335,13 +336,3 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    # A notebook runs an event loop in this thread, which is blocked by this call.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

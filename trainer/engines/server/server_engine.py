@@ -14,7 +14,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httpx
 import torch
@@ -40,7 +40,7 @@ from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choo
 from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -236,7 +236,8 @@ def _completion(choice: Choice, *, listed: bool) -> Completion:
         raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
     # Values and lengths are checked with those of all engines, in checked_engine.py.
     support = listed_support(map(_by_id, choice.logprobs.top_logprobs or [])) if listed else None
-    return Completion(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason, support)
+    reason = cast(FinishReason, choice.finish_reason)
+    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support)
 
 
 def _by_id(step: dict[str, float]) -> dict[int, float]:

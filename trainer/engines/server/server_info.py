@@ -46,11 +46,11 @@ async def server_info(
         InputError: a server with another model, or started with options that a trainer cannot use; names the option.
         RequestError: its responses are not vLLM's.
     """
-    models = await replica.ask(client, "GET", "/v1/models", field="data", kind=list[Model])
+    models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     if not models:
         raise RequestError("no model in /v1/models")
     config, limit = await _in_development_mode(client, replica), models[0].max_model_len
-    version = await replica.ask(client, "GET", "/version", field="version", kind=str)
+    version = await replica.ask(client, "/version", field="version", kind=str)
     _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(version)[:100], limit)
     mode = replica.redacted(config.model_config.logprobs_mode)[:100]
     if mode != "processed_logprobs":
@@ -78,7 +78,7 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
     """
     call = {"method": "get_model_inspection"}
     try:
-        printed = await replica.ask(client, "POST", "/collective_rpc", call, field="results", kind=list[str])
+        printed = await replica.ask(client, "/collective_rpc", call, field="results", kind=list[str])
     except RequestError as error:
         reason = replica.redacted(str(error))[:300]
         warn_once(f"{replica.url} does not say which model it has ({reason}): weights of another model would ruin it")
@@ -88,8 +88,7 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
     try:
-        path = "/server_info?config_format=json"
-        return await replica.ask(client, "GET", path, field="vllm_config", kind=VLLMConfig)
+        return await replica.ask(client, "/server_info?config_format=json", field="vllm_config", kind=VLLMConfig)
     except RequestError as error:
         if error.status != httpx.codes.NOT_FOUND:
             raise
@@ -102,8 +101,8 @@ async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> V
 async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:
     """Raise where vLLM's CPU build serves a tied head, which would be stale after every sync (see weight_files.py)."""
     try:
-        call = {"action": "checksum"}
-        sums = await replica.ask(client, "POST", "/weight_checker", call, field="checksums", kind=dict[str, str])
+        call, kind = {"action": "checksum"}, dict[str, str]
+        sums = await replica.ask(client, "/weight_checker", call, field="checksums", kind=kind)
     except RequestError as error:
         if error.status != httpx.codes.NOT_FOUND:  # of a vLLM that is too old for this route
             raise
