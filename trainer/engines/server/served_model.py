@@ -56,8 +56,9 @@ class ModelFacts:
         served = _printed_sizes(printed)
         pairs = [(name, size, served.get(name)) for name, size in self._sizes.items()]
         wrong = [f"{min(found)} {name}, not {size}" for name, size, found in pairs if found and size not in found]
-        kind, norms = printed[:99].partition("(")[0], {name for name in re.findall(_NAME, printed) if "norm" in name}
-        if norms and kind not in self._classes and not kind.startswith("Transformers"):
+        kind, norms = re.findall(r"^\w*", printed)[0], {name for name in re.findall(_NAME, printed) if "norm" in name}
+        # vLLM's Mamba serves FalconMamba too, with norms of its own.
+        if norms and kind not in self._classes and not kind.startswith(("Transformers", "Mamba")):
             wrong += [f"other norms ({', '.join(sorted(norms ^ self._norms))})"] if norms ^ self._norms else []
             wrong += ["other biases"] if ("bias=True" in printed) != self._has_biases else []
         if wrong:
@@ -74,7 +75,7 @@ def _printed_sizes(printed: str) -> dict[str, set[int]]:
     def numbers(pattern: str) -> set[int]:
         return set(map(int, re.findall(pattern, printed, re.MULTILINE)))
 
-    workers = max(numbers(rf"\btp_size={_SIZE}"), default=1)
+    workers = max(numbers(r"\btp_size=(\d{1,4})\b"), default=1)
     attention = {(int(heads), int(groups)) for heads, groups in re.findall(_ATTENTION, printed)}
     groups = {workers * groups for _, groups in attention}
     sizes = {

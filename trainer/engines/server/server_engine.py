@@ -63,7 +63,7 @@ class VLLMServerEngine(RolloutEngine):
         seed: the seed of calls without `sampling.seed`.
         allow_remote: allow URLs that are not on this machine.
         api_key: the servers' --api-key. vLLM protects completions with it, but not weight sync.
-        weight_transfer: the way of the weights: "files", "nccl" (GPUs), or "auto"; see choose_transfer.
+        weight_transfer: the way of the weights: "files", "nccl" (experimental), or "auto"; see choose_transfer.
         weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
         max_concurrency: the number of prompts that are sampled at a time.
 
