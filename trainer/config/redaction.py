@@ -21,7 +21,7 @@ _SECRET_NAME = re.compile(
     r"|(^|_)(pwd|creds|jwt)(_|\d|$)"
 )
 _SECRET_NAME_OF_TEXT = re.compile(
-    r"(^|_)auth(_|$)|(^|_)(pass|pats?)\d*$|(api|auth|access|refresh|bearer|session|hub|hf|bot)_?tokens?(_|\d|$)"
+    r"(^|_)auth(_|$)|(^|_)(pass|pats?|sig)\d*$|(api|auth|access|refresh|bearer|session|hub|hf|bot)_?tokens?(_|\d|$)"
     r"|(?<!\w)(?!(.*_)?(eos|bos|pad|unk|sep|cls|mask|eot|eom|image|video|audio|vision|special|start|end|begin|stop"
     "|prefix|middle|suffix|think|tool|per|new|next|first|last|max|min|num|decoder|forced|prompt|completion|response"
     "|sort|primary|foreign|group|answer|label|text|column|cache|dict|metric|input|output|field|value|query|dataset"
@@ -31,11 +31,12 @@ _SECRET_NAME_IN_UPPER_CASE = re.compile(r"token(?!iz)|keys?(_|\d|$)")
 # Forms of keys and tokens, private keys, and the user part of a URL.
 _SECRET_FORM = re.compile(
     r"(?s:-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z))|(?<=://)[^/\s\"'<>]+(?=@)"
-    r"|\b(hf_|gh[pousr]_|npm_|gsk_|r8_|whsec_|shp(at|ss)_|dop_v1_)[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}"
-    r"|\b(gl(pat|dt|rt|cbt|ptt|ft|agent|oas|soat|imt)|xox[a-z]|xapp|pypi|nvapi|GOCSPX)-[\w-]{10,}|\bSG\.[\w-]{16,}\S*"
+    r"|\b(hf_|gh[pousr]_|npm_|gsk_|r8_|whsec_|api_org_|wandb_v1_|shp(at|ss)_|dop_v1_)[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}"
+    r"|\b(gl(pat|dt|rt|cbt|ptt|ft|agent|oas|soat|imt)|xox[a-z]|xapp|pypi|nvapi|pplx|GOCSPX)-[\w-]{10,}|\bSG\.[\w-]{16,}\S*"
     r"|(?<![\w-])[sr]k[-_]((?=[\w-]*\d)[\w-]{16,}|[\w-]*[A-Za-z0-9]{16}[\w-]*)|\bAIza[\w-]{20,}|\bya29\.[\w-]{10,}"
     r"|\b(AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[A-Z0-9]{12,}|\beyJ[\w-]{5,}\.[\w-]+(\.[\w-]*)*"
-    r"|(?<=[Bb]earer )[^\s\"']{6,}|(?<=[Bb]asic )(?=\S*([\d=]|[a-z][A-Z]))[A-Za-z0-9+/]{6,}=*"
+    r"|(?<=hooks\.slack\.com/services/)\S+|(?<=/api/webhooks/)\S+|\b\d{8,10}:AA[\w-]{30,}"
+    r"|(?<=(?i:bearer) )[^\s\"']{6,}|(?<=(?i:basic) )(?=\S*([\d=]|[a-z][A-Z]))[A-Za-z0-9+/]{6,}=*"
 )
 # In queries of URLs, connection strings, and text that holds a configuration.
 _ASSIGNED = re.compile(r"(?<![\w-])(?P<name>[\w-]+)(?P<by>[\"']?\s*[=:]\s*[\"']?)(?=(?P<value>[^&\s;,\"']{1,4096}))")
@@ -72,9 +73,11 @@ def public_text(text: str) -> str:
     text, parts, end = _SECRET_FORM.sub(REDACTED, text), list[str](), 0
     for match in _ASSIGNED.finditer(text):
         name, by, value = match.group("name", "by", "value")
-        is_signed = "=" in by and name.lower().endswith(("sig", "signature"))
-        is_number = value.isdecimal() and len(value) < 9
-        if match.start() >= end and (is_signed or _is_secret(name, 0 if ":" in by or is_number else value)):
+        is_signed = "=" in by and name.lower().endswith("signature")
+        # "key=5", and "The key: look" of a sentence.
+        is_prose = "=" not in by and by[0] in ": " and "_" not in _snake_case(name)
+        is_plain = is_prose or (value.isdecimal() and len(value) < 9)
+        if match.start() >= end and (is_signed or _is_secret(name, 0 if is_plain else value)):
             parts += [text[end : match.end()], REDACTED]
             end = match.end("value")
     return "".join([*parts, text[end:]])
