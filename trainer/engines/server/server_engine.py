@@ -14,6 +14,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import httpx
@@ -98,7 +99,8 @@ class VLLMServerEngine(RolloutEngine):
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
-        infos = self._replicas.run(lambda client: self._server_infos(client, max_model_len), doing="getting ready")
+        ask = partial(self._server_info, max_model_len=max_model_len)
+        infos = self._replicas.each(ask, doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
         self._vocab_size = model.config.get_text_config().vocab_size
@@ -154,28 +156,20 @@ class VLLMServerEngine(RolloutEngine):
         self._closed = True
         self._transfer.close()
 
-    async def _server_infos(self, client: httpx.AsyncClient, max_model_len: int | None) -> list[ServerInfo]:
-        async def info(replica: Replica) -> ServerInfo:
-            await self._replicas.wait_until_ready(client, replica)
-            return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
-
-        return await self._replicas.on_each(info)
+    async def _server_info(
+        self, client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None
+    ) -> ServerInfo:
+        await self._replicas.wait_until_ready(client, replica)
+        return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
         server_version = f"{uuid.uuid4().hex}:{version}"
-
-        async def compare(client: httpx.AsyncClient) -> None:
-            await self._replicas.on_each(lambda replica: self._compare(client, replica))
-
-        self._replicas.run(compare, doing="comparing models")
+        self._replicas.each(self._compare, doing="comparing models")
         self._transfer.send(weights)
-
-        async def finish(client: httpx.AsyncClient) -> None:
-            await self._replicas.on_each(lambda replica: _finish_sync(client, replica, server_version))
-
-        self._replicas.run(finish, doing="setting the weight version")
+        finish_sync = partial(_finish_sync, server_version=server_version)
+        self._replicas.each(finish_sync, doing="setting the weight version")
         return server_version
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
@@ -207,7 +201,7 @@ class VLLMServerEngine(RolloutEngine):
             )
 
 
-async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_version: str) -> None:
+async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_version: str) -> None:
     """Drop keys and values of the old weights, and set the version of the new ones."""
     for _ in range(_RESET_ATTEMPTS):  # vLLM refuses while a request uses the cache
         if await replica.request(client, "POST", "/reset_prefix_cache") != {"success": False}:
