@@ -413,9 +413,10 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         self.state.num_input_tokens_seen = self.collector.num_tokens
         self.last_metrics = metrics
-        self.step_metrics.add(metrics, {} if self.buffer is None else self.buffer.metrics)
+        generation = {} if self.buffer is None else self.buffer.metrics
+        self.step_metrics.add(metrics, generation)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
-            self.output.step(metrics, phases)
+            self.output.step(metrics, generation)
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""

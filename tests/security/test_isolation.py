@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.rewards import builtin_rewards, isolated
-from fused_grpo.trainer.rewards.isolation import checked_reply, without_secrets
+from fused_grpo.trainer.rewards.isolation import checked_reply
 
 SOURCE = """
 import json, os, resource, sys

@@ -322,7 +322,7 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     vllm_server_allow_remote: bool = False
     """Allow a server on another machine. Everybody who can reach its development mode controls it."""
     vllm_weight_transfer: Literal["auto", "files", "nccl"] = "auto"
-    """Transport of weights to servers. "auto" is nccl where the servers support it, files otherwise."""
+    """Transport of weights to servers. "auto" is files. "nccl" is experimental: it has not run on a GPU yet."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of the GPU's memory for vLLM."""
     vllm_max_model_length: int | None = None

@@ -44,8 +44,8 @@ DIFFERENT: dict[str, str] = {
     "eval_strategy": '"no", and by default also before the first and after the last step (eval_at_ends)',
     "eval_steps": "with eval_at_ends: None is only before the first and after the last step",
     "num_generations_eval": "None: one greedy completion per prompt",
-    "report_to": "through Accelerate's trackers",
-    "logging_steps": "entries of state.log_history and lines on the console; files and trackers have every step",
+    "report_to": "through Accelerate's trackers, with transformers' names (train/loss, eval/reward)",
+    "logging_steps": "means in state.log_history and on the console; files and trackers have every step",
     "save_strategy": "the trained model is in output_dir/final too",
     "metric_for_best_model": 'no default: name a metric of the evaluation, "reward"',
     "hub_model_id": "the final model only, at the end",
@@ -105,7 +105,9 @@ MISSING: dict[str, Missing] = {
     "ds3_gather_for_generation": Missing(True, _DEEPSPEED, _any),
     "pad_to_multiple_of": Missing("auto", "sequences are packed, not padded", _any, str | None),
     "vllm_group_port": Missing(
-        51216, "a free port is chosen; weights go by shared memory or NCCL (vllm_weight_transfer)", _any
+        51216,
+        "a free port is chosen; weights go by shared memory, by NCCL only where vllm_weight_transfer says so",
+        _any,
     ),
     "vllm_tensor_parallel_size": Missing(1, "an engine in process has one device; a server may span several"),
     "max_tool_calling_iterations": Missing(None, _TOOLS, _any, int | None),

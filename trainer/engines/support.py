@@ -101,7 +101,8 @@ def listed_support(steps: Iterable[dict[int, float]]) -> Support:
     Empty where more tokens than those were kept: `wrong_support` refuses it.
     """
     kept = [{token: logprob for token, logprob in step.items() if logprob > _LEFT_OUT} for step in steps]
-    complete = all(sum(map(math.exp, step.values())) >= 1.0 - _MISSING_MASS for step in kept)
+    mass = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
+    complete = all(kept_mass >= 1.0 - _MISSING_MASS for kept_mass in mass)
     return Support.of(kept) if complete else Support.empty()
 
 

@@ -121,6 +121,7 @@ class WithCallbacks:
         """The last entry of a run, without the metrics of steps."""
         per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         closing = self.step_metrics.closing(per_step * self.accelerator.num_processes)
+        self.output.closing(self.state.global_step, closing)
         self.log(LogEntry(self.step_metrics.take() | closing))
         return closing
 

@@ -18,7 +18,8 @@ from fused_grpo.trainer.logging.run_log import metric
 Records = Sequence[Mapping[str, object]]
 Series = tuple[list[float], list[float]]  # steps, values; only where the value is finite
 
-EVAL_NAMES = ("eval/accuracy", "eval/reward")
+# Also of an eval set with a name: eval/hard_reward.
+HELD_OUT = r"eval/((?:.+_)?(?:accuracy|reward))"
 # time/reward/accuracy is a part of time/reward.
 REWARD_FUNCTION, PHASE = r"rewards/(.+)/mean", r"time/([^/]+)"
 SMOOTH_FROM = 40  # steps
@@ -145,8 +146,7 @@ def reward_chart(records: Records) -> Chart:
     lines = {"mean reward of the step": (steps, rewards)}
     if window := _window(rewards):
         lines[f"mean of {2 * window + 1} steps"] = steps, moving_mean(rewards, window)
-    held_out = {f"held-out {name.removeprefix('eval/')}": series(records, name) for name in EVAL_NAMES}
-    lines |= {label: line for label, line in held_out.items() if line[0]}
+    lines |= {f"held-out {name}": line for name, line in named_series(records, HELD_OUT).items() if line[0]}
     return Chart(title="Reward by optimizer step", lines=lines, height=390)
 
 

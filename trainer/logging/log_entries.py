@@ -41,7 +41,7 @@ class StepMetrics:
     def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
         """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
         self.steps += 1
-        if math.isfinite(record["loss"]):
+        if math.isfinite(record.get("loss", math.nan)):
             self.losses.append(record["loss"])
         counted = generation.keys() if generation is self._generation else ()
         self._generation = generation

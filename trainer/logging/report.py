@@ -23,7 +23,7 @@ from fused_grpo.trainer.config.file_names import (
     RUN_FILE,
 )
 from fused_grpo.trainer.logging.charts import (
-    EVAL_NAMES,
+    HELD_OUT,
     PHASE,
     Records,
     function_chart,
@@ -59,18 +59,22 @@ def write_report(output_dir: Path) -> Path:
 
 def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequence[Mapping[str, object]]]) -> str:
     """The whole document."""
-    name, before, after = _endpoints(records)
+    ends = _endpoints(records)
+    (name, (before, after)), *others = ends.items()
     started = f"Started {_readable_time(run['started'])}. " if "started" in run else ""
-    measured = (
-        "Measured on prompts that were not trained on, before the first and after the last step."
-        if name.startswith("held-out")
-        else "There were no held-out prompts: these are means over the first and the last tenth of the training steps."
-    )
+    tenths = "these are means over the first and the last tenth of the training steps."
+    if name.startswith("held-out"):
+        measured = "Measured on prompts that were not trained on, at the first and at the last evaluation."
+    elif named_series(records, HELD_OUT):
+        measured = f"Held-out prompts were evaluated only once (see the chart): {tenths}"
+    else:
+        measured = f"There were no held-out prompts: {tenths}"
     return render(
         "report.html",
         title=f"{_fact(run, 'task', 'GRPO run')}: {name} {short_number(before)} → {short_number(after)}",
         lead=started + measured,
-        tiles=_tiles(records, run),
+        tiles={name: f"{short_number(first)} → {short_number(last)}" for name, (first, last) in others}
+        | _tiles(records, run),
         rewards=[chart for chart in (reward_chart(records), function_chart(records)) if chart is not None],
         panels=panel_charts(records),
         phases=phase_chart(records),
@@ -159,18 +163,18 @@ def _fact(run: Mapping[str, Any], name: str, default: str) -> str:
     return str(run.get(name) or (config.get(name) if isinstance(config, dict) else None) or default)
 
 
-def _endpoints(records: Records) -> tuple[str, float | None, float | None]:
-    """What is compared, before and after: on held-out prompts where there are any, else the reward of the first and the
-    last tenth of the steps."""
-    for name in EVAL_NAMES:
-        _, values = series(records, name)
-        if len(values) > 1:
-            return f"held-out {name.removeprefix('eval/')}", values[0], values[-1]
+def _endpoints(records: Records) -> dict[str, tuple[float | None, float | None]]:
+    """What is compared, before and after: on each set of held-out prompts, accuracy first, or without one the reward of
+    the first and the last tenth of the steps."""
+    held_out = {name: values for name, (_, values) in named_series(records, HELD_OUT).items() if len(values) > 1}
+    if held_out:
+        names = sorted(held_out, key=lambda name: not name.endswith("accuracy"))
+        return {f"held-out {name}": (held_out[name][0], held_out[name][-1]) for name in names}
     _, rewards = series(records, "reward")
     if not rewards:
-        return "training reward", None, None
+        return {"training reward": (None, None)}
     count = max(len(rewards) // 10, 1)
-    return "training reward", sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+    return {"training reward": (sum(rewards[:count]) / count, sum(rewards[-count:]) / count)}
 
 
 def _read_steps(output_dir: Path) -> Records:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.logging.advice import Advice
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.phase_times import Phases
+from fused_grpo.trainer.logging.log_entries import StepMetrics
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import RunLog, lock_log
 from fused_grpo.trainer.logging.trackers import Trackers
@@ -63,7 +63,7 @@ class RunOutput:
         self.args, self.max_steps = args, max_steps
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
-        self.advice = Advice(args)
+        self.advice, self.since_last_line = Advice(args), StepMetrics()
         self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
         self._lock = None if self.log is None else lock_log(self.log.output_dir)
         if self.log is not None:
@@ -84,12 +84,20 @@ class RunOutput:
         if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
             self.console.completions(step, records, self.args.num_completions_to_print)
 
-    def step(self, record: dict[str, Any], phases: Phases) -> None:
-        """One optimizer step."""
+    def step(self, record: dict[str, Any], generation: Mapping[str, Any]) -> None:
+        """One optimizer step, and the metrics of its generated batch, which are a part of the record.
+
+        The console shows means since its last line, as `state.log_history` has them. The first step has a line of its
+        own besides, and its time, most of which is compilation, is in no mean.
+        """
         step = record["step"]
         self._log(record)
-        if step == 1 or step % self.console_steps == 0 or step == self.max_steps:
-            self.console.step(step, record, phases.seconds)
+        self.since_last_line.add(record | ({"step_time": None} if step == 1 else {}), generation)
+        is_due = step % self.console_steps == 0 or step == self.max_steps
+        if step == 1 or is_due:
+            shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
+            phases = {name: mean for name, mean in shown.items() if name.startswith("time/")}
+            self.console.step(step, shown, {name.removeprefix("time/"): mean for name, mean in phases.items()})
         for text in self.advice(record):
             self.console.warn(text)
 
@@ -102,6 +110,11 @@ class RunOutput:
     def numbers(self, step: int, numbers: dict[str, Any]) -> None:
         """What the user's code has logged."""
         self._log({**numbers, "step": step})
+
+    def closing(self, step: int, numbers: dict[str, Any]) -> None:
+        """Time, speed and mean loss of the run: for trackers, beside the steps."""
+        if self.trackers is not None:
+            self.trackers.log({"step": step} | numbers)
 
     def note(self, text: str) -> None:
         """A line on the console."""

@@ -1,12 +1,14 @@
 """Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...), through Accelerate's.
 
-A tracker gets the same numbers as `metrics.jsonl`, every step. `report_to` names them. That they are installed is
-checked before a model is loaded: Accelerate skips a missing one with a message at debug level only.
+A tracker gets the same numbers as `metrics.jsonl`, every step, under transformers' names: `train/loss`, `eval/reward`,
+and at the end `train/train_runtime`. `report_to` names the trackers. That they are installed is checked before a model
+is loaded: Accelerate skips a missing one with a message at debug level only.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import ProjectConfiguration
+from transformers.integrations.integration_utils import rewrite_logs
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.file_names import TRACKERS_FOLDER
@@ -75,11 +78,11 @@ class Trackers:
     def log(self, record: Mapping[str, object]) -> None:
         """The numbers of a record of metrics.jsonl, at its step. What is not finite is left out."""
         numbers = {
-            name: value
+            re.sub(r"^(eval|test)/", r"\1_", name): value
             for name, value in record.items()
             if isinstance(value, int | float) and math.isfinite(value) and name != "step"
         }
-        self.accelerator.log(numbers, step=record["step"])
+        self.accelerator.log(rewrite_logs(numbers), step=record["step"])
 
     def finish(self) -> None:
         """End the run. Not by `Accelerator.end_training`, which also destroys the process group."""

@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -36,6 +35,7 @@ from typing import Any, BinaryIO, Literal
 
 from fused_grpo._text import quoted, shown
 from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.rewards.named_reward import load_reward
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
@@ -43,12 +43,6 @@ from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, 
 WORKER = "fused_grpo.trainer.rewards.reward_worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion
-SECRET_NAME = re.compile(
-    r"TOKEN(?!IZE)|SECRET|PASSW|PASSPHRASE|PASS$|CREDENTIAL|COOKIE|KEYS?([_\d]|$)|(^|_)(AUTH(_|$)|PATS?$)|_PWD$",
-    re.I,
-)
-# The user part of a URL, and the fields of connection strings.
-SECRET_VALUE = re.compile(r"://[^/\s]*@|(password|passwd|pwd|secret|token|key)=\S", re.I)
 Failed = float | None | Literal["raise"]
 
 _log = logging.getLogger(__name__)
@@ -264,15 +258,6 @@ def checked_reply(line: bytes) -> dict[str, Any]:
             if one_each and numbers and (value is None or abs(value) <= FLOAT32_MAX):
                 return {"value": value, "extra": extra, "metrics": metrics}
     raise ValueError("something that is not an answer")
-
-
-def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
-    """The environment without variables whose names or values look like secrets, except for those to keep."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in keep or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
-    }
 
 
 def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:

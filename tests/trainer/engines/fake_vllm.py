@@ -8,6 +8,7 @@ As a script it prints its URL, then the time (of the monotonic clock) of each fa
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import os
@@ -29,6 +30,11 @@ RAW = {
     "json of another kind": (200, {}, b'[{"choices": 3}]'),
     "nested": (200, {}, b"[" * 100_000),
     "endless": (200, {}, b"[" * (1 << 20)),
+    "gzip": (200, {"Content-Encoding": "gzip"}, gzip.compress(b'{"choices": []}')),
+    "two gzips": (200, {"Content-Encoding": "gzip, gzip"}, gzip.compress(gzip.compress(b" " * (1 << 20)))),
+    "unknown encoding": (200, {"Content-Encoding": "br"}, b"{}"),
+    "error in gzip": (500, {"Content-Encoding": "gzip"}, gzip.compress(b"-" * (1 << 20))),
+    "nothing": (200, {}, b""),
     "cut off": (200, {"Content-Length": "100000"}, b'{"choices": [{"index": 0, "token_ids": [4'),
 }
 
@@ -45,10 +51,13 @@ class FakeServer(ThreadingHTTPServer):
         self.weight_version, self.faults, self.seen, self.served = "default", iter(()), [], 0
         self.weights: dict[str, Any] = {}
         self.folder = Path()
+        self.model = ""  # as vLLM prints it; "": the server is too old to do so
+        self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
         self.tied, self.dev_mode, self.logprobs_mode = False, True, "processed_logprobs"
         self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
+        self.encodings: set[str | None] = set()  # that clients accept
         self.max_model_len, self.old, self.max_logprobs = 64, False, 20
         self.calls: list[tuple[str, Any]] = []
         self.wire: Any = None  # what was broadcast of an update, where a test replaces NCCL
@@ -116,6 +125,8 @@ class FakeServer(ThreadingHTTPServer):
         match path:
             case "/v1/completions":
                 return self.complete(body)
+            case "/collective_rpc" if body["method"] == "get_model_inspection":
+                return {"results": [self.model]} if self.model else 404
             case "/collective_rpc":
                 self.folder = Path(body["kwargs"]["weights_path"])
                 for file in self.folder.glob("*.safetensors"):
@@ -152,8 +163,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(self.server.post(self.path, json.loads(self.rfile.read(length) or b"{}")))
 
     def answer(self, what: dict[str, Any] | int | str | None) -> None:
+        self.server.encodings.add(self.headers["Accept-Encoding"])
         if what is None:
             return
+        if isinstance(what, dict):
+            what = self.server.mutate(self.path, what)
         status, headers, payload = RAW[what] if isinstance(what, str) else self.written(what)
         payload = payload.replace(b"KEY", str(self.headers["Authorization"]).encode()) if what != "endless" else payload
         self.send_response(status)
@@ -166,11 +180,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(payload)
                 self.server.sent += len(payload)
 
-    def written(self, what: dict[str, Any] | int) -> tuple[int, dict[str, str], bytes]:
-        """An answer, or an error that quotes the key it was sent."""
+    def written(self, what: dict[str, Any] | bytes | int) -> tuple[int, dict[str, str], bytes]:
+        """An answer, as it is where a test made its bytes, or an error that quotes the key it was sent."""
         error = {"error": f"on order: {self.headers['Authorization']}"}
         status, body = (what, error) if isinstance(what, int) else (200, what)
-        payload = json.dumps(body).encode()
+        payload = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Length": str(len(payload))}
         return status, headers | ({"Location": self.server.elsewhere} if 300 <= status < 400 else {}), payload
 

@@ -89,8 +89,14 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
         (400, "status 400 from /v1/completions"),
         ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
-        ("json of another kind", r"completions \[\] where 3 were asked for"),
-        ({"index": None}, "an answer from /v1/completions that vLLM does not give"),
+        ("json of another kind", r"an answer from /v1/completions that vLLM does not give .*it is list, want dict"),
+        ("nothing", r"that vLLM does not give .*choices is NoneType, want list"),
+        ({"index": None}, r"that vLLM does not give .*choices\[2\]\.index is NoneType, want int"),
+        ({"token_ids": 5}, r"choices\[2\]\.token_ids is int, want list"),
+        ("gzip", "an answer from /v1/completions with Content-Encoding 'gzip', though identity was asked for"),
+        ("two gzips", "Content-Encoding 'gzip, gzip'"),
+        ("unknown encoding", "Content-Encoding 'br'"),
+        ("error in gzip", "Content-Encoding 'gzip'"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused_at_once(connect, servers, fault, message) -> None:
@@ -99,6 +105,7 @@ def test_an_answer_that_is_not_what_was_asked_is_refused_at_once(connect, server
     with pytest.raises(UnavailableError, match=rf"got .*{message}.* at {servers[0].url}, want .*fix:"):
         engine.generate(PROMPTS[:1], SAMPLING)
     assert servers[0].served == 1
+    assert servers[0].encodings == {"identity"}
 
 
 def test_another_replica_serves_when_one_goes_down(connect, servers, caplog) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
@@ -68,6 +69,31 @@ def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, 
         train_a_little(model, seed=version)
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
     assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("llama", {}, "whose Qwen2ForCausalLM has other biases, want the LlamaForCausalLM"),
+        ("qwen2", {"vocab_size": 60}, "has 44 tokens in the vocabulary, not 60"),
+        (
+            "qwen2",
+            {"num_hidden_layers": 1, "intermediate_size": 96},
+            "has 2 layers, not 1; 128 inputs of down_proj, not 96",
+        ),
+        ("qwen2", {"num_attention_heads": 1, "head_dim": 64}, "has 2 attention heads, not 1"),
+        ("qwen2", {"num_key_value_heads": 2}, "has 1 heads of keys and values, not 2"),
+    ],
+)
+def test_another_model_than_the_servers_is_refused_before_it_gets_a_weight(
+    server, synced, build_model, tokenizer, prompts, family, sizes, message
+) -> None:
+    before = synced.generate(prompts[:2], SAMPLING)
+    config = build_model(family, tied=True).config
+    config.update(sizes)
+    with pytest.raises(InputError, match=rf"got a server at {server.url} .*{message}.*fix: start it with the model"):
+        VLLMServerEngine(AutoModelForCausalLM.from_config(config), tokenizer, base_urls=[server.url], timeout=500.0)
+    assert synced.generate(prompts[:2], SAMPLING) == before
 
 
 def test_the_same_seeds_draw_what_the_engine_in_process_draws(synced, model, tokenizer, prompts) -> None:

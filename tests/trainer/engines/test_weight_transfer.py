@@ -24,7 +24,6 @@ from fused_grpo.trainer.engines.server import nccl_transfer, weight_transfer
 from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.engines.server.weight_transfer import choose_transfer
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +51,18 @@ def test_an_unknown_transfer_is_refused_with_the_choices(connect) -> None:
         connect(weight_transfer="pigeon")
 
 
-def test_auto_takes_files_where_nccl_cannot_run(connect, servers, model) -> None:
-    for server in servers:
-        server.transfer = "nccl"
-    connect().load_weights(checkpoint_weights(model), version=0)
-    assert "/collective_rpc" in dict(servers[0].calls)
-
-
-def test_auto_opens_no_group_with_another_machine(monkeypatch, caplog) -> None:
+def test_only_its_name_chooses_nccl(connect, servers, model, monkeypatch, caplog) -> None:
     monkeypatch.setattr(weight_transfer, "why_not_nccl", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    far = Replicas(["http://127.0.0.1:8000", "http://192.0.2.1:8000"], allow_remote=True)
-    assert choose_transfer("auto", far, []).name == "files"
-    assert "only where vllm_weight_transfer='nccl' says so" in caplog.text
-    assert choose_transfer("nccl", far, []).name == "nccl"
+    for server in servers:
+        server.transfer = "nccl"
+    engine = connect(weight_transfer="auto")
+    engine.load_weights(checkpoint_weights(model), version=0)
+    assert servers[0].weights.keys() == dict(checkpoint_weights(model)).keys()
+    assert engine._transfer.name == "files"
+    assert "experimental" not in caplog.text
+    assert connect(weight_transfer="nccl")._transfer.name == "nccl"
+    assert "NCCL, which is experimental" in caplog.text
 
 
 def test_a_server_that_only_ipv6_reaches_is_no_member_of_a_group(servers) -> None:
@@ -129,7 +126,7 @@ def by_nccl(connect, servers, wire, monkeypatch) -> VLLMServerEngine:
     """An engine that was made where NCCL can run."""
     monkeypatch.setattr(weight_transfer, "why_not_nccl", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    engine = connect(weight_transfer="auto")
+    engine = connect(weight_transfer="nccl")
     assert isinstance(engine._transfer, NCCLTransfer)
     engine._transfer = NCCLTransfer(engine._replicas, device=torch.device("cpu"))
     return engine

@@ -123,12 +123,36 @@ def test_the_headline_compares_held_out_prompts_and_counts_steps_and_time(tmp_pa
     assert "1.2345e-06" in page.shown
 
 
+def test_eval_sets_with_names_have_headline_tiles_and_curves(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in range(3):
+        of_sets = {"eval/easy_reward": 0.5 + step / 8, "eval/very_hard_reward": step / 8, "eval/rewards/f/mean": 1.0}
+        log.log_metrics({"step": step} | of_sets)
+        log.log_metrics({"step": step + 1, "reward": step / 20})
+    page = Page(write_report(tmp_path).read_text())
+    assert "GRPO run: held-out easy_reward 0.500 → 0.750" in page.shown
+    assert "held-out very_hard_reward0 → 0.250" in page.shown
+    assert "at the first and at the last evaluation" in page.shown
+    assert "no held-out prompts" not in page.shown
+    chart = reward_chart(read_metrics(tmp_path / "metrics.jsonl"))
+    assert chart.labels == ["mean reward of the step", "held-out easy_reward", "held-out very_hard_reward"]
+
+
+def test_accuracy_is_the_headline_and_one_evaluation_is_said_to_be_one(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.log_metrics({"step": 1, "reward": 0.5, "eval/reward": 0.25, "eval/a_accuracy": 0.5})
+    assert "were evaluated only once" in Page(write_report(tmp_path).read_text()).shown
+    log.log_metrics({"step": 2, "eval/reward": 0.5, "eval/a_accuracy": 0.75})
+    assert "GRPO run: held-out a_accuracy 0.500 → 0.750" in Page(write_report(tmp_path).read_text()).shown
+
+
 def test_without_held_out_prompts_the_headline_compares_the_tenths_of_training(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for step in range(1, 21):
         log.log_metrics({"step": step, "reward": step / 20})
     page = Page(write_report(tmp_path).read_text())
     assert "GRPO run: training reward 0.075 → 0.975" in page.shown
+    assert "There were no held-out prompts" in page.shown
 
 
 @pytest.mark.parametrize("steps", [1, 2, 60])

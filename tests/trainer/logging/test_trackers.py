@@ -10,7 +10,6 @@ from accelerate.tracking import GeneralTracker
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.run_output import RunOutput
 from fused_grpo.trainer.logging.trackers import Trackers, tracker_arguments
 
@@ -51,7 +50,7 @@ def test_a_tracker_gets_the_configuration_without_secrets_and_each_number_of_a_s
     assert "secret-value" not in str(memory.config)
     assert {type(value) for value in memory.config.values()} <= {bool, int, float, str}
     trackers.log({"step": 3, "reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
-    assert memory.records == [(3, {"reward": 0.5})]
+    assert memory.records == [(3, {"train/reward": 0.5})]
     trackers.finish()
     assert memory.finished == 1
 
@@ -62,8 +61,15 @@ def test_the_output_of_a_run_reaches_its_trackers_whatever_the_console_leaves_ou
     output = RunOutput(args, 9, is_main=True, facts={}, accelerator=accelerator_for(args))
     output.evaluation(0, {"reward": 0.25}, 4)
     for step in (1, 2):
-        output.step({"step": step, "reward": 0.5}, Phases())
-    assert memory.records == [(0, {"eval/reward": 0.25}), (1, {"reward": 0.5}), (2, {"reward": 0.5})]
+        output.step({"step": step, "reward": 0.5}, {})
+    output.evaluation(2, {"hard_reward": 0.5}, 4)
+    output.evaluation(2, {"reward": 0.75}, 4, prefix="test")
+    output.numbers(2, {"mine": 1.0, "eval_mine": 2.0})
+    output.closing(2, {"train_runtime": 9.0, "train_loss": 0.5})
+    steps = [(0, {"eval/reward": 0.25}), (1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
+    ends = [{"eval/hard_reward": 0.5}, {"test/reward": 0.75}, {"train/mine": 1.0, "eval/mine": 2.0}]
+    closing = {"train/train_runtime": 9.0, "train/train_loss": 0.5}
+    assert memory.records == [*steps, *((2, numbers) for numbers in [*ends, closing])]
     output.close()
     output.close()
     assert memory.finished == 1
@@ -73,7 +79,7 @@ def test_no_tracker_is_no_argument_and_no_work(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path))
     assert tracker_arguments(args) == {}
     output = RunOutput(args, 1, is_main=True, facts={}, accelerator=Accelerator(cpu=True))
-    output.step({"step": 1, "reward": 0.5}, Phases())
+    output.step({"step": 1, "reward": 0.5}, {})
     output.close()
 
 
@@ -95,7 +101,7 @@ def test_tensorboard_has_the_points_of_the_run(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path / "run"), report_to="tensorboard", reward_weights=[1.0])
     output = RunOutput(args, 2, is_main=True, facts={"task": "sums"}, accelerator=accelerator_for(args))
     for step in (1, 2):
-        output.step({"step": step, "reward": step / 2}, Phases())
+        output.step({"step": step, "reward": step / 2}, {})
     output.close()
     written = EventAccumulator(str(tmp_path / "run" / "trackers" / args.project)).Reload()
-    assert [(event.step, event.value) for event in written.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in written.Scalars("train/reward")] == [(1, 0.5), (2, 1.0)]

@@ -20,7 +20,7 @@ import importlib.util
 import itertools
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.replicas import Replica, Replicas, parsing
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
@@ -93,14 +93,12 @@ class NCCLTransfer:
             return
         group, self._group = self._group, None
 
-        async def leave(client: httpx.AsyncClient) -> None:
+        async def leave(client: httpx.AsyncClient, replica: Replica) -> None:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await self._servers.on_each(
-                    lambda replica: replica.request(client, "POST", "/shutdown_weight_transfer_engine")
-                )
+                await replica.request(client, "POST", "/shutdown_weight_transfer_engine")
 
         with contextlib.suppress(UnavailableError):
-            self._servers.run(leave, doing="leaving the NCCL group")
+            self._servers.each(leave, doing="leaving the NCCL group")
         with contextlib.suppress(TimeoutError):
             in_thread(group.destroy, name="weight-transfer").result(_CLOSE_SECONDS)
 
@@ -115,22 +113,19 @@ class NCCLTransfer:
 
     def _meet(self) -> Any:
         """A group of this process, rank 0, and all workers: those of one server follow those of another."""
-        workers = self._servers.run(self._world_sizes, doing="counting workers")
+        workers = self._servers.each(_world_size, doing="counting workers")
         first = dict(zip(self._servers.all, itertools.accumulate([1, *workers]), strict=False))
         address, port = _meeting_point(self._servers.all[0].url)
         place: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers)}
         cut = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2}
 
-        async def join(client: httpx.AsyncClient) -> None:
-            def ask(replica: Replica) -> Any:
-                info = {**place, **cut, "rank_offset": first[replica]}
-                return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
-
-            await self._servers.on_each(ask)
+        def join(client: httpx.AsyncClient, replica: Replica) -> Awaitable[object]:
+            info = {**place, **cut, "rank_offset": first[replica]}
+            return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
         # Only when all have come is the group open, and a server that refuses never comes: its error ends the sync.
         opened = in_thread(lambda: self._open(place), name="weight-transfer")
-        self._servers.run(join, doing="opening an NCCL group")
+        self._servers.each(join, doing="opening an NCCL group")
         return opened.result()
 
     def _open(self, place: dict[str, Any]) -> Any:
@@ -171,13 +166,9 @@ class NCCLTransfer:
             group.broadcast(bucket, src=0, stream=stream)
             del bucket, place  # to be written over, in the order of the stream, by the next
 
-    async def _world_sizes(self, client: httpx.AsyncClient) -> list[int]:
-        async def world_size(replica: Replica) -> int:
-            answer = await replica.request(client, "GET", "/get_world_size")
-            with parsing("/get_world_size"):
-                return int(answer["world_size"])
 
-        return await self._servers.on_each(world_size)
+async def _world_size(client: httpx.AsyncClient, replica: Replica) -> int:
+    return await replica.ask(client, "/get_world_size", field="world_size", kind=int)
 
 
 def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:

@@ -3,8 +3,9 @@
 All requests are coroutines under one deadline (`Replicas.run`), so no request needs a timeout of its own. At the
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
-Responses are not trusted. A redirect is an error and is not followed, a response is read up to a size that fits the
-request, and errors quote it without the API key.
+Responses are not trusted. All pass through `Replica.request`: a redirect or a content encoding is an error and is not
+followed or expanded, a response is read up to a size that fits the request, and errors quote it without the API key.
+`Replica.ask` compares it with a dataclass (answers.py).
 
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once. Completions of a
@@ -17,14 +18,14 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.engines.server.answers import Choice, parsed
 from fused_grpo.trainer.engines.server.urls import checked_url
 
 T = TypeVar("T")
@@ -65,8 +66,24 @@ class Replica:
         """Text of a response for an error, without the API key."""
         return text.replace(self._key, "...") if self._key else text
 
-    async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> Json:
-        """The JSON object of the response; an empty one where the response is empty.
+    async def ask(
+        self, client: httpx.AsyncClient, path: str, body: Json | None = None, *, field: str, kind: type[T]
+    ) -> T:
+        """A field of the response, of the kind that answers.py knows; POST where there is a body.
+
+        Raises:
+            RequestError: as `request`, or a response that is something else.
+        """
+        answer = await self.request(client, "POST" if body else "GET", path, body)
+        try:
+            found: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
+        except ValueError as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise RequestError(f"an answer from {path} that vLLM does not give ({problem})") from None
+        return found
+
+    async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> object:
+        """The JSON of the response; an empty object where the response is empty.
 
         Raises:
             RequestError: no response, an error status, or no JSON. `retry` where another attempt may succeed.
@@ -86,16 +103,16 @@ class Replica:
             retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
             raise RequestError(self.last_error, status=status, retry=retry)
         try:
-            answer = json.loads(content or b"{}")
+            answer: object = json.loads(content or b"{}")
         except (ValueError, RecursionError):
             text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
-        return answer if isinstance(answer, dict) else {"answer": answer}
+        return answer
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
         """Whether the server is up and its weights have this version, or it is too old to have versions."""
         try:
-            return (await self.request(client, "GET", "/weight_info")).get("weight_version") == version
+            return await self.ask(client, "/weight_info", field="weight_version", kind=str) == version
         except RequestError as error:
             return error.status == httpx.codes.NOT_FOUND
 
@@ -128,7 +145,9 @@ class Replicas:
         if len({replica.url for replica in self.all}) != len(urls) or not urls:
             shown = [replica.url for replica in self.all]
             raise InputError(f"got base_urls={shown}, want one URL or several different ones; fix: list each once")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._max_concurrency, self.timeout = max_concurrency, timeout
         self._certificates = ssl.create_default_context()
 
@@ -144,7 +163,8 @@ class Replicas:
                 return await work(client)
 
         try:
-            return _run_coroutine(with_deadline())
+            # In a thread of its own: a notebook runs an event loop in this one.
+            return in_thread(lambda: asyncio.run(with_deadline()), name="servers").result()
         except TimeoutError as error:
             errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
             raise UnavailableError(
@@ -158,7 +178,11 @@ class Replicas:
         Raises:
             UnavailableError: a server refused it, or did not respond in time.
         """
-        self.run(lambda client: self.on_each(lambda replica: replica.request(client, "POST", path, body)), doing=doing)
+        self.each(lambda client, replica: replica.request(client, "POST", path, body), doing=doing)
+
+    def each(self, work: Callable[[httpx.AsyncClient, Replica], Awaitable[T]], *, doing: str) -> list[T]:
+        """`run` of `work` on every server, at the same time; see `on_each`."""
+        return self.run(lambda client: self.on_each(lambda replica: work(client, replica)), doing=doing)
 
     def _client(self) -> httpx.AsyncClient:
         """Connections for one call of the engine; without the environment's proxies, which are for the internet."""
@@ -201,7 +225,12 @@ class Replicas:
         return await _together(map(on_one, self.all))
 
     async def complete(
-        self, client: httpx.AsyncClient, bodies: Sequence[Json], *, weight_version: str, read: Callable[[Json, Json], T]
+        self,
+        client: httpx.AsyncClient,
+        bodies: Sequence[Json],
+        *,
+        weight_version: str,
+        read: Callable[[Json, list[Choice]], T],
     ) -> list[T]:
         """The response to each body, in the order of `bodies`, from servers whose weights have `weight_version`.
 
@@ -237,7 +266,7 @@ class Replicas:
         return [found[index][1] for index in range(len(bodies))]
 
     async def _complete_one(
-        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, read: Callable[[Json, Json], T]
+        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, read: Callable[[Json, list[Choice]], T]
     ) -> tuple[Replica, T]:
         """The server that responded, and the result."""
         last, tried = "none of them up with the weights of the last sync", list[Replica]()
@@ -249,9 +278,8 @@ class Replicas:
             replica = min(live, key=lambda replica: (tried.count(replica), replica.in_flight))
             tried.append(replica)
             try:
-                answer = await replica.request(client, "POST", "/v1/completions", body)
-                with parsing("/v1/completions"):
-                    return replica, read(body, answer)
+                choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
+                return replica, read(body, choices)
             except RequestError as error:
                 last = f"{replica.redacted(str(error))[:1000]} at {replica.url}"
                 if error.is_down:
@@ -265,21 +293,6 @@ class Replicas:
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
-
-
-@contextmanager
-def parsing(path: str) -> Iterator[None]:
-    """Reads fields of a response from `path`; one that is missing or of another type is an error of the server.
-
-    Raises:
-        RequestError: in place of the errors of looking something up.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise RequestError(
-            f"an answer from {path} that vLLM does not give ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _leave_out(replica: Replica, live: list[Replica]) -> None:
@@ -296,8 +309,13 @@ def _largest_response(body: Json | None) -> int:
 
 
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":  # a few bytes may expand to gigabytes
+        raise RequestError(
+            f"an answer from {path} with Content-Encoding {encoding[:50]!r}, though identity was asked for"
+        )
     content = bytearray()
-    async for piece in response.aiter_bytes():
+    async for piece in response.aiter_raw():
         content += piece
         if len(content) > limit:
             raise RequestError(f"an answer from {path} of more than {limit} bytes")
@@ -322,13 +340,3 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    # A notebook runs an event loop in this thread, which is blocked by this call.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

@@ -14,7 +14,8 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import httpx
 import torch
@@ -32,13 +33,15 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
+from fused_grpo.trainer.engines.server.answers import Choice
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.server_info import ServerInfo, server_info
+from fused_grpo.trainer.engines.server.served_model import ModelFacts
+from fused_grpo.trainer.engines.server.server_info import ServerInfo, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +64,7 @@ class VLLMServerEngine(RolloutEngine):
         seed: the seed of calls without `sampling.seed`.
         allow_remote: allow URLs that are not on this machine.
         api_key: the servers' --api-key. vLLM protects completions with it, but not weight sync.
-        weight_transfer: the way of the weights: "files", "nccl" (GPUs), or "auto"; see choose_transfer.
+        weight_transfer: the way of the weights: "files", "nccl" (experimental), or "auto"; see choose_transfer.
         weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
         max_concurrency: the number of prompts that are sampled at a time.
 
@@ -91,12 +94,13 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas = Replicas(
             base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
         )
-        self._tie = Tie.of(model)
+        self._tie, self._facts = Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model, tokenizer)
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
-        infos = self._replicas.run(lambda client: self._server_infos(client, max_model_len), doing="getting ready")
+        ask = partial(self._server_info, max_model_len=max_model_len)
+        infos = self._replicas.each(ask, doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
         self._vocab_size = model.config.get_text_config().vocab_size
@@ -152,24 +156,26 @@ class VLLMServerEngine(RolloutEngine):
         self._closed = True
         self._transfer.close()
 
-    async def _server_infos(self, client: httpx.AsyncClient, max_model_len: int | None) -> list[ServerInfo]:
-        async def info(replica: Replica) -> ServerInfo:
-            await self._replicas.wait_until_ready(client, replica)
-            return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie)
-
-        return await self._replicas.on_each(info)
+    async def _server_info(
+        self, client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None
+    ) -> ServerInfo:
+        await self._replicas.wait_until_ready(client, replica)
+        return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
         server_version = f"{uuid.uuid4().hex}:{version}"
+        self._replicas.each(self._compare, doing="comparing models")
         self._transfer.send(weights)
-
-        async def finish(client: httpx.AsyncClient) -> None:
-            await self._replicas.on_each(lambda replica: _finish_sync(client, replica, server_version))
-
-        self._replicas.run(finish, doing="setting the weight version")
+        finish_sync = partial(_finish_sync, server_version=server_version)
+        self._replicas.each(finish_sync, doing="setting the weight version")
         return server_version
+
+    async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
+        """Before the first sync, and of a server that was restarted since: perhaps with another model."""
+        if not await replica.has_weight_version(client, self._server_version):
+            await check_model(client, replica, self._facts)
 
     def _listed(self, sampling: SamplingParams) -> int:
         """How many of the most likely tokens the servers list for the support of a token; 0: no supports."""
@@ -195,10 +201,10 @@ class VLLMServerEngine(RolloutEngine):
             )
 
 
-async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_version: str) -> None:
+async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_version: str) -> None:
     """Drop keys and values of the old weights, and set the version of the new ones."""
     for _ in range(_RESET_ATTEMPTS):  # vLLM refuses while a request uses the cache
-        if (await replica.request(client, "POST", "/reset_prefix_cache")).get("success", True):
+        if await replica.request(client, "POST", "/reset_prefix_cache") != {"success": False}:
             break
         await asyncio.sleep(0.1)
     else:
@@ -210,27 +216,30 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, server_versi
             raise
 
 
-def _completions(body: Json, answer: Json) -> list[Completion]:
+def _completions(body: Json, choices: list[Choice]) -> list[Completion]:
     """The completions of one prompt: as many as were asked for, in the order of their index."""
-    choices = sorted(answer.get("choices", []), key=lambda choice: choice["index"])
-    indices = [choice["index"] for choice in choices]
+    choices = sorted(choices, key=lambda choice: choice.index)
+    indices = [choice.index for choice in choices]
     if indices != list(range(body["n"])):
         raise RequestError(f"completions {indices} where {body['n']} were asked for")
     return [_completion(choice, listed=body["logprobs"] > 0) for choice in choices]
 
 
-def _completion(choice: Json, *, listed: bool) -> Completion:
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise RequestError(f"a completion that ended with {choice['finish_reason']!r}", retry=True)
+def _completion(choice: Choice, *, listed: bool) -> Completion:
+    if choice.finish_reason not in ("stop", "length"):
+        raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
     # Values and lengths are checked with those of all engines, in checked_engine.py.
-    logprobs = choice["logprobs"]
-    support = listed_support(map(_by_id, logprobs["top_logprobs"])) if listed else None
-    return Completion(choice["token_ids"] or [], logprobs["token_logprobs"], choice["finish_reason"], support)
+    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or [])) if listed else None
+    reason = cast(FinishReason, choice.finish_reason)
+    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support)
 
 
-def _by_id(step: Json) -> dict[int, float]:
+def _by_id(step: dict[str, float]) -> dict[int, float]:
     """The log-probs of one token, under "token_id:5" in the answer."""
-    return {int(name.removeprefix("token_id:")): float(value) for name, value in step.items()}
+    names = [name.removeprefix("token_id:") for name in step]
+    if wrong := [name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
+        raise RequestError(f"kept tokens called {wrong[0][:50]!r}, want token ids")
+    return dict(zip(map(int, names), step.values(), strict=True))
 
 
 def _on_first_rank(action: Callable[[], str], weights: Iterable[tuple[str, Tensor]], *, version: int) -> str:

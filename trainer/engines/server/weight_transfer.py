@@ -1,7 +1,7 @@
 """Moves weights from the trainer to the servers: through files, or by NCCL.
 
     files   safetensors in shared memory, which every server reads: one machine, or a folder that both can read
-    nccl    a broadcast from GPU to GPU through vLLM's own weight transfer; see nccl_transfer.py
+    nccl    experimental: a broadcast from GPU to GPU through vLLM's own weight transfer; see nccl_transfer.py
 
 server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version.
 weight_check.py compares log-probs at the next step.
@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-import httpx
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer, why_not_nccl
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
-from fused_grpo.trainer.engines.server.urls import is_loopback
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 
 TransferName = Literal["auto", "files", "nccl"]
@@ -59,9 +57,7 @@ class FileTransfer:
 def choose_transfer(
     wanted: TransferName, servers: Replicas, infos: Sequence[ServerInfo], *, directory: str | None = None
 ) -> FileTransfer | NCCLTransfer:
-    """The transfer called `wanted`; "auto" is nccl where servers were started for it and it can run, files otherwise.
-
-    With a server on another machine, NCCL opens a port there without a password, so "auto" does not choose it.
+    """The transfer called `wanted`. "auto" is files: NCCL is experimental, and is chosen by its name alone.
 
     Raises:
         InputError: an unknown name.
@@ -69,19 +65,12 @@ def choose_transfer(
     """
     if wanted not in get_args(TransferName):
         raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
-    if wanted == "files":
+    if wanted != "nccl":
         return FileTransfer(servers, directory=directory)
-    reason = why_not_nccl(servers, infos)
-    if wanted == "nccl" and reason is not None:
+    if reason := why_not_nccl(servers, infos):
         raise UnavailableError(
             f"got vllm_weight_transfer='nccl' and {reason}, want GPUs on both sides and servers started with "
             """--weight-transfer-config '{"backend": "nccl"}'; fix: that, or vllm_weight_transfer='files'"""
         )
-    is_local = all(is_loopback(httpx.URL(replica.url).host) for replica in servers.all)
-    if wanted == "auto" and reason is None and not is_local:
-        reason = "a server that is not on this machine"
-        _log.warning("got %s: weights go by NCCL only where vllm_weight_transfer='nccl' says so", reason)
-    if reason is not None:
-        return FileTransfer(servers, directory=directory)
-    _log.info("weights go to the servers by NCCL")
+    _log.warning("weights go to the servers by NCCL, which is experimental: it has not run on a GPU yet")
     return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))

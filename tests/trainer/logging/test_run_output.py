@@ -1,0 +1,45 @@
+"""What the console shows of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fused_grpo.trainer.logging.console import Console
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[tuple[int, dict[str, Any], dict[str, float]]]:
+    """What the console is given for its lines: step, metrics, phases."""
+    lines = list[Any]()
+    monkeypatch.setattr(Console, "step", lambda _, *line: lines.append(line))
+    return lines
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"logging_first_step": True}], ids=str)
+def test_the_console_shows_the_means_that_the_history_has(make_trainer, shown, options) -> None:
+    trainer = make_trainer(max_steps=5, logging_steps=2, **options)
+    trainer.train()
+    entries = {entry["step"]: entry for entry in trainer.state.log_history if "reward" in entry}
+    assert [step for step, *_ in shown] == [1, 2, 4, 5]
+    for step, metrics, phases in shown:
+        if step == 1 and step not in entries:
+            continue
+        same = entries[step].keys() & metrics.keys() - {"step_time", "epoch"}
+        assert {"reward", "loss", "grad_norm", "completions/mean_length"} <= same
+        assert {name: metrics[name] for name in same} == {name: entries[step][name] for name in same}
+        assert phases["train"] == entries[step]["time/train"]
+
+
+def test_the_first_step_has_a_line_of_its_own_and_its_time_is_in_no_mean(make_trainer, shown, tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=4, logging_steps=4)
+    trainer.train()
+    lines = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "loss" in record]
+    (first, last) = shown
+    assert first[1]["reward"] == records[0]["reward"]
+    assert last[1]["reward"] == pytest.approx(sum(record["reward"] for record in records) / 4)
+    assert last[1]["step_time"] == pytest.approx(sum(record["step_time"] for record in records[1:]) / 3)
