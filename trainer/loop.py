@@ -30,8 +30,8 @@ beside the loop is in `WithCallbacks` and `WithCheckpoints`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -43,13 +43,13 @@ from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, step_of
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
 from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places, prepare_output_dir
+from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
-from fused_grpo.trainer.collect.collector import Collector, make_rewards, make_sampler
+from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
@@ -75,10 +75,6 @@ from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import has_dropout, model_for
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
-
-
-def _keep() -> None:
-    """In the place of a function that undoes the start of a run: it has made something."""
 
 
 class GRPOTrainer(WithCheckpoints, WithDataLoaders):
@@ -118,7 +114,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     collector: Collector
     engine_is_open = True
     _in_epoch = False
-    _take_back: Callable[[], None] = staticmethod(_keep)
 
     def __init__(
         self,
@@ -152,25 +147,22 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
-            processes = self.accelerator.num_processes
+            self._undo = ExitStack()  # of what a run that fails at its start has done
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
-            self.prompts_per_process = args.prompts_per_process(processes)
-            options = {"processing_classes": reward_processing_classes, "device": self.accelerator.device}
             self.start = start = Start(
                 args=args,
                 model=model,
                 train=self.dataset,
                 evals=eval_sets(eval_dataset),
                 reward_funcs=reward_funcs,
-                make_rewards=partial(make_rewards, reward_funcs, args, **options),
+                reward_processing_classes=reward_processing_classes,
                 processing_class=processing_class,
                 peft_config=peft_config,
-                callbacks=callbacks,
+                callbacks=callbacks or (),
                 engine=rollout_engine or rollout_func,
                 teacher=teacher_model,
-                processes=processes,
-                is_main=self.accelerator.is_main_process,
+                accelerator=self.accelerator,
             )
             with all_ranks_succeed(self.accelerator, "checking what the run needs"):
                 check_start(start)
@@ -242,7 +234,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.engine.close()
             self.engine_is_open = False
             self.output.close()
-            self._take_back()
+            self._undo.close()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -311,11 +303,10 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _choose_engine(self, rollout_func: Any, given: RolloutEngine | None) -> RolloutEngine:
         if given is not None:
             return given
-        args, datasets = copy(self.args), [self.dataset, *eval_sets(self.eval_dataset).values()]
-        if args.vllm_max_model_length is None and not any(map(is_stream, datasets)):  # measured already
-            args.vllm_max_model_length = self.start.limit.longest + args.max_completion_length
+        args = copy(self.args)
+        args.vllm_max_model_length = self.start.longest_sequence
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
-        return choose_engine(self.engine_name, args, self.model, self.processing_class, datasets, **options)
+        return choose_engine(self.engine_name, args, self.model, self.processing_class, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -330,12 +321,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
-                options: Any = {"overwrite": self.args.overwrite_output_dir}
-                found = check_output_dir(self.output_dir, resume=bool(resume), keep=self.model_path, **options)
-                after = 0 if checkpoint is None else step_of(checkpoint)
-                check_save_places(self.output_dir, found, after=after, is_saved=self.start.is_saved, **options)
-                options |= {"resume": bool(resume), "keep": self.model_path}
-                self._take_back = prepare_output_dir(self.output_dir, **options)
+                options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}
+                options |= {"resume": checkpoint, "is_saved": self.start.is_saved}
+                self._undo.callback(prepare_output_dir(self.output_dir, **options))
         self._prepare_state(None if checkpoint is None else self._restore(checkpoint), self.epochs.total)
         facts = self.facts | {"engine": self.engine.name}
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
@@ -390,7 +378,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         collected = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
-            self._take_back = _keep
+            self._undo.pop_all()  # the run has made something
             self.output.rollouts(self.step + 1, collected.records)
         return self.collector.buffer(collected, phases)
 

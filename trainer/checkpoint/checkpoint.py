@@ -113,6 +113,8 @@ def weights_stay(directory: Path, model: Any, state_dict: Any, *, name: Path | N
         if state_dict and _weight_files(directory) == before:
             weights = revert_weight_conversion(model, state_dict) if hasattr(model, "config") else state_dict
             save_torch_state_dict(weights, directory)
+        if _weight_files(directory) == before:
+            raise
         if name is not None:
             directory = directory.rename(name)
         what = error if isinstance(error, CheckpointError) else f"got {type(error).__name__}: {error} while saving"
@@ -260,7 +262,7 @@ def check_space(directory: Path, wanted: int) -> None:
     Raises:
         CheckpointError: there is not.
     """
-    there = next((path for path in (directory, *directory.absolute().parents) if path.exists()))
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if shutil.disk_usage(there).free < wanted:
         raise CheckpointError(
             f"got {_free(directory / 'final')} free at {there}, want about {_readable(wanted)} for the final model and "

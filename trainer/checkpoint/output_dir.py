@@ -97,15 +97,22 @@ def check_save_places(
 
 
 def prepare_output_dir(
-    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
+    path: Path,
+    *,
+    resume: bool | Path | None = None,
+    overwrite: bool = False,
+    keep: str | Path | None = None,
+    is_saved: Callable[[int], bool] = lambda step: False,
 ) -> Callable[[], None]:
     """Make `path` ready for a run. Nothing is moved or removed where this raises.
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
-        resume: keep the run that is there and continue its files. Otherwise it is moved to `former_run(path)`.
+        resume: keep the run that is there and continue its files, after this checkpoint. Otherwise it is moved to
+            `former_run(path)`.
         overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
         keep: the model that this run is going to read; it is neither moved nor removed.
+        is_saved: as in `check_save_places`.
 
     Returns:
         A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
@@ -115,7 +122,9 @@ def prepare_output_dir(
             written.
     """
     path = Path(path)
-    found = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep)
+    found = check_output_dir(path, resume=bool(resume), overwrite=overwrite, keep=keep)
+    after = step_of(resume) if isinstance(resume, Path) else 0
+    check_save_places(path, found, overwrite=overwrite, is_saved=is_saved, after=after)
     is_new, former = not path.exists(), former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

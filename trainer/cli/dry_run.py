@@ -12,7 +12,6 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ import yaml
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
-from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
-from fused_grpo.trainer.collect.start_checks import Start, check_start, is_reward_model
+from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
-from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
@@ -50,7 +47,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         yield batch_arithmetic(options, processes=processes, prompts=None)
         raise
     yield batch_arithmetic(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    start = planned_start(options, rows, held_out, processes)
+    start = planned_start(options, rows, held_out)
     check_start(start)
     if start.shape is not None:
         how: dict[str, Any] = {"processes": processes, "engine": start.engine_name, "teacher": teacher_shape(start)}
@@ -61,27 +58,23 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
-def planned_start(options: TrainOptions, rows: Any, held_out: Any, processes: int) -> Start:
-    """What the run would begin with. Reward models are not loaded."""
+def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
+    """What the run would begin with."""
     from fused_grpo.trainer.recipes import arithmetic
 
     demo: dict[str, Any] = {}
-    functions: Any = [name for name in options.reward_funcs if not is_reward_model(name)]
     if options.model is None:
-        tokenizer, functions = arithmetic.build_tokenizer(), arithmetic.accuracy_reward
+        tokenizer = arithmetic.build_tokenizer()
         demo = {"processing_class": tokenizer, "config": arithmetic.build_model_config(tokenizer)}
     check_arguments(options, rollout_func=None, eval_dataset=held_out, teacher_model=options.teacher_model)
-    rewards = {"processing_classes": None, "device": torch.device("cpu")}
     return Start(
         args=options,
         model=options.model,
         train=check_dataset(rows, name="train_dataset"),
         evals=eval_sets(held_out, check=True),
-        reward_funcs=options.reward_funcs,
-        make_rewards=partial(make_rewards, functions or no_reward, options, **rewards),
+        reward_funcs=arithmetic.accuracy_reward if options.model is None else options.reward_funcs,
         peft_config=options.peft_config(),
         teacher=options.teacher_model,
-        processes=processes,
         **demo,
     )
 

@@ -5,7 +5,7 @@ No weight is loaded for it. What cannot be known yet (the size of a model that n
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from accelerate import Accelerator
@@ -45,7 +45,8 @@ def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
     }
     teacher = teacher_shape(start)
     if start.teacher is not None:
-        name = "the reference model" if teacher == SELF else _described(start.teacher, teacher, is_teacher=True)
+        described = _described(start.teacher, teacher if isinstance(teacher, ModelShape) else None, is_teacher=True)
+        name = "the reference model" if start.teacher == SELF else described
         facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
     if shape is not None and is_known:
         facts["memory"] = _memory(start, shape, engine, teacher)
@@ -57,7 +58,7 @@ def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
     return facts
 
 
-def teacher_shape(start: Start) -> ModelShape | Literal["self"] | None:
+def teacher_shape(start: Start) -> ModelShape | str | None:
     """The shape of the teacher; "self" for the reference, None without one or of one that cannot be built.
 
     Raises:
@@ -115,7 +116,7 @@ def _trained(shape: ModelShape) -> str:
     return f", {short_number(shape.trained)} of them trained" if shape.trained < shape.parameters else ""
 
 
-def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | Literal["self"] | None) -> str:
+def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> str:
     """The sum of the estimate of `--dry-run`, for one device."""
     terms = memory_terms(
         shape,

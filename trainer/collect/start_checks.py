@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from huggingface_hub import get_token
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, TrainerCallback
@@ -25,21 +25,23 @@ from transformers import AutoConfig, GenerationConfig, TrainerCallback
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
+from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
-from fused_grpo.trainer.data.datasets import read_rows, set_name
+from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.epochs import Epochs, planned_steps
 from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
 from fused_grpo.trainer.engines.server.urls import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.trackers import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
 from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
+from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.named_reward import names_a_function
 
 _OF_CONFIG = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
@@ -55,14 +57,13 @@ class Start:
     train: Any  # after the checks without the prompts that are too long
     evals: Mapping[str, Any]  # eval sets by name
     reward_funcs: Any
-    make_rewards: Callable[[], Rewards]
+    reward_processing_classes: Any = None
     processing_class: Any = None
     peft_config: Any = None
-    callbacks: Sequence[Any] | None = None
+    callbacks: Sequence[Any] = ()
     engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
     teacher: Any = None
-    processes: int = 1
-    is_main: bool = True
+    accelerator: Accelerator | None = None  # None: of a dry run
     config: Any = None  # of the model; None: the one beside it
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
@@ -73,9 +74,21 @@ class Start:
     rewards: Rewards = field(init=False)
 
     @property
+    def processes(self) -> int:
+        """How many train."""
+        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
+
+    @property
     def model_path(self) -> str | None:
         """The path or hub id of a model that is yet to be loaded."""
         return str(self.model) if isinstance(self.model, str | Path) else None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest prompt and completion; None where a stream does not say."""
+        measured = not any(map(is_stream, (self.train, *self.evals.values())))
+        known = self.limit.longest + self.args.max_completion_length if measured else None
+        return self.args.vllm_max_model_length or known
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
@@ -94,27 +107,26 @@ def check_start(start: Start) -> None:
         check(start)
 
 
-def check_launcher(start: Start) -> None:
-    """`accelerate launch` on a CPU starts one process, whatever it is asked for, and sets an address for several."""
-    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        if start.processes == 1:
-            raise InputError(
-                "got one process from an accelerate launch that was asked for several (it sets MASTER_ADDR), which it "
-                "starts on GPUs alone, want all of them; fix: torchrun --nproc_per_node N, or --num_processes 1 without "
-                "MASTER_ADDR in the environment"
-            )
+def check_processes(start: Start) -> None:
+    """The batch divides; and the launcher started what it was asked for, which `accelerate launch` on a CPU does not."""
+    start.args.prompts_per_process(start.processes)
+    alone = start.processes == 1 and "WORLD_SIZE" not in os.environ
+    if alone and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        raise InputError(
+            "got one process from an accelerate launch that was asked for several (it sets MASTER_ADDR), which it "
+            "starts on GPUs alone, want all of them; fix: torchrun --nproc_per_node N, or --num_processes 1 without "
+            "MASTER_ADDR in the environment"
+        )
 
 
 def check_names(start: Start) -> None:
     """Paths and hub ids of models, and names of rewards."""
-    if not isinstance(start.model, str | Path | nn.Module | None):
-        raise WrongTypeError(f"got a {type(start.model).__name__} as model, want a path, a hub id or a model")
-    check_source("model", start.model, start.args.model_init_kwargs)
-    check_source("teacher_model", None if start.teacher == SELF else start.teacher, start.args.teacher_model_init_kwargs)
-    given = start.reward_funcs
+    args, given = start.args, start.reward_funcs
+    check_source("model", start.model, args.model_init_kwargs)
+    check_source("teacher_model", None if start.teacher == SELF else start.teacher, args.teacher_model_init_kwargs)
     for name in given if isinstance(given, list | tuple) else [given]:
         if isinstance(name, str) and is_reward_model(name):
-            check_source("reward_funcs", name, start.args.model_init_kwargs)
+            check_source("reward_funcs", name, args.model_init_kwargs)
 
 
 def is_reward_model(name: str) -> bool:
@@ -133,18 +145,18 @@ def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> Non
 
     Raises:
         DataError: no model can be there.
+        WrongTypeError: something else.
     """
-    if not isinstance(name, str | Path):
+    if name is None or isinstance(name, nn.Module):
         return
+    if not isinstance(name, str | Path):
+        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
     folder = Path(name, (options or {}).get("subfolder") or "")
     problem = "which is a file" if folder.is_file() else None
     if folder.is_dir():
         problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
-    elif not folder.exists():
-        try:
-            validate_repo_id(str(name))
-        except HFValidationError:
-            problem = "a path that does not exist"
+    elif not folder.exists() and not is_hub_id(str(name)):
+        problem = "a path that does not exist"
     if problem:
         raise DataError(
             f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
@@ -165,7 +177,8 @@ def _problem_of_folder(folder: Path, plain: bool) -> str | None:
     for path in weights:
         try:
             if path.suffix == ".safetensors":
-                safe_open(path, "pt").__exit__(None, None, None)
+                with safe_open(path, "pt"):
+                    pass
         except Exception as error:  # cut short, or a pointer of git-lfs
             return f"whose {path.name} cannot be read ({error})"
     return None if weights or not plain else "a folder without weights"
@@ -181,18 +194,19 @@ def check_services(start: Start) -> None:
             "variable HF_TOKEN"
         )
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
-    asked = start.engine is None or (callable(start.engine) and args.use_vllm)
-    if asked and start.engine_name == "vllm":
-        check_installed()
-    elif asked and start.engine_name == "server":
+    if (start.engine is None or (callable(start.engine) and args.use_vllm)) and start.engine_name != "transformers":
+        if args.vllm_max_model_length is None and any(map(is_stream, (start.train, *start.evals.values()))):
+            raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
         urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         for url in [urls] if isinstance(urls, str) else urls:
             checked_url(url, allow_remote=args.vllm_server_allow_remote)
-    for callback in start.callbacks or ():
+        if start.engine_name == "vllm":
+            check_installed()
+    for callback in start.callbacks:
         if not all(callable(getattr(callback, event, None)) for event in _EVENTS):
             raise WrongTypeError(
-                f"got {callback!r} among the callbacks, want classes or instances of transformers.TrainerCallback; fix: "
-                "inherit from it"
+                f"got {callback!r} among the callbacks, want classes or instances of transformers.TrainerCallback; "
+                "fix: inherit from it"
             )
 
 
@@ -206,8 +220,8 @@ def loading(what: str) -> Iterator[None]:
     except Exception as error:  # of the network, the hub, a file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"got {what} that cannot be loaded: {lines[0]}; fix: a folder with a model in it, or the name of one on the "
-            "hub"
+            f"got {what} that cannot be loaded: {lines[0]}; fix: a folder with a model in it, or the name of one on "
+            "the hub"
         ) from error
 
 
@@ -236,8 +250,8 @@ def check_model(start: Start) -> None:
     # A folder without a tokenizer's files gives one that knows no text, without an error.
     if set(start.tokenizer.get_vocab()) <= set(start.tokenizer.all_special_tokens):
         raise DataError(
-            f"got a tokenizer without a vocabulary ({start.model_path or start.tokenizer.name_or_path!r}), want that of "
-            "the model; fix: save it beside the model, or pass it as processing_class"
+            f"got a tokenizer without a vocabulary from {start.tokenizer.name_or_path!r}, want that of the model; fix: "
+            "save it beside the model, or pass it as processing_class"
         )
 
 
@@ -286,9 +300,9 @@ def check_saving(start: Start) -> None:
     if isinstance(start.model, nn.Module) and not is_adapted(start.model) and start.peft_config is None:
         parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
     elif start.model_path is not None and start.peft_config is None:
-        options = {"revision": (start.args.model_init_kwargs or {}).get("revision") or "main"}
+        revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
         with suppress(OSError):  # there is none, and the model makes one
-            parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, **options)
+            parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, revision=revision)
     for name, part in parts.items():
         try:
             with TemporaryDirectory() as folder:
@@ -334,7 +348,13 @@ def check_disk(start: Start) -> None:
 
 def check_rewards(start: Start) -> None:
     """The reward functions, and that every set has the columns that they read."""
-    start.rewards = start.make_rewards()
+    given, device = start.reward_funcs, torch.device("cpu")
+    if start.accelerator is not None:
+        device = start.accelerator.device
+    elif isinstance(given, list):  # of a dry run, which loads no model
+        given = [name for name in given if not is_reward_model(name)] or no_reward
+    classes = start.reward_processing_classes
+    start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device)
     # The user's own engine may add columns.
     sets = {} if start.engine is not None else {"train_dataset": start.train}
     sets |= {set_name(name): rows for name, rows in start.evals.items()} if sets else {}
@@ -347,11 +367,11 @@ def check_rewards(start: Start) -> None:
 
 def on_main(check: Callable[[Start], None]) -> Callable[[Start], None]:
     """A check of the disk that the first process alone makes."""
-    return lambda start: check(start) if start.is_main else None
+    return lambda start: check(start) if start.accelerator is None or start.accelerator.is_main_process else None
 
 
 CHECKS = (
-    check_launcher,
+    check_processes,
     check_names,
     check_services,
     check_model,

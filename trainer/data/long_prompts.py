@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,7 +22,7 @@ from fused_grpo.trainer.data.datasets import is_plain_arrow, is_stream, read_row
 from fused_grpo.trainer.data.prompts import encode_prompts, prompt_name, prompt_text
 
 _ROWS_AT_ONCE = 1000
-# More than any tokenizer puts into a token on average. What is longer is not encoded, which takes 100 bytes a character.
+# More than a tokenizer puts into a token on average. What is longer is not encoded: that takes 100 bytes a character.
 _CHARACTERS_OF_A_TOKEN = 128
 
 
@@ -112,7 +113,7 @@ class PromptLimit:
         kept = {place: ids for place, ids in zip(short, encoded, strict=True) if len(ids) <= most}
         for place, row in enumerate(rows):
             if place in kept:
-                self._check_ids(kept[place], lambda place=place: prompt_name(rows[place], numbers[place], name))
+                self._check_ids(kept[place], partial(prompt_name, row, numbers[place], name))
             elif not drops:
                 tokens = len(encoded[short.index(place)]) if place in short else "too many"
                 raise DataError(

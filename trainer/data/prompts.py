@@ -7,8 +7,7 @@ TRL's formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError
@@ -144,35 +143,15 @@ def prompt_name(row: Mapping[str, Any], number: int | None, name: str) -> str:
     return f"the prompt{place}{f' of {name}' if name else ''} ({prompt_text(row)[:200]!r})"
 
 
-def longest_prompt(
-    dataset: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    batch_size: int = 1000,
-) -> int:
-    """Number of tokens of the longest prompt of a dataset, of which `batch_size` rows are in memory at a time.
-
-    Raises:
-        InputError, DataError: those of `encode_prompts`, with the number of the row.
-    """
-    # A dataset with a length may never raise IndexError.
-    longest, numbered = 0, enumerate(islice(dataset, len(dataset)) if isinstance(dataset, Sized) else dataset)
-    while batch := list(islice(numbered, batch_size)):
-        numbers, rows = zip(*batch, strict=True)
-        ids = encode_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs, row_numbers=numbers)
-        longest = max(longest, *map(len, ids))
-    return longest
-
-
 def _apply_chat_template(
     conversations: list[Any], tokenizer: Any, options: dict[str, Any], where: Callable[[int], str], name: str
 ) -> list[list[int]]:
     # mistral-common's tokenizers have a template but no such attribute.
     if getattr(tokenizer, "chat_template", "its own") is None and "chat_template" not in options:
         raise DataError(
-            f"got conversations as prompts{f' of {name}' if name else ''} and a tokenizer without a chat template, want "
-            "one that has it; fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as prompts"
+            f"got conversations as prompts{f' of {name}' if name else ''} and a tokenizer without a chat template, "
+            "want one that has it; fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as "
+            "prompts"
         )
     to_continue = bool(options.get("continue_final_message", False))
     for index, messages in enumerate(conversations):

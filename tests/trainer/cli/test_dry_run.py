@@ -155,8 +155,8 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
         shown.extend(dry_run(TrainOptions(), missing))
     assert len(shown) == 2
     shown.clear()
-    with pytest.raises(DataError, match="whose config or tokenizer cannot be loaded"):
-        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: [{"prompt": "1"}]))
+    with pytest.raises(DataError, match="got model '/no/such/model', a path that does not exist; want"):
+        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: ([{"prompt": "1"}], None)))
     assert "one epoch" in shown[1]
 
 
