@@ -108,7 +108,7 @@ def check_start(start: Start) -> None:
 
 
 def check_processes(start: Start) -> None:
-    """The batch divides; and the launcher started what it was asked for, which `accelerate launch` on a CPU does not."""
+    """The batch divides, and the launcher has started what it was asked for: on a CPU `accelerate launch` does not."""
     start.args.prompts_per_process(start.processes)
     alone = start.processes == 1 and "WORLD_SIZE" not in os.environ
     if alone and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
@@ -218,10 +218,10 @@ def loading(what: str) -> Iterator[None]:
     except FusedGRPOError:
         raise
     except Exception as error:  # of the network, the hub, a file
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"got {what} that cannot be loaded: {lines[0]}; fix: a folder with a model in it, or the name of one on "
-            "the hub"
+            f"got {what} cannot be loaded: {first}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path or the name, or a network and a login where it is on the hub"
         ) from error
 
 
@@ -245,7 +245,7 @@ def check_model(start: Start) -> None:
     if start.config is None:
         start.config = load_config("model", start.model, args, args.model_init_kwargs)
     start.shape = planned_shape(start.config, start.model, start.peft_config)
-    with loading(f"the tokenizer of {start.model_path or type(start.model).__name__}"):
+    with loading(f"model {start.model_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
     # A folder without a tokenizer's files gives one that knows no text, without an error.
     if set(start.tokenizer.get_vocab()) <= set(start.tokenizer.all_special_tokens):

@@ -11,14 +11,14 @@ from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data.datasets import Row, read_rows
+from fused_grpo.trainer.data.datasets import Row, is_stream, read_rows
 
 
 def columns_of(dataset: Any) -> list[str]:
     """Names of the columns, of the first row where the dataset does not know them; none where there is no row."""
     names = getattr(dataset, "column_names", None)
-    if names is None and isinstance(dataset, Iterable):
-        names = next((list(row) for row in islice(dataset, 1) if isinstance(row, Mapping)), None)
+    if names is None and (isinstance(dataset, Iterable) or not is_stream(dataset)):
+        names = next((list(row) for row in first_rows(dataset, 1) if isinstance(row, Mapping)), None)
     return list(names or [])
 
 

@@ -166,7 +166,10 @@ def _apply_chat_template(
         ids: list[list[int]] = tokenizer.apply_chat_template(conversations, **options)["input_ids"]
     except Exception as error:  # a template is a program
         index = next((i for i, one in enumerate(conversations) if _fails(tokenizer, one, options)), 0)
-        raise DataError(f"got {type(error).__name__}: {error} from the chat template, at {where(index)}") from error
+        raise DataError(
+            f"got {type(error).__name__}: {error} from the chat template, at {where(index)}, want a conversation that "
+            "it takes; fix: the row, or chat_template_kwargs"
+        ) from error
     return ids
 
 
