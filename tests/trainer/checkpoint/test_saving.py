@@ -42,7 +42,7 @@ def front_matter(card: str) -> dict[str, Any]:
 def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trainer, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [], raising=False)
-    monkeypatch.setenv("HF_TOKEN", "of nobody")
+    monkeypatch.setenv("HF_TOKEN", "of a test")
     trainer = make_trainer(max_steps=1, push_to_hub=True)
     trainer.train()
     assert trainer.hub_model_id == "me/run"

@@ -113,7 +113,7 @@ def test_a_model_folder_that_cannot_be_loaded_or_saved_is_refused_in_one_line(fo
         ({"model": "./typo"}, r"got model './typo', a path that does not exist"),
         ({"model": "/no/such/model"}, "a path that does not exist"),
         ({"model": "a/b/c"}, "a path that does not exist"),
-        ({"model": "nobody/typo"}, r"got model 'nobody/typo', whose config cannot be loaded"),
+        ({"model": "somebody/typo"}, r"got model 'somebody/typo', whose config cannot be loaded"),
         ({"model": __file__}, "which is a file"),
         ({"model": 5}, "got a int as model"),
         ({"teacher_model": "./typo", "distillation_coef": 1.0}, "got teacher_model './typo', a path that does not ex"),
