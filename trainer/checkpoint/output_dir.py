@@ -123,7 +123,8 @@ def prepare_output_dir(
     """
     path = Path(path)
     found = check_output_dir(path, resume=bool(resume), overwrite=overwrite, keep=keep)
-    after = step_of(resume) if isinstance(resume, Path) else 0
+    is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
+    after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
     check_save_places(path, found, overwrite=overwrite, is_saved=is_saved, after=after)
     is_new, former = not path.exists(), former_run(path)
     try:

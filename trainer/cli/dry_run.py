@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
+from fused_grpo.trainer.checkpoint.output_dir import former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
 from fused_grpo.trainer.collect.start_checks import Start, check_start
@@ -54,7 +54,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
         yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
     advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
-    for text in [*advice, *output_warnings(options)]:
+    for text in [*advice, *output_warnings(start)]:
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
@@ -79,17 +79,12 @@ def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
     )
 
 
-def output_warnings(options: TrainOptions) -> Iterator[str]:
-    """What the run would do with another run in its output directory.
-
-    Raises:
-        CheckpointError: where the run would raise it.
-    """
-    path, overwrite = Path(options.output_dir), options.overwrite_output_dir
-    resume = bool(options.resume_from_checkpoint)
-    if found := check_output_dir(path, resume=resume, overwrite=overwrite, keep=options.model):
-        names = ", ".join(sorted(entry.name for entry in found))
-        fate = "removed" if overwrite else f"moved to {former_run(path)}"
+def output_warnings(start: Start) -> Iterator[str]:
+    """What the run would do with another run in its output directory."""
+    path = Path(start.args.output_dir)
+    if start.replaced:
+        names = ", ".join(sorted(entry.name for entry in start.replaced))
+        fate = "removed" if start.args.overwrite_output_dir else f"moved to {former_run(path)}"
         yield f"{path} holds another run ({names}), which would be {fate}"
 
 

@@ -26,8 +26,10 @@ from fused_grpo.errors import DataError, FusedGRPOError, InputError, Unavailable
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
+from fused_grpo.trainer.collect.rollout_metrics import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
+from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.epochs import Epochs, planned_steps
 from fused_grpo.trainer.data.long_prompts import PromptLimit
@@ -71,12 +73,18 @@ class Start:
     limit: PromptLimit = field(init=False)
     max_steps: int = field(init=False)
     epochs: Epochs = field(init=False)
+    replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
     rewards: Rewards = field(init=False)
 
     @property
     def processes(self) -> int:
         """How many train."""
         return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes."""
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     @property
     def model_path(self) -> str | None:
@@ -323,27 +331,32 @@ def check_places(start: Start) -> None:
     """The output directory, the checkpoint to resume from, and files of others where this run is going to save."""
     args, path = start.args, Path(start.args.output_dir)
     resume = args.resume_from_checkpoint
+    if not start.is_main:
+        return
     if resume is True:
         newest_checkpoint(path, sums=False)
     elif resume:
         verify_checkpoint(Path(str(resume)), sums=False)
-    # Where there are checkpoints, the arguments of `train` say whether to resume from them.
-    is_open, overwrite = bool(resume or checkpoints(path)), args.overwrite_output_dir
-    found = check_output_dir(path, resume=is_open, overwrite=overwrite, keep=start.model_path)
+    # Where there are checkpoints, the arguments of `train` say whether to resume from them; the command has none.
+    is_open = bool(resume or (start.accelerator is not None and checkpoints(path)))
+    overwrite = args.overwrite_output_dir
+    start.replaced = check_output_dir(path, resume=is_open, overwrite=overwrite, keep=start.model_path)
     if resume or not is_open:
-        check_save_places(path, found, overwrite=overwrite, is_saved=lambda step: not resume and start.is_saved(step))
+        is_saved = (lambda step: False) if resume else start.is_saved  # where it goes on is not known yet
+        check_save_places(path, start.replaced, overwrite=overwrite, is_saved=is_saved)
 
 
 def check_disk(start: Start) -> None:
     """Room for the final model and a checkpoint."""
-    if start.shape is None:
+    if start.shape is None or not start.is_main:
         return
-    args, trained, full = start.args, start.shape.trained, start.shape.trained == start.shape.parameters
-    # Other than fp32 where the user says so; an adapter is saved alone.
-    size = (2 if "dtype" in (args.model_init_kwargs or {}) else 4) * (start.shape.parameters if full else trained)
+    args, trained = start.args, start.shape.trained  # an adapter is saved alone
+    dtype = (
+        torch.bfloat16 if "dtype" in (args.model_init_kwargs or {}) else getattr(start.model, "dtype", torch.float32)
+    )
     saves = args.save_strategy in ("steps", "epoch")
-    state = 8 * trained if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
-    check_space(Path(args.output_dir), size * (1 + saves) + state)
+    state = 2 if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
+    check_space(Path(args.output_dir), dtype.itemsize * trained * (1 + saves + state))
 
 
 def check_rewards(start: Start) -> None:
@@ -355,29 +368,21 @@ def check_rewards(start: Start) -> None:
         given = [name for name in given if not is_reward_model(name)] or no_reward
     classes = start.reward_processing_classes
     start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device)
-    # The user's own engine may add columns.
-    sets = {} if start.engine is not None else {"train_dataset": start.train}
-    sets |= {set_name(name): rows for name, rows in start.evals.items()} if sets else {}
-    for name, rows in sets.items():
+    sets = {"train_dataset": start.train} | {set_name(name): rows for name, rows in start.evals.items()}
+    for name, rows in sets.items() if start.engine is None else ():  # the user's own may add columns
         try:
             start.rewards.check_columns(next(iter(read_rows(rows, name=name))))
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
+    names, best = start.rewards.names, start.args.metric_for_best_model
+    metrics = (*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens")
+    known = {f"eval_{of_set}_{name}" if of_set else f"eval_{name}" for of_set in start.evals for name in metrics}
+    if best is not None and start.evals and known.isdisjoint({best, f"eval_{best}"}):
+        warn_once(
+            f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
+            f"first one will say so; fix: one of {', '.join(sorted(name for name in known if 'reward' in name))}"
+        )
 
 
-def on_main(check: Callable[[Start], None]) -> Callable[[Start], None]:
-    """A check of the disk that the first process alone makes."""
-    return lambda start: check(start) if start.accelerator is None or start.accelerator.is_main_process else None
-
-
-CHECKS = (
-    check_processes,
-    check_names,
-    check_services,
-    check_model,
-    check_prompts,
-    on_main(check_places),
-    check_saving,
-    on_main(check_disk),
-    check_rewards,
-)
+CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
+CHECKS += (check_places, check_saving, check_disk, check_rewards)

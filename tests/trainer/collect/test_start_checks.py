@@ -258,6 +258,17 @@ def test_a_map_style_dataset_is_as_long_as_it_says(start):
     assert (trainer.sampler.num_prompts, trainer.max_steps, trainer.start.limit.longest) == (6, 12, 4)
 
 
+def test_a_metric_that_no_evaluation_gives_is_a_warning_at_the_start(start, caplog):
+    trl_fields.warn_once.cache_clear()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    for best, sets in (("reward", ROWS), ("eval_hard_reward", {"hard": ROWS}), ("rewards/reward/mean", ROWS)):
+        start(eval_dataset=sets, metric_for_best_model=best, **options)
+    assert "metric_for_best_model" not in caplog.text
+    start(eval_dataset={"hard": ROWS}, metric_for_best_model="reward", **options)
+    assert "got metric_for_best_model='reward', which no evaluation gives" in caplog.text
+    assert "fix: one of eval_hard_frac_reward_zero_std" in caplog.text
+
+
 def test_a_stream_shows_its_first_prompt(start, tokenizer, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(CHAT))
     refused(lambda: start(rows=stream), "prompts of train_dataset and a tokenizer without a chat template", tmp_path)
