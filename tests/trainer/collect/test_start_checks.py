@@ -107,6 +107,18 @@ def test_a_model_folder_that_cannot_be_loaded_or_saved_is_refused_in_one_line(fo
         main([*command, "--dataset", str(tmp_path / "rows.jsonl"), "--reward-funcs", "format"])
 
 
+def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
+    write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    write(tmp_path / "held_out.jsonl", json.dumps({"prompt": "1="}))
+    write(tmp_path / "mine.py", "def score(completions, answer, **columns): return [0.0] * len(completions)\n")
+    command = ["train", "--dry-run", "--model", str(folder), "--output-dir", str(tmp_path / "run")]
+    command += ["--dataset", str(tmp_path / "rows.jsonl"), "--eval-dataset", str(tmp_path / "held_out.jsonl")]
+    with pytest.raises(SystemExit, match=r"wants 'answer', .*\(eval_dataset\)"):
+        main([*command, "--reward-funcs", f"{tmp_path / 'mine.py'}:score"])
+    with pytest.raises(SystemExit, match="got reward_funcs './typo', a path that does not exist"):
+        main([*command, "--reward-funcs", "format", "./typo"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
