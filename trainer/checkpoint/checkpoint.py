@@ -11,6 +11,7 @@ The price is that every file is read once more for its sum, a second or two per 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -107,7 +108,8 @@ def weights_stay(directory: Path, model: Any, state_dict: Any, *, name: Path | N
     try:
         yield
     except Exception as error:
-        if _is_of_disk(error):
+        # A file that is to be copied may be gone, and transformers raises OSErrors without a number.
+        if _is_of_disk(error) and getattr(error, "errno", 0) not in (None, errno.ENOENT):
             raise
         # transformers writes configurations first, and takes weights out of the state dict as it writes them.
         if state_dict and _weight_files(directory) == before:

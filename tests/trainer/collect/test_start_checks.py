@@ -115,7 +115,7 @@ def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
     command += ["--dataset", str(tmp_path / "rows.jsonl"), "--eval-dataset", str(tmp_path / "held_out.jsonl")]
     with pytest.raises(SystemExit, match=r"wants 'answer', .*\(eval_dataset\)"):
         main([*command, "--reward-funcs", f"{tmp_path / 'mine.py'}:score"])
-    with pytest.raises(SystemExit, match="got reward_funcs './typo', a path that does not exist"):
+    with pytest.raises(SystemExit, match=r"got reward_funcs '\./typo', a path that does not exist"):
         main([*command, "--reward-funcs", "format", "./typo"])
 
 
