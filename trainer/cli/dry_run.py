@@ -49,7 +49,9 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
     yield batch_arithmetic(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
     start = planned_start(options, rows, held_out)
     check_start(start)
-    if start.shape is not None:
+    if start.shape is None:
+        yield "memory: unknown, the model cannot be built from its config alone\n"
+    else:
         how: dict[str, Any] = {"processes": processes, "engine": start.engine_name, "teacher": teacher_shape(start)}
         terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
         yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
