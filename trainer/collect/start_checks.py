@@ -202,7 +202,8 @@ def check_services(start: Start) -> None:
             "variable HF_TOKEN"
         )
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
-    if (start.engine is None or (callable(start.engine) and args.use_vllm)) and start.engine_name != "transformers":
+    inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
+    if (start.engine is None or inner) and start.engine_name != "transformers":
         if args.vllm_max_model_length is None and any(map(is_stream, (start.train, *start.evals.values()))):
             raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
         urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
