@@ -1,4 +1,4 @@
-"""The tables of docs/from-trl.md, made from the installed TRL, trl_fields.py and trl_differences.py of trainer/config.
+"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trl_fields.py of trainer/config.
 
     python scripts/trl_table.py          write them
     python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)
@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from trl_differences import BEHAVIOURS, DIFFERENT, NO_NUMBERS, SIZES, UNMEASURED, reasons
+
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
-from fused_grpo.trainer.config.trl_differences import BEHAVIOURS, NO_NUMBERS, SIZES, UNMEASURED, reasons
-from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.trl_fields import MISSING
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-trl.md"
 

@@ -31,7 +31,8 @@ beside the loop is in `WithCallbacks` and `WithCheckpoints`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,27 @@ from transformers import PreTrainedModel, TrainerState
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, checkpoints
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
 from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
+from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
-from fused_grpo.trainer.collect.collector import Collector, make_rewards, make_sampler
+from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
+from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.data.epochs import planned_steps
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
-from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
+from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
@@ -72,7 +73,7 @@ from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import model_for, tokenizer_for, uncompiled
+from fused_grpo.trainer.models.loading import model_for, uncompiled
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
 
 
@@ -147,28 +148,29 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         self.accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(self.accelerator):
-            processes = self.accelerator.num_processes
+            self._undo = ExitStack()  # of what a run that fails at its start has done
             self.output_dir = Path(args.output_dir)
             self.model_path = str(model) if isinstance(model, str | Path) else None
-            self.prompts_per_process = args.prompts_per_process(processes)
-            with all_ranks_succeed(self.accelerator, "looking at the output directory"):
-                if self.accelerator.is_main_process:
-                    # Where there are checkpoints, the arguments of `train` say whether to resume from them.
-                    resume = bool(args.resume_from_checkpoint or checkpoints(self.output_dir))
-                    overwrite = args.overwrite_output_dir
-                    check_output_dir(self.output_dir, resume=resume, overwrite=overwrite, keep=self.model_path)
-            options = {"processing_classes": reward_processing_classes, "device": self.accelerator.device}
-            self.rewards = make_rewards(reward_funcs, args, **options)
-            if rollout_func is None and rollout_engine is None and not is_stream(self.dataset):
-                self.rewards.check_columns(self.dataset[0])  # the user's own engine may add columns
-            self.processing_class = tokenizer_for(model, processing_class, args)
-            data = {"tokenizer": self.processing_class, "eval_dataset": eval_dataset}
-            self.dataset, self.sampler = make_sampler(self.dataset, args, self.accelerator, **data)
-            self.max_steps, self.epochs = planned_steps(args, self.sampler.num_prompts, processes)
-            # Resolved once: what follows depends on it.
-            self.engine_name = engine_name(args, peft_config or getattr(model, "active_peft_config", None))
-            engine = rollout_engine or rollout_func or self.engine_name
-            self.facts = self._announce(model, peft_config, engine, teacher_model)
+            self.start = start = Start(
+                args=args,
+                model=model,
+                train=self.dataset,
+                evals=eval_sets(eval_dataset),
+                reward_funcs=reward_funcs,
+                reward_processing_classes=reward_processing_classes,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                callbacks=callbacks or (),
+                engine=rollout_engine or rollout_func,
+                teacher=teacher_model,
+                accelerator=self.accelerator,
+            )
+            with all_ranks_succeed(self.accelerator, "checking what the run needs"):
+                check_start(start)
+            self.dataset, self.rewards, self.processing_class = start.train, start.rewards, start.tokenizer
+            self.max_steps, self.epochs, self.engine_name = start.max_steps, start.epochs, start.engine_name
+            self.sampler = make_sampler(self.dataset, args, self.accelerator, start.limit)
+            self.facts = announce(start, self.accelerator)
             teacher = load_teacher(teacher_model, args, self.accelerator, self.processing_class)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
             loaded = model_for(model, args, self.accelerator, pad_token_id=self.processing_class.pad_token_id)
@@ -233,6 +235,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.engine.close()
             self.engine_is_open = False
             self.output.close()
+            self._undo.close()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -284,12 +287,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             barrier(self.accelerator)
             distributed.destroy_process_group()
 
-    def _announce(self, model: Any, peft_config: Any, engine: Any, teacher: Any) -> dict[str, str]:
-        about: dict[str, Any] = {"peft_config": peft_config, "engine": engine, "tokenizer": self.processing_class}
-        about |= {"rewards": self.rewards.names, "dataset": self.dataset, "max_steps": self.max_steps}
-        about["teacher"] = teacher
-        return announce(self.model_path or model, self.args, self.accelerator, **about)
-
     def _make_collector(self) -> Collector:
         return Collector(
             self.args,
@@ -297,6 +294,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.sampler,
             self.rewards,
             self.processing_class,
+            self.start.limit,
             vocab_size=self.model.config.get_text_config().vocab_size,
             with_old_logprobs=self.learner.with_old_logprobs,
             attention=self.learner.attention,
@@ -306,9 +304,10 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _choose_engine(self, rollout_func: Any, given: RolloutEngine | None) -> RolloutEngine:
         if given is not None:
             return given
-        datasets = [self.dataset, *eval_sets(self.eval_dataset).values()]
+        args = copy(self.args)
+        args.vllm_max_model_length = self.start.longest_sequence
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
-        return choose_engine(self.engine_name, self.args, self.model, self.processing_class, datasets, **options)
+        return choose_engine(self.engine_name, args, self.model, self.processing_class, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -323,8 +322,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
-                overwrite = self.args.overwrite_output_dir
-                prepare_output_dir(self.output_dir, resume=bool(resume), overwrite=overwrite, keep=self.model_path)
+                options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}
+                options |= {"resume": checkpoint, "is_saved": self.start.is_saved}
+                self._undo.callback(prepare_output_dir(self.output_dir, **options))
         self._prepare_state(None if checkpoint is None else self._restore(checkpoint), self.epochs.total)
         facts = self.facts | {"engine": self.engine.name}
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
@@ -379,6 +379,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         collected = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
+            self._undo.pop_all()  # the run has made something
             self.output.rollouts(self.step + 1, collected.records)
         return self.collector.buffer(collected, phases)
 

@@ -93,8 +93,8 @@ def test_damaged_checkpoints_of_later_steps_do_not_displace_complete_ones(run):
 def saved(parts, tmp_path):
     """The checkpoint of a run before its first step, and what makes runs like it with other rows."""
     rows = [{"prompt": f"{number % 10}+1=", "answer": number + 1} for number in range(300)]
-    make = partial(parts["make_trainer"], str(tmp_path / "run"), "transformers", "resume")
-    return make(rows=rows).save_checkpoint(), rows, make
+    make = partial(parts["make_trainer"], str(tmp_path / "run"), "transformers")
+    return make("fresh", rows=rows).save_checkpoint(), rows, partial(make, "resume")
 
 
 @pytest.mark.parametrize("change", ["another order", "another answer"])

@@ -37,7 +37,7 @@ def test_a_prompt_that_is_too_long_ends_the_run_before_it_begins_or_is_left_out(
         process = farm.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
         assert process.wait() == (policy == "fail")
     if policy == "fail":
-        error = "got 20 tokens for the prompt of row 3 ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"
+        error = "got 20 tokens for the prompt of row 3 of train_dataset ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"
         assert error in process.output.splitlines()[-1]
         assert not (tmp_path / "run").exists()
         return

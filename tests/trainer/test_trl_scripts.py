@@ -8,10 +8,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+from trl_differences import DIFFERENT
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.trl_fields import MISSING
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"

@@ -11,6 +11,7 @@ The price is that every file is read once more for its sum, a second or two per 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,10 +19,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.manifest import (
@@ -61,8 +65,9 @@ def save_checkpoint(
             about how many bytes.
 
     Raises:
-        CheckpointError: `directory` holds files that no checkpoint wrote; or the disk is full or read-only. Then
-            nothing half-written is left, and an earlier checkpoint is unchanged.
+        CheckpointError: the disk is full or read-only. Then nothing half-written is left. Or the configuration, the
+            tokenizer or the state cannot be saved, or `directory` holds files that no checkpoint wrote. Then the
+            weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
     directory = Path(directory)
     partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
@@ -71,21 +76,61 @@ def save_checkpoint(
     with _disk_errors(directory, weights + getattr(write_more, "nbytes", 0)):
         if previous.exists() and not directory.exists():
             os.rename(previous, directory)
-        _refuse_foreign(directory)
         for leftover in (partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            model.save_pretrained(str(partial), state_dict=state_dict)
-            tokenizer.save_pretrained(str(partial))
-            (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
-            if write_more is not None:
-                write_more(partial)
-            write_manifest(partial)
+            with weights_stay(partial, model, state_dict, name=_unused(directory)):
+                model.save_pretrained(str(partial), state_dict=state_dict)
+                tokenizer.save_pretrained(str(partial))
+                (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
+                if write_more is not None:
+                    write_more(partial)
+                write_manifest(partial)
+                refuse_foreign(directory)
             _swap_in(partial, directory, previous)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+@contextmanager
+def weights_stay(directory: Path, model: Any, state_dict: Any, *, name: Path | None = None) -> Iterator[None]:
+    """Around a save to `directory`: where anything but the disk fails, the weights are written all the same.
+
+    Args:
+        name: what `directory` is renamed to then. None: it keeps its name.
+
+    Raises:
+        CheckpointError: the save failed; says where the weights are.
+    """
+    before = _weight_files(directory)
+    try:
+        yield
+    except Exception as error:
+        # A file that is to be copied may be gone, and transformers raises OSErrors without a number.
+        if _is_of_disk(error) and getattr(error, "errno", 0) not in (None, errno.ENOENT):
+            raise
+        # transformers writes configurations first, and takes weights out of the state dict as it writes them.
+        if state_dict and _weight_files(directory) == before:
+            weights = revert_weight_conversion(model, state_dict) if hasattr(model, "config") else state_dict
+            save_torch_state_dict(weights, directory)
+        if _weight_files(directory) == before:
+            raise
+        if name is not None:
+            directory = directory.rename(name)
+        what = error if isinstance(error, CheckpointError) else f"got {type(error).__name__}: {error} while saving"
+        raise CheckpointError(f"{what}; the weights are in {directory}, without what could not be written") from error
+
+
+def _weight_files(directory: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*.safetensors")}
+
+
+def _unused(directory: Path) -> Path:
+    """A name beside `directory` for the files of a save that failed."""
+    names = (directory.with_name(f"{directory.name}-rescued-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
@@ -109,7 +154,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """The `checkpoint-<step>` directories of a run, oldest first, complete or not."""
     found = Path(output_dir).glob("checkpoint-*")
     numbered = [path for path in found if path.is_dir() and re.fullmatch(r"checkpoint-\d{1,18}", path.name, re.ASCII)]
-    return sorted(numbered, key=_step_of)
+    return sorted(numbered, key=step_of)
 
 
 def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> Path:
@@ -123,7 +168,7 @@ def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums:
         for path in Path(output_dir).glob(".checkpoint-*.previous")
         if TEMPORARY.fullmatch(path.name) and not path.with_name(path.name.split(".")[1]).exists()
     ]
-    for path in sorted([*checkpoints(output_dir), *replaced], key=_step_of, reverse=True):
+    for path in sorted([*checkpoints(output_dir), *replaced], key=step_of, reverse=True):
         try:
             if path != other_than:
                 verify_checkpoint(path, sums=sums)
@@ -161,7 +206,7 @@ def remove_old_checkpoints(
     """
     if not keep:
         return
-    found = [path for path in checkpoints(output_dir) if step is None or _step_of(path) <= step]
+    found = [path for path in checkpoints(output_dir) if step is None or step_of(path) <= step]
     for path in found[:-keep]:
         if best is not None and path.name == Path(best).name:
             continue
@@ -202,8 +247,7 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and tokenizers write from Rust, which names the system's errors like this.
-        if isinstance(error, CheckpointError) or not (isinstance(error, OSError) or "(os error" in str(error)):
+        if not _is_of_disk(error):
             raise
         reason = getattr(error, "strerror", None) or error
         # Without sums, which take seconds per GB.
@@ -212,6 +256,25 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
             f"nothing half-written is left, and {_alternative(directory.parent, sums=False)}; "
             "fix: free some space (save_total_limit, save_only_model), or another output_dir"
         ) from error
+
+
+def check_space(directory: Path, wanted: int) -> None:
+    """Check that there is room for `wanted` bytes.
+
+    Raises:
+        CheckpointError: there is not.
+    """
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if shutil.disk_usage(there).free < wanted:
+        raise CheckpointError(
+            f"got {_free(directory / 'final')} free at {there}, want about {_readable(wanted)} for the final model and "
+            "checkpoints; fix: free some space (save_only_model, save_strategy='no'), or another output_dir"
+        )
+
+
+def _is_of_disk(error: Exception) -> bool:
+    # safetensors and tokenizers write from Rust, which names the system's errors like this.
+    return not isinstance(error, CheckpointError) and (isinstance(error, OSError) or "(os error" in str(error))
 
 
 def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
@@ -235,7 +298,7 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
     return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
 
@@ -259,15 +322,21 @@ def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _refuse_foreign(directory: Path) -> None:
-    """A directory is replaced only where every file in it is named by its manifest."""
+def refuse_foreign(directory: Path) -> None:
+    """Check that every file in a directory that a save would replace is named by its manifest.
+
+    Raises:
+        CheckpointError: there is another one.
+    """
     if not directory.exists():
         return
-    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if has_manifest(directory) else set()
+    is_known = has_manifest(directory)
+    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if is_known else set()
     files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()]
     foreign = sorted(set(files) - known)
     if foreign or not directory.is_dir():
         raise CheckpointError(
-            f"got {directory}, which holds files that no checkpoint wrote ({', '.join(foreign[:3])}); "
-            "want a new directory or an earlier checkpoint to replace; fix: move those files away"
+            f"got {directory}, which holds files that no checkpoint wrote ({', '.join(foreign[:3])})"
+            f"{'' if is_known else f', and no {MANIFEST_FILE}, as an interrupted copy'}; want a new directory or an "
+            "earlier checkpoint to replace; fix: move it or those files away"
         )

@@ -9,13 +9,25 @@ A run that is alive has its log locked, and is neither moved nor removed.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import TEMPORARY, checkpoints, is_removable, remove, remove_empty
+from fused_grpo.trainer.checkpoint.checkpoint import (
+    TEMPORARY,
+    checkpoints,
+    is_removable,
+    refuse_foreign,
+    remove,
+    remove_empty,
+    step_of,
+)
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
     NONFINITE_FOLDER,
@@ -45,8 +57,10 @@ def check_output_dir(
         CheckpointError: where `prepare_output_dir` would raise it.
     """
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
+    there = next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "cannot be written" if there.is_dir() else "is a file"
+        raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
     found = [] if resume else _run_files(path)
     if keep is not None and any(Path(keep).resolve().is_relative_to(entry.resolve()) for entry in found):
         raise CheckpointError(
@@ -61,23 +75,58 @@ def check_output_dir(
     return found if resume or overwrite else [*found, *_folders(path, found, keep)]
 
 
+def check_save_places(
+    path: Path, found: list[Path], *, overwrite: bool, is_saved: Callable[[int], bool], after: int = 0
+) -> None:
+    """Check that this run is going to save where nothing lies, or what a save replaces.
+
+    Args:
+        path: the output directory.
+        found: the result of `check_output_dir`.
+        overwrite: what is `found` is removed but for the user's files in it, not moved.
+        is_saved: whether there will be a checkpoint of a step.
+        after: the step that the run goes on from.
+
+    Raises:
+        CheckpointError: files of others are in such a place.
+    """
+    later = [one for one in checkpoints(path) if step_of(one) > after and is_saved(step_of(one))]
+    for place in (path / "final", *later):
+        if overwrite or place not in found:
+            refuse_foreign(place)
+
+
 def prepare_output_dir(
-    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
-) -> Path:
+    path: Path,
+    *,
+    resume: bool | Path | None = None,
+    overwrite: bool = False,
+    keep: str | Path | None = None,
+    is_saved: Callable[[int], bool] = lambda step: False,
+) -> Callable[[], None]:
     """Make `path` ready for a run. Nothing is moved or removed where this raises.
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
-        resume: keep the run that is there and continue its files. Otherwise it is moved to `former_run(path)`.
+        resume: keep the run that is there and continue its files, after this checkpoint. Otherwise it is moved to
+            `former_run(path)`.
         overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
         keep: the model that this run is going to read; it is neither moved nor removed.
+        is_saved: as in `check_save_places`.
+
+    Returns:
+        A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
 
     Raises:
         CheckpointError: the run that is there is being trained, or holds `keep`; or `path` is a file or cannot be
             written.
     """
     path = Path(path)
-    found = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep)
+    found = check_output_dir(path, resume=bool(resume), overwrite=overwrite, keep=keep)
+    is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
+    after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
+    check_save_places(path, found, overwrite=overwrite, is_saved=is_saved, after=after)
+    is_new, former = not path.exists(), former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         # Before their checkpoints are gone, which say what they are.
@@ -95,7 +144,20 @@ def prepare_output_dir(
             f"got {path}, which cannot be written ({error.strerror}); want a directory for this run; "
             "fix: choose another --output-dir"
         ) from error
-    return path
+    return (lambda: None) if resume else partial(_take_back, path, former, set(path.iterdir()), is_new)
+
+
+def _take_back(path: Path, former: Path, before: set[Path], is_new: bool) -> None:
+    made = set(path.iterdir()) - before
+    if any(entry.is_dir() and entry.name != TRACKERS_FOLDER for entry in made):  # a checkpoint, or a batch to look at
+        return
+    for entry in made & {path / name for name in (*RUN_FILES, TRACKERS_FOLDER)}:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    for entry in former.iterdir() if former in before else ():
+        entry.rename(path / entry.name)
+    for folder in (former,) * (former in before) + (path,) * is_new:
+        with suppress(OSError):  # of files that somebody else has put there
+            folder.rmdir()
 
 
 def former_run(path: Path) -> Path:

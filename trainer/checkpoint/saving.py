@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.resume import training_state
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.stopping import StopOnSigterm
@@ -47,8 +47,11 @@ class WithCheckpoints(WithCallbacks):
         weights = self.learner.weights()
         with all_ranks_succeed(self.accelerator, f"saving {output_dir}"):
             if self.accelerator.is_main_process:
-                saver_of(self.model).save_pretrained(str(output_dir), state_dict=weights)
-                self.processing_class.save_pretrained(str(output_dir))
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
+                saver = saver_of(self.model)
+                with weights_stay(Path(output_dir), saver, weights):
+                    saver.save_pretrained(str(output_dir), state_dict=weights)
+                    self.processing_class.save_pretrained(str(output_dir))
         return Path(output_dir)
 
     def save_checkpoint(self) -> Path:

@@ -12,66 +12,81 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from fused_grpo.errors import DataError, FusedGRPOError
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
+from fused_grpo.errors import DataError
+from fused_grpo.trainer.checkpoint.output_dir import former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
-from fused_grpo.trainer.collect.plan import SAMPLED_PROMPTS, warnings_of
-from fused_grpo.trainer.data.prompts import longest_prompt
-from fused_grpo.trainer.engines.engine_choice import engine_name
+from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
+from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
 from fused_grpo.trainer.logging.formatting import bytes_text
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms, model_shape
-from fused_grpo.trainer.models.teacher import SELF
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
 
 
-def dry_run(options: TrainOptions, load_rows: Callable[[], Any]) -> Iterator[str]:
+def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
     """The parts of the output of `--dry-run`, one after the other, up to the first that fails.
 
     Args:
         options: the options of the run.
-        load_rows: loads the dataset.
+        load_rows: loads the dataset and the eval set.
 
     Raises:
-        InputError: a batch that does not divide.
-        DataError: a dataset, or a model's config or tokenizer, that cannot be loaded.
-        CheckpointError: an output directory that the run would refuse.
+        FusedGRPOError: what the run would raise before it loads anything.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     yield resolved(options)
     try:
-        rows = load_rows()
+        rows, held_out = load_rows()
     except DataError:
         yield batch_arithmetic(options, processes=processes, prompts=None)
         raise
     yield batch_arithmetic(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    shape, tokenizer = described_model(options)
-    sampled = list(islice(iter(rows), SAMPLED_PROMPTS))
-    prompt_tokens = longest_prompt(sampled, tokenizer, chat_template_kwargs=options.chat_template_kwargs)
-    how: dict[str, Any] = {"processes": processes, "engine": engine_name(options)}
-    terms = memory_terms(shape, options, prompt_tokens=prompt_tokens, teacher=described_teacher(options), **how)
-    yield memory_table(shape, terms, f"prompts of {prompt_tokens} tokens, the longest of {len(sampled)}")
-    for text in [*warnings_of(options, tokenizer, **how), *output_warnings(options)]:
+    start = planned_start(options, rows, held_out)
+    check_start(start)
+    if start.shape is None:
+        yield "memory: unknown, the model cannot be built from its config alone\n"
+    else:
+        how: dict[str, Any] = {"processes": processes, "engine": start.engine_name, "teacher": teacher_shape(start)}
+        terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
+        yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
+    advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
+    for text in [*advice, *output_warnings(start)]:
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
-def output_warnings(options: TrainOptions) -> Iterator[str]:
-    """What the run would do with another run in its output directory.
+def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
+    """What the run would begin with."""
+    from fused_grpo.trainer.recipes import arithmetic
 
-    Raises:
-        CheckpointError: where the run would raise it.
-    """
-    path, overwrite = Path(options.output_dir), options.overwrite_output_dir
-    resume = bool(options.resume_from_checkpoint)
-    if found := check_output_dir(path, resume=resume, overwrite=overwrite, keep=options.model):
-        names = ", ".join(sorted(entry.name for entry in found))
-        fate = "removed" if overwrite else f"moved to {former_run(path)}"
+    demo: dict[str, Any] = {}
+    if options.model is None:
+        tokenizer = arithmetic.build_tokenizer()
+        demo = {"processing_class": tokenizer, "config": arithmetic.build_model_config(tokenizer)}
+    check_arguments(options, rollout_func=None, eval_dataset=held_out, teacher_model=options.teacher_model)
+    return Start(
+        args=options,
+        model=options.model,
+        train=check_dataset(rows, name="train_dataset"),
+        evals=eval_sets(held_out, check=True),
+        reward_funcs=arithmetic.accuracy_reward if options.model is None else options.reward_funcs,
+        peft_config=options.peft_config(),
+        teacher=options.teacher_model,
+        **demo,
+    )
+
+
+def output_warnings(start: Start) -> Iterator[str]:
+    """What the run would do with another run in its output directory."""
+    path = Path(start.args.output_dir)
+    if start.replaced:
+        names = ", ".join(sorted(entry.name for entry in start.replaced))
+        fate = "removed" if start.args.overwrite_output_dir else f"moved to {former_run(path)}"
         yield f"{path} holds another run ({names}), which would be {fate}"
 
 
@@ -112,57 +127,6 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         count, source = (planned, "num_train_epochs") if options.max_steps < 0 else (options.max_steps, "max_steps")
         rows.append(("the run", f"{count} optimizer steps ({source})"))
     return _section("the batch", rows)
-
-
-def described_model(options: TrainOptions) -> tuple[ModelShape, Any]:
-    """The shape of the model, and its tokenizer; no weights are loaded.
-
-    Raises:
-        DataError: neither a directory of a model nor a reachable hub id.
-    """
-    from transformers import AutoConfig
-
-    from fused_grpo.trainer.models.loading import load_tokenizer
-    from fused_grpo.trainer.recipes import arithmetic
-
-    lora: dict[str, Any] = (
-        {"lora_r": options.lora_r, "lora_targets": options.lora_target_modules} if options.use_peft else {}
-    )
-    if options.model is None:
-        tokenizer = arithmetic.build_tokenizer()
-        return model_shape(arithmetic.build_model_config(tokenizer), **lora), tokenizer
-    with _loading(f"--model {options.model}, whose config or tokenizer"):
-        config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-        tokenizer = load_tokenizer(options.model, None, trust_remote_code=options.trust_remote_code)
-    return model_shape(config, **lora), tokenizer
-
-
-def described_teacher(options: TrainOptions) -> ModelShape | str | None:
-    """The shape of the teacher; "self" for the reference, None without one.
-
-    Raises:
-        DataError: neither a directory of a model nor a reachable hub id.
-    """
-    from transformers import AutoConfig
-
-    if options.teacher_model is None or options.teacher_model == SELF:
-        return options.teacher_model
-    with _loading(f"--teacher-model {options.teacher_model}, whose config"):
-        return model_shape(
-            AutoConfig.from_pretrained(options.teacher_model, trust_remote_code=options.trust_remote_code)
-        )
-
-
-@contextmanager
-def _loading(what: str) -> Iterator[None]:
-    try:
-        yield
-    except FusedGRPOError:
-        raise
-    except Exception as error:  # from the network, the hub, or an unknown config
-        raise DataError(
-            f"got {what} cannot be loaded: {error}; fix: a directory with a model in it, or the name of one on the hub"
-        ) from error
 
 
 def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:

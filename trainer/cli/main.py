@@ -146,8 +146,9 @@ def show(options: TrainOptions) -> None:
     from fused_grpo.trainer.cli.dry_run import dry_run
     from fused_grpo.trainer.recipes import arithmetic
 
-    def rows() -> Any:
-        return arithmetic.build_splits().train if options.model is None else load_prompts(options, held_out=False)
+    def rows() -> tuple[Any, Any]:
+        splits = arithmetic.build_splits()
+        return (splits.train, splits.heldout) if options.model is None else load_all(options)
 
     if is_first_process():
         for part in dry_run(options, rows):
@@ -188,8 +189,7 @@ def train_given(options: TrainOptions) -> None:
         options.model,
         options.reward_funcs,
         options.trainer_args(),
-        load_prompts(options, held_out=False),
-        eval_dataset=load_prompts(options, held_out=True) if options.eval_dataset is not None else None,
+        *load_all(options),
         **more_arguments(options),
     )
     say(f"model: {run_trainer(trainer).checkpoint}")
@@ -206,6 +206,12 @@ def run_trainer(trainer: GRPOTrainer) -> TrainResult:
 def more_arguments(options: TrainOptions) -> dict[str, Any]:
     """The trainer's arguments for a LoRA adapter and a teacher; None without."""
     return {"peft_config": options.peft_config(), "teacher_model": options.teacher_model}
+
+
+def load_all(options: TrainOptions) -> tuple[Any, Any]:
+    """The training rows and the held-out ones, which are None where no option names them."""
+    held_out = options.eval_dataset is not None
+    return load_prompts(options, held_out=False), load_prompts(options, held_out=True) if held_out else None
 
 
 def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:

@@ -39,7 +39,7 @@ from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, all_rows, eval_sets
+from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -78,6 +78,7 @@ class Collector:
     """Draws prompts, has an engine complete them, scores the completions and makes batches of them.
 
     Args:
+        prompt_limit: encodes prompts, and knows which are too long.
         vocab_size: token ids of completions must be below it.
         with_old_logprobs: adds the log-probs of the current policy to a batch.
         attention: the cost of attending to one token, by which sequences are balanced across ranks.
@@ -91,6 +92,7 @@ class Collector:
         sampler: PromptSampler,
         rewards: Rewards,
         tokenizer: Any,
+        prompt_limit: PromptLimit,
         *,
         vocab_size: int,
         with_old_logprobs: OldLogprobs,
@@ -100,7 +102,7 @@ class Collector:
         self.args, self.accelerator, self.sampler = args, accelerator, sampler
         self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
         self.with_old_logprobs, self.attention, self.can_skip = with_old_logprobs, attention, can_skip
-        self.prompt_limit = PromptLimit(args, tokenizer)
+        self.prompt_limit = prompt_limit
         self.group_part = args.group_part(accelerator.num_processes)
         self.generate_calls = 0
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
@@ -389,19 +391,10 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
     )
 
 
-def make_sampler(
-    dataset: Any, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any, *, eval_dataset: Any = None
-) -> tuple[Any, PromptSampler]:
-    """The dataset without prompts that are too long, and the sampler of its rows.
-
-    Raises:
-        DataError: a prompt of one of the datasets is too long, where that is an error.
-    """
-    limit, processes = PromptLimit(args, tokenizer), accelerator.num_processes
-    dataset = limit.applied(dataset, name="train_dataset")
-    for evaluated in eval_sets(eval_dataset).values():
-        limit.applied(evaluated, name="eval_dataset")  # an evaluation applies it, and may be long after the start
-    return dataset, PromptSampler(
+def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, limit: PromptLimit) -> PromptSampler:
+    """The sampler of a dataset's rows; of a stream, without prompts that are too long."""
+    processes = accelerator.num_processes
+    return PromptSampler(
         dataset,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,

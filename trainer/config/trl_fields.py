@@ -1,9 +1,9 @@
-"""How the fields of TRL 1.16's `GRPOConfig` relate to ours (the same, different, or missing), and why.
+"""The fields of TRL 1.16's `GRPOConfig` that have no effect here, and why.
 
 `GRPOConfig` has every field of TRL's, so that parsers and callbacks find them. One that has no effect here is in
 MISSING: its default changes nothing, other values that change nothing are accepted with a warning that has the reason,
-and all others are refused with it. The tables in docs/from-trl.md are made from this file, and a test compares it with
-the fields of TRL's own class. The missing arguments of `GRPOTrainer` are below the fields.
+and all others are refused with it. A test compares them with the fields of TRL's own class. The missing arguments of
+`GRPOTrainer` are below the fields.
 """
 
 from __future__ import annotations
@@ -18,40 +18,6 @@ from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 Config = TypeVar("Config")
-
-DIFFERENT: dict[str, str] = {
-    "output_dir": '"runs/grpo" by default; another run in it is moved to former-run-<n> there',
-    "project": '"fused-grpo" by default',
-    "resume_from_checkpoint": "True finds the newest complete checkpoint; exact, rollouts in progress included",
-    "model_init_kwargs": "trust_remote_code in it is used for tokenizer and engine too",
-    "delta": "dropped with a warning where the loss has no unclipped branch (TRL: no warning)",
-    "steps_per_generation": "a multiple or (num_iterations=1) a divisor of gradient_accumulation_steps; not shuffled",
-    "generation_batch_size": "a multiple or a divisor of the effective batch; see steps_per_generation",
-    "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
-    "router_aux_loss_coef": "of each micro-batch, as there; under accumulation those hold other sequences",
-    "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
-    "optim": "all but those that step inside the backward pass (LOMO, layer-wise) and schedule-free ones",
-    "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
-    "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence goes to 0',
-    "vllm_importance_sampling_correction": "of rollouts of vLLM, of a server or of an engine that you pass",
-    "use_vllm": "None (default): True if vLLM is installed",
-    "vllm_mode": '"server" calls plain vLLM servers (python -m vllm.entrypoints...), one or several',
-    "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
-    "vllm_server_base_url": "one URL, or a list for replicas",
-    "vllm_max_model_length": "None: measured from the data, not the model's maximum",
-    "vllm_model_impl": '"vllm" leaves the choice to vLLM, which takes its own where it has one',
-    "generation_kwargs": "beams with a warning: their completions are no samples of the policy",
-    "eval_strategy": '"no", and by default also before the first and after the last step (eval_at_ends)',
-    "eval_steps": "with eval_at_ends: None is only before the first and after the last step",
-    "num_generations_eval": "None: one greedy completion per prompt",
-    "report_to": "through Accelerate's trackers, with transformers' names (train/loss, eval/reward)",
-    "logging_steps": "means in state.log_history and on the console; files and trackers have every step",
-    "save_strategy": "the trained model is in output_dir/final too",
-    "metric_for_best_model": 'no default: name a metric of the evaluation, "reward"',
-    "hub_model_id": "the final model only, at the end",
-    "push_to_hub": "the final model only, at the end",
-    "log_completions": "on the console; rollouts.jsonl has those of each step (rollouts_kept_steps)",
-}
 
 
 class Missing(NamedTuple):
@@ -86,7 +52,7 @@ def _only_loads_data(value: Any) -> bool:
 
 
 _MULTIMODAL = "text only"
-_TOOLS = "no tools or environments; rollout_func can run an agent"
+_TOOLS = "agents are not supported yet: no tools or environments, and all tokens of a completion are the model's"
 _PREDICTIONS = "an evaluation logs rewards and keeps no predictions"
 _TRANSFORMERS = "an option of transformers.Trainer's loop, which is not used"
 _ACCELERATE = "set by `accelerate launch` and its configuration file"
@@ -229,8 +195,8 @@ def warn_once(message: str) -> None:
 
 
 MISSING_ARGUMENTS = {
-    "tools": "rollout_func can run an agent",
-    "environment_factory": "rollout_func can run an agent",
+    "tools": f"leave it out: {_TOOLS}",
+    "environment_factory": f"leave it out: {_TOOLS}",
     "quantization_config": "load the quantized model yourself and pass it as `model`",
 }
 

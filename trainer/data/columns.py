@@ -11,14 +11,14 @@ from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.data.datasets import Row, is_stream, read_rows
 
 
 def columns_of(dataset: Any) -> list[str]:
     """Names of the columns, of the first row where the dataset does not know them; none where there is no row."""
     names = getattr(dataset, "column_names", None)
-    if names is None and isinstance(dataset, Iterable):
-        names = next((list(row) for row in islice(dataset, 1) if isinstance(row, Mapping)), None)
+    if names is None and (isinstance(dataset, Iterable) or not is_stream(dataset)):
+        names = next((list(row) for row in first_rows(dataset, 1) if isinstance(row, Mapping)), None)
     return list(names or [])
 
 
@@ -39,9 +39,10 @@ def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
     replaced = [name for name in moved.values() if name in have and name not in moved]
     if not moved:
         return dataset
+    rows = read_rows(dataset, name="the dataset")
     if hasattr(dataset, "rename_columns"):
         return (dataset.remove_columns(replaced) if replaced else dataset).rename_columns(moved)
-    return [{moved.get(name, name): value for name, value in row.items() if name not in replaced} for row in dataset]
+    return [{moved.get(name, name): value for name, value in row.items() if name not in replaced} for row in rows]
 
 
 def with_system_prompt(dataset: Any, text: str) -> Any:
@@ -53,11 +54,13 @@ def with_system_prompt(dataset: Any, text: str) -> Any:
         system = [{"role": "system", "content": text}] if text else []
         return {**row, "prompt": [*system, {"role": "user", "content": row["prompt"]}]}
 
-    return dataset.map(as_conversation) if hasattr(dataset, "map") else [as_conversation(row) for row in dataset]
+    if hasattr(dataset, "map"):
+        return dataset.map(as_conversation)
+    return [as_conversation(row) for row in read_rows(dataset, name="the dataset")]
 
 
 def first_rows(dataset: Any, count: int) -> Any:
     """The first `count` rows, or all where there are fewer."""
     if not hasattr(dataset, "take"):
-        return list(islice(dataset, count))
+        return list(islice(read_rows(dataset, name="the dataset"), count))
     return dataset.take(min(count, len(dataset)) if hasattr(dataset, "__len__") else count)

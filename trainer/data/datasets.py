@@ -12,11 +12,12 @@ import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError, DatasetTypeError
-from fused_grpo.trainer.data.prompts import is_conversational, prompt_problem
+from fused_grpo.trainer.data.prompts import clean_prompt, is_conversational, prompt_problem
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -28,6 +29,11 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "p
 def is_stream(dataset: Any) -> bool:
     """True for a dataset without random access."""
     return not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+
+
+def as_row(entry: Mapping[str, Any]) -> Row:
+    """A row as everything after the dataset gets it: a dict with a clean prompt."""
+    return {**entry, "prompt": clean_prompt(entry["prompt"])} if "prompt" in entry else dict(entry)
 
 
 class RowCheck:
@@ -46,7 +52,7 @@ class RowCheck:
         """Row `number` of the dataset as a dict."""
         if not isinstance(entry, Mapping):
             raise DataError(f"got a {type(entry).__name__} as row {number} of {self.name}, want a dict")
-        row = dict(entry)
+        row = as_row(entry)
         if self.first is None:
             self._check_columns(number, row)
             self.first = row
@@ -122,10 +128,10 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     if not isinstance(first[1], Mapping):
         raise DatasetTypeError(got)
     check(*first)
-    if _is_plain_arrow(dataset):
+    if is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)
         for number, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"]):
-            check.prompt(number, prompt)
+            check.prompt(number, clean_prompt(prompt))
     elif not is_stream(dataset):
         for number, row in rows:
             check(number, row)
@@ -163,8 +169,13 @@ def eval_sets(given: Any, *, check: bool = False) -> dict[str, Any]:
     else:
         sets = {} if given is None else {"": given}
     for name, dataset in sets.items() if check else ():
-        check_dataset(dataset, name=f"eval_dataset[{name!r}]" if name else "eval_dataset")
+        check_dataset(dataset, name=set_name(name))
     return sets
+
+
+def set_name(name: str) -> str:
+    """What errors call the eval set of that name."""
+    return f"eval_dataset[{name!r}]" if name else "eval_dataset"
 
 
 def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
@@ -210,7 +221,8 @@ def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
     """
     number = 0
     try:
-        for entry in dataset:
+        # By its length, where it has one: a map-style dataset may have a row for every index.
+        for entry in dataset if is_stream(dataset) else islice(dataset, len(dataset)):
             yield entry
             number += 1
     except Exception as error:  # of the file, or of the user's function in `map`
@@ -276,7 +288,7 @@ def _refuse_null_rows(path: Path) -> None:
             raise ValueError(f"row {row} of {path.name} is null, want an object")
 
 
-def _is_plain_arrow(dataset: Any) -> bool:
+def is_plain_arrow(dataset: Any) -> bool:
     """True for a `datasets.Dataset` without a transform: its rows are those of its table."""
     from datasets import Dataset
 

@@ -1,48 +1,70 @@
-"""Prompts that leave no room for a completion in `vllm_max_model_length`: dropped with a count, or an error.
+"""Every prompt of a run is encoded once, before anything slow: how long it is, and whether the model has its tokens.
 
-A dataset with random access is read before the run begins, so that order, epochs and resume are those of the dataset
-without its long prompts. Of a stream, the sampler passes over them as it reads. Where no prompt is too long, nothing
-changes.
+Prompts that leave no room for a completion are dropped with a count, or an error. A dataset with random access is read
+before the run begins, so that order, epochs and resume are those of the dataset without its long prompts. Of a stream,
+the sampler passes over them as it reads. Where no prompt is too long, nothing changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import Subset
 
-from fused_grpo.errors import DataError
+from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
-from fused_grpo.trainer.data.datasets import is_stream, read_rows
-from fused_grpo.trainer.data.prompts import encode_prompts
+from fused_grpo.trainer.data.datasets import is_plain_arrow, is_stream, read_rows
+from fused_grpo.trainer.data.prompts import encode_prompts, prompt_name
+from fused_grpo.trainer.logging.formatting import message_text
 
 _ROWS_AT_ONCE = 1000
+# More than a tokenizer puts into a token on average. What is longer is not encoded: that takes 100 bytes a character.
+_CHARACTERS_OF_A_TOKEN = 128
 
 
 class PromptLimit:
     """The longest prompt of a run, and what happens to longer ones.
 
     Args:
-        args: `vllm_max_model_length` less `max_completion_length` is the limit; without the first there is none.
+        args: `vllm_max_model_length`, or `positions` if that is less, minus `max_completion_length` is the limit.
         tokenizer: that of the model.
+        positions: what the model has places for. None: unknown, or of no matter.
+        vocabulary: rows of the model's embedding. None: unknown, or of no matter.
+
+    Raises:
+        InputError: no room for any prompt, or an end-of-sequence token that the model does not have.
     """
 
-    def __init__(self, args: GRPOConfig, tokenizer: Any) -> None:
-        longest = args.vllm_max_model_length
-        self.tokens = None if longest is None else longest - args.max_completion_length
-        self._drops = args.long_prompts == "drop"
+    def __init__(
+        self, args: GRPOConfig, tokenizer: Any, *, positions: int | None = None, vocabulary: int | None = None
+    ) -> None:
+        limits = {"vllm_max_model_length": args.vllm_max_model_length, "the model's positions": positions}
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        self._by = min(known, key=lambda name: known[name], default="")
+        self.tokens = known[self._by] - args.max_completion_length if known else None
+        self.longest = 0  # tokens of the longest prompt so far
+        self._drops, self._vocabulary = args.long_prompts == "drop", vocabulary
         self._tokenizer, self._template = tokenizer, args.chat_template_kwargs
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(
+                f"got max_completion_length={args.max_completion_length} and {self._by}={known[self._by]}, want room "
+                "for a prompt; fix: a smaller max_completion_length"
+            )
+        self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
 
     def encode(self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int]) -> list[list[int]]:
         """Token ids of the rows' prompts.
 
         Raises:
             DataError: a prompt that cannot be encoded or is too long; named by the row's number.
+            InputError: one with a token that the model does not have.
         """
-        return self._encode(rows, row_numbers, max_tokens=self.tokens)
+        return [ids or [] for ids in self._encode(rows, row_numbers, drops=False)]
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
         """Whether the prompt of row `number` of a stream is short enough.
@@ -50,23 +72,28 @@ class PromptLimit:
         Raises:
             DataError: a prompt that cannot be encoded; or one that is too long, where such prompts are an error.
         """
-        if self._fitting([row], [number]):
+        if self._encode([row], [number], drops=self._drops)[0]:
             return True
         warn_once(f"got prompts {self._too_long()}, which are left out; prompts/dropped counts them; {self._fix()}")
         return False
 
     def applied(self, dataset: Any, *, name: str) -> Any:
-        """The dataset without prompts that are too long, with a warning that counts them; streams are returned as is.
+        """The dataset without prompts that are too long, with a warning that counts them.
+
+        Of a stream the first prompt is looked at, and the stream returned as it is.
 
         Raises:
             DataError: as `fits`; or every prompt is too long.
         """
-        if self.tokens is None or is_stream(dataset):
+        if is_stream(dataset):
+            self._encode(list(islice(read_rows(dataset, name=name), 1)), [0], name, drops=self._drops)
             return dataset
-        kept, numbered = list[int](), enumerate(read_rows(dataset, name=name))
+        kept, prompts = list[int](), dataset.select_columns(["prompt"]) if is_plain_arrow(dataset) else dataset
+        numbered = enumerate(read_rows(prompts, name=name))
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
             numbers, rows = zip(*batch, strict=True)
-            kept += [numbers[place] for place in self._fitting(rows, numbers)]
+            encoded = zip(numbers, self._encode(rows, numbers, name, drops=self._drops), strict=True)
+            kept += [number for number, ids in encoded if ids]
         if len(kept) == len(dataset):
             return dataset
         got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long()}"
@@ -76,24 +103,44 @@ class PromptLimit:
         # The sampler treats a `datasets.Dataset` in its own way.
         return dataset.select(kept) if _is_arrow(dataset) else Subset(dataset, kept)
 
-    def _fitting(self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int]) -> list[int]:
-        """The places in `rows` of those whose prompts are short enough."""
-        ids = self._encode(rows, row_numbers, max_tokens=None if self._drops else self.tokens)
-        return [place for place, tokens in enumerate(ids) if self.tokens is None or len(tokens) <= self.tokens]
-
     def _encode(
-        self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int], *, max_tokens: int | None
-    ) -> list[list[int]]:
-        options: Any = {"chat_template_kwargs": self._template, "row_numbers": row_numbers, "max_tokens": max_tokens}
-        return encode_prompts(rows, self._tokenizer, **options)
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], name: str = "", *, drops: bool
+    ) -> list[list[int] | None]:
+        """Token ids of each prompt; None for one that is too long, where those are left out."""
+        most = math.inf if self.tokens is None else self.tokens
+        short = [
+            place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * _CHARACTERS_OF_A_TOKEN
+        ]
+        options: Any = {"chat_template_kwargs": self._template, "row_numbers": [numbers[place] for place in short]}
+        encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
+        kept = {place: ids for place, ids in zip(short, encoded, strict=True) if len(ids) <= most}
+        for place, row in enumerate(rows):
+            if place in kept:
+                self._check_ids(kept[place], partial(prompt_name, row, numbers[place], name))
+            elif not drops:
+                tokens = len(encoded[short.index(place)]) if place in short else "too many"
+                raise DataError(
+                    f"got {tokens} tokens for {prompt_name(row, numbers[place], name)}, want {self.tokens} at most "
+                    f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
+                )
+        self.longest = max([self.longest, *map(len, kept.values())])
+        return [kept.get(place) for place in range(len(rows))]
+
+    def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
+        if self._vocabulary is not None and max(ids) >= self._vocabulary:
+            token = self._tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(
+                f"got token {max(ids)} ({token!r}) in {where()}, want ids below {self._vocabulary}, the rows of the "
+                "model's embedding; fix: the tokenizer of the model, or a model after its "
+                "resize_token_embeddings(len(tokenizer))"
+            )
 
     def _too_long(self) -> str:
-        return f"with more than {self.tokens} tokens (vllm_max_model_length less max_completion_length)"
+        return f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
 
     def _fix(self) -> str:
-        return (
-            "fix: a larger vllm_max_model_length or a smaller max_completion_length; long_prompts='fail' for an error"
-        )
+        larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
+        return f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
 
 
 def _is_arrow(dataset: Any) -> bool:

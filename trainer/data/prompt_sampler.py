@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import CheckpointError, DataError
-from fused_grpo.trainer.data.datasets import Row, RowCheck, is_stream, read_rows, unreadable
+from fused_grpo.trainer.data.datasets import Row, RowCheck, as_row, is_stream, read_rows, unreadable
 
 Keep = Callable[[Row, int], bool]
 END = object()
@@ -214,7 +214,7 @@ class _IndexedRows:
 
     def _row(self, index: int) -> Row:
         try:
-            return dict(self._dataset[index])
+            return as_row(self._dataset[index])
         except Exception as error:  # of the disk, or of a transform
             raise unreadable(index, "train_dataset", error) from error
 

@@ -7,8 +7,7 @@ TRL's formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError
@@ -25,8 +24,34 @@ def is_conversational(row: Mapping[str, Any]) -> bool:
     return not isinstance(row["prompt"], str)
 
 
+def clean_prompt(prompt: Any) -> Any:
+    """A conversation as chat templates expect it, and any other value as it is.
+
+    Arrow gives all messages of a column the same keys: those that are None were not there. Contents that are parts of
+    text become one string.
+    """
+    if not isinstance(prompt, list):
+        return prompt
+    messages = _without_none(prompt)
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and all(map(_is_text_part, parts)):
+            message["content"] = "".join(part["text"] for part in parts)
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return list(map(_without_none, value)) if isinstance(value, list) else value
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def prompt_problem(prompt: Any) -> str | None:
-    """Why this value cannot be a prompt; None if it can."""
+    """Why this value, cleaned, cannot be a prompt; None if it can."""
     if isinstance(prompt, str) and prompt:
         return None if _is_text(prompt) else _NO_TEXT
     if not isinstance(prompt, list) or not prompt:
@@ -35,7 +60,7 @@ def prompt_problem(prompt: Any) -> str | None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "want messages of the form {'role': ..., 'content': ...}"
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            return "want a string as the content of every message (only text is supported)"
+            return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
         if not _is_text(message.get("content") or ""):
             return _NO_TEXT
     return None
@@ -61,7 +86,7 @@ def encode_prompts(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     row_numbers: Sequence[int] | None = None,
-    max_tokens: int | None = None,
+    name: str = "",
 ) -> list[list[int]]:
     """Token ids of each prompt, the same as TRL's.
 
@@ -76,68 +101,49 @@ def encode_prompts(
             ("tools", "chat_template"). With `continue_final_message=True`, every conversation ends with the beginning
             of the assistant's message, which the model continues.
         row_numbers: their places in the dataset, for errors.
-        max_tokens: limit of a prompt's length. None: no limit.
+        name: of the dataset, for errors.
 
     Raises:
         InputError: `chat_template_kwargs` has an option of `SET_HERE`.
         DataError: no chat template, a template that refuses a conversation, a conversation that ends with the wrong
-            role, or a prompt without tokens or with too many.
+            role, or a prompt without tokens.
     """
     options = dict(chat_template_kwargs or {})
     if taken := SET_HERE & options.keys():
         raise InputError(f"got {min(taken)!r} in chat_template_kwargs, which the trainer sets; fix: leave it out")
 
     def where(index: int) -> str:
-        number = "" if row_numbers is None else f" of row {row_numbers[index]}"
-        return f"the prompt{number} ({message_text(rows[index]['prompt'])[:200]!r})"
+        return prompt_name(rows[index], None if row_numbers is None else row_numbers[index], name)
 
-    prompts = [row["prompt"] for row in rows]
+    prompts = [clean_prompt(row["prompt"]) for row in rows]
     ids: list[list[int]]
     if not rows:
         ids = []
     elif is_conversational(rows[0]):
-        ids = _apply_chat_template(prompts, tokenizer, options, where)
+        ids = _apply_chat_template(prompts, tokenizer, options, where, name)
     else:
         ids = tokenizer(prompts)["input_ids"]
     for index, tokens in enumerate(ids):
         if not tokens:
             raise DataError(f"got no token for {where(index)}, want at least one")
-        if max_tokens is not None and len(tokens) > max_tokens:
-            raise DataError(
-                f"got {len(tokens)} tokens for {where(index)}, want {max_tokens} at most "
-                "(vllm_max_model_length less max_completion_length); fix: leave the row out, or change one of the two"
-            )
     return ids
 
 
-def longest_prompt(
-    dataset: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    batch_size: int = 1000,
-) -> int:
-    """Number of tokens of the longest prompt of a dataset, of which `batch_size` rows are in memory at a time.
-
-    Raises:
-        InputError, DataError: those of `encode_prompts`, with the number of the row.
-    """
-    longest, numbered = 0, enumerate(dataset)
-    while batch := list(islice(numbered, batch_size)):
-        numbers, rows = zip(*batch, strict=True)
-        ids = encode_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs, row_numbers=numbers)
-        longest = max(longest, *map(len, ids))
-    return longest
+def prompt_name(row: Mapping[str, Any], number: int | None, name: str) -> str:
+    """What an error calls the prompt of row `number` of the dataset `name`."""
+    place = f" of row {number}" if number is not None else ""
+    return f"the prompt{place}{f' of {name}' if name else ''} ({message_text(row['prompt'])[:200]!r})"
 
 
 def _apply_chat_template(
-    conversations: list[Any], tokenizer: Any, options: dict[str, Any], where: Callable[[int], str]
+    conversations: list[Any], tokenizer: Any, options: dict[str, Any], where: Callable[[int], str], name: str
 ) -> list[list[int]]:
     # mistral-common's tokenizers have a template but no such attribute.
     if getattr(tokenizer, "chat_template", "its own") is None and "chat_template" not in options:
         raise DataError(
-            "got conversations as prompts and a tokenizer without a chat template, want one that has it; "
-            "fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as prompts"
+            f"got conversations as prompts{f' of {name}' if name else ''} and a tokenizer without a chat template, "
+            "want one that has it; fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as "
+            "prompts"
         )
     to_continue = bool(options.get("continue_final_message", False))
     for index, messages in enumerate(conversations):
@@ -152,7 +158,10 @@ def _apply_chat_template(
         ids: list[list[int]] = tokenizer.apply_chat_template(conversations, **options)["input_ids"]
     except Exception as error:  # a template is a program
         index = next((i for i, one in enumerate(conversations) if _fails(tokenizer, one, options)), 0)
-        raise DataError(f"got {type(error).__name__}: {error} from the chat template, at {where(index)}") from error
+        raise DataError(
+            f"got {type(error).__name__}: {error} from the chat template, at {where(index)}, want a conversation that "
+            "it takes; fix: the row, or chat_template_kwargs"
+        ) from error
     return ids
 
 

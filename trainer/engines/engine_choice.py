@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import is_stream
-from fused_grpo.trainer.data.prompts import longest_prompt
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
@@ -58,7 +55,6 @@ def choose_engine(
     args: GRPOConfig,
     model: Any,
     tokenizer: Any,
-    datasets: Sequence[Any],
     *,
     rollout_func: Any = None,
     trainer: Any = None,
@@ -67,29 +63,26 @@ def choose_engine(
 
     Args:
         name: the result of `engine_name`.
-        args: the options of the run.
+        args: the options of the run; `vllm_max_model_length` is that of the data where the user sets none.
         model: the model that is trained.
         tokenizer: its tokenizer.
-        datasets: all datasets whose prompts the engine will be given.
         rollout_func: the user's function. It may use an engine that `args` asks for by name.
         trainer: the argument of `rollout_func` of that name.
 
     Raises:
-        InputError: a dataset without random access, whose longest prompt is not known; options that do not fit.
+        InputError: options that do not fit.
         UnsupportedError: an option that the engine does not have on this machine.
         UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
     with progress(f"starting the engine: {name}"):
         if rollout_func is None:
-            return _make_engine(name, args, model, tokenizer, datasets)
+            return _make_engine(name, args, model, tokenizer)
         needs_inner = args.use_vllm or args.vllm_mode == "server"
-        inner = _make_engine(name, args, model, tokenizer, datasets) if needs_inner else None
+        inner = _make_engine(name, args, model, tokenizer) if needs_inner else None
     return FunctionEngine(rollout_func, trainer, inner=inner)
 
 
-def _make_engine(
-    name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any, datasets: Sequence[Any]
-) -> RolloutEngine:
+def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     _log.info("rollout engine: %s", name)
     if args.vllm_adapter_sync and not (name == "vllm" and is_adapted(model)):
         raise InputError(
@@ -102,8 +95,7 @@ def _make_engine(
     if name == "vllm":
         check_installed()
     max_model_len = args.vllm_max_model_length
-    if max_model_len is None:
-        max_model_len = _longest_prompt(args, tokenizer, datasets) + args.max_completion_length
+    assert max_model_len is not None
     if name == "server":
         urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerEngine(
@@ -130,11 +122,3 @@ def _make_engine(
     if args.vllm_adapter_sync:
         return VLLMAdapterEngine(model, tokenizer, **options)
     return VLLMEngine(base_model(model), tokenizer, **options)
-
-
-def _longest_prompt(args: GRPOConfig, tokenizer: Any, datasets: Sequence[Any]) -> int:
-    """Tokens of the longest prompt in all datasets."""
-    if any(map(is_stream, datasets)):
-        raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
-    options: Any = {"chat_template_kwargs": args.chat_template_kwargs}
-    return max(longest_prompt(dataset, tokenizer, **options) for dataset in datasets)

@@ -1,4 +1,4 @@
-"""A user's `rollout_func` in place of an engine: agents, environments, another inference server.
+"""A user's `rollout_func` in place of an engine: another inference server, a sampler of your own.
 
 `rollout_func(prompts, trainer)` is TRL's hook, with its shapes: it gets this process' prompts, each `num_generations`
 times in a row, and returns a dict with one entry per prompt in each of
@@ -137,8 +137,8 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
         raise DataError(f"got {got} from rollout_func, want a dict with {', '.join(_REQUIRED)}; fix: return all three")
     if any(not all(mask) for mask in output.get("env_mask") or []):
         raise UnsupportedError(
-            "got an env_mask with zeros from rollout_func, want completions of the model's own tokens; fix: put what "
-            "the environment says into the next prompt, one completion per turn"
+            "got an env_mask with zeros from rollout_func, want completions of the model's own tokens: agents are not "
+            "supported yet; fix: leave out the tokens that the model has not sampled"
         )
     extra = {name: own_copy(values) for name, values in output.items() if name not in (*_REQUIRED, *_NO_COLUMNS)}
     if taken := sorted({"prompt", "completion", *RESERVED} & extra.keys()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fused_grpo.errors import InputError
@@ -37,8 +37,8 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config."""
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
-    ids = from_model if isinstance(from_model, list) else [from_model]
-    return sorted({token for token in [*ids, tokenizer.eos_token_id] if isinstance(token, int)})
+    ids = from_model if isinstance(from_model, Iterable) else [from_model]
+    return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_model_len: int | None = None) -> None:

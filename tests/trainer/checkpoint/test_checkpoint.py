@@ -254,7 +254,8 @@ def test_a_manifest_cannot_make_overwriting_reach_outside(tmp_path: Path) -> Non
 
 def test_a_directory_with_other_files_may_hold_a_run_and_a_file_may_not(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("n")
-    assert prepare_output_dir(tmp_path) == tmp_path
-    assert prepare_output_dir(tmp_path / "a" / "b").is_dir()
-    with pytest.raises(CheckpointError, match="which is a file"):
+    prepare_output_dir(tmp_path)
+    prepare_output_dir(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(CheckpointError, match=r"notes\.md is a file"):
         prepare_output_dir(tmp_path / "notes.md")

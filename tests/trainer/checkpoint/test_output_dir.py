@@ -46,7 +46,7 @@ def test_a_run_is_moved_aside_byte_for_byte_and_the_users_files_stay(tmp_path, c
     first = write_run(tmp_path, b"first")
     write(tmp_path, THEIRS)
     with caplog.at_level(logging.WARNING):
-        assert prepare_output_dir(tmp_path) == tmp_path
+        prepare_output_dir(tmp_path)
     assert everything(tmp_path) == THEIRS | {f"former-run-1/{name}": content for name, content in first.items()}
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path} held another run, whose files are now in {tmp_path / 'former-run-1'} "
@@ -170,19 +170,32 @@ def test_a_second_run_of_a_script_keeps_the_first_and_is_resumed_alone(make_trai
     assert (run / "metrics.jsonl").read_text().count('"rollout_engine"') == 5
 
 
-def test_a_second_train_moves_nothing_once_there_are_steps_and_a_failed_start_before(make_trainer, tmp_path):
+def test_a_start_that_fails_before_it_has_made_anything_leaves_the_directory_as_it_was(make_trainer, tmp_path):
+    run, options = tmp_path / "run", {"overwrite_output_dir": False}
+    make_trainer(**options).train()
+    first = everything(run)
+
     def reward(completions, **columns):
         if not (tmp_path / "fixed").exists():
             raise ValueError("not yet")
         return [float(len(text)) for text in completions]
 
-    trainer = make_trainer(reward, overwrite_output_dir=False)
-    with pytest.raises(RewardError):
-        trainer.train()
+    for directory, before in ((run, first), (tmp_path / "new", None)):
+        trainer = make_trainer(reward, output_dir=str(directory), **options)
+        for _ in range(2):
+            with pytest.raises(RewardError):
+                trainer.train()
+            assert (everything(directory) if directory.exists() else None) == before
     (tmp_path / "fixed").touch()
+    make_trainer(reward, **options).train()
+    assert everything(run / "former-run-1") == first
+    assert not (run / "former-run-2").exists()
+
+
+def test_a_second_train_moves_nothing_once_there_are_steps(make_trainer, tmp_path):
+    trainer = make_trainer()
     trainer.train()
     run = everything(tmp_path / "run")
-    assert {"former-run-1/metrics.jsonl", "metrics.jsonl"} <= run.keys()
     with pytest.raises(InputError, match=r"second train\(\)"):
         trainer.train()
     assert everything(tmp_path / "run") == run

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 import yaml
-from transformers import TrainerState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerState
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import CheckpointError, InputError
 
 EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
@@ -39,6 +42,7 @@ def front_matter(card: str) -> dict[str, Any]:
 def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trainer, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [], raising=False)
+    monkeypatch.setenv("HF_TOKEN", "of a test")
     trainer = make_trainer(max_steps=1, push_to_hub=True)
     trainer.train()
     assert trainer.hub_model_id == "me/run"
@@ -86,3 +90,53 @@ def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
     trainer.end()
     trainer.end()
     assert trainer.engine.closed
+
+
+class Unsavable:
+    """A tokenizer that cannot be saved."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "save_pretrained":
+            raise FileNotFoundError(2, "no such file")  # as where a vocabulary that is copied has gone
+        return getattr(self.real, name)
+
+
+BESIDE = ["config", "generation_config", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [*((part, True) for part in BESIDE), *((part, False) for part in [*BESIDE, "model card", "foreign file"])],
+)
+def test_the_weights_stay_where_anything_beside_them_cannot_be_saved(make_trainer, tmp_path, monkeypatch, part, named):
+    trainer = make_trainer(max_steps=1)
+    config, generation, weights = trainer.model.config, trainer.model.generation_config, trainer.model.state_dict
+    kept = tmp_path / "run" / "final-rescued-1"
+    if part == "tokenizer":
+        trainer.processing_class = Unsavable(trainer.processing_class)
+    elif part in ("config", "generation_config"):
+        {"config": config, "generation_config": generation}[part].temperature = 0.5
+    elif part == "model card":
+        monkeypatch.setattr("fused_grpo.trainer.checkpoint.saving.write_model_card", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(trainer, "_log_closing", lambda: touch(tmp_path / "run" / "final" / "model.gguf") or {})
+    if named:
+        kept = tmp_path / "mine"
+        kept.mkdir()
+        (kept / "model.safetensors").write_bytes(b"of an earlier save")
+    with pytest.raises(CheckpointError, match=rf"weights are in {kept}"):
+        trainer.save_model(kept) if named else trainer.train()
+    saved = load_file(kept / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in weights().items() if name in saved)
+    assert saved.keys() | {"lm_head.weight"} >= weights().keys()
+    if part == "foreign file":
+        assert (tmp_path / "run" / "final" / "model.gguf").read_text() == "mine"
+        assert AutoModelForCausalLM.from_pretrained(kept).config.vocab_size == config.vocab_size
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("mine")

@@ -155,8 +155,8 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
         shown.extend(dry_run(TrainOptions(), missing))
     assert len(shown) == 2
     shown.clear()
-    with pytest.raises(DataError, match="whose config or tokenizer cannot be loaded"):
-        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: [{"prompt": "1"}]))
+    with pytest.raises(DataError, match="got model '/no/such/model', a path that does not exist; want"):
+        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: ([{"prompt": "1"}], None)))
     assert "one epoch" in shown[1]
 
 
@@ -169,7 +169,8 @@ def test_what_would_happen_to_another_run_is_shown_and_does_not_happen(tmp_path,
         main(["train", "--dry-run", "--output-dir", str(tmp_path), *options])
         shown = " ".join(capsys.readouterr().out.split())
         assert f"holds another run (metrics.jsonl, run.json), which {fate}" in shown
-    main(["train", "--dry-run", "--output-dir", str(tmp_path), "--resume"])
+    with pytest.raises(SystemExit, match="which has no complete checkpoint"):
+        main(["train", "--dry-run", "--output-dir", str(tmp_path), "--resume"])
     assert "another run" not in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
 

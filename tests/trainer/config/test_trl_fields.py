@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from trl_differences import DIFFERENT, reasons
 
-from fused_grpo.trainer.config.trl_differences import reasons
-from fused_grpo.trainer.config.trl_fields import DIFFERENT, MISSING
+from fused_grpo.trainer.config.trl_fields import MISSING
 
 pytest.importorskip("trl", reason="TRL is not installed")
 ROOT = Path(__file__).parents[3]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict, Image, IterableDataset
 from hypothesis import given, settings
-from hypothesis.strategies import booleans, integers, lists, tuples
+from hypothesis.strategies import booleans, dictionaries, integers, lists, none, recursive, text, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
+from fused_grpo.trainer.data.columns import first_rows, renamed, with_system_prompt
 from fused_grpo.trainer.data.datasets import all_rows, check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
-from fused_grpo.trainer.data.prompts import as_completion, encode_prompts, longest_prompt
+from fused_grpo.trainer.data.prompts import as_completion, clean_prompt, encode_prompts
 from fused_grpo.trainer.logging.formatting import message_text
 
 TEMPLATE = (
@@ -197,7 +200,7 @@ def test_rows_of_a_stream_are_checked_as_they_come():
         (Dataset.from_list([{"prompt": ""}, {"prompt": "1"}]).with_transform(lambda batch: batch), "prompt of row 0"),
         ([{"prompt": []}], "a non-empty list of {'role': ..., 'content': ...} messages"),
         ([{"prompt": ["hi"]}], "want messages of the form"),
-        ([{"prompt": SUM}, {"prompt": [{"role": "user", "content": None}]}], "row 1 .*want a string as the content"),
+        ([{"prompt": SUM}, {"prompt": [{"role": "user", "content": None}]}], "row 1 .*want a string, or parts"),
         ([{"prompt": SUM}, {"prompt": "1+1="}], "got a string as the prompt of row 1.*want a conversation"),
         ([{"prompt": "1+1=", "completions": "2"}], "a column 'completions'"),
         (
@@ -207,7 +210,7 @@ def test_rows_of_a_stream_are_checked_as_they_come():
         # Refused before the file is opened.
         (PICTURES, "got train_dataset with a column 'images', want text alone"),
         (PICTURES.to_iterable_dataset(), "got train_dataset with a column 'images', want text alone"),
-        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "row 0 .*only text is supported"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "row 0 .*text alone"),
         ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}], r"columns \['prompt'\] in row 1"),
         ({"train": [{"prompt": "1+1="}]}, r"got a dict as train_dataset.*choose a split of it \('train'\)"),
         (DatasetDict({"test": Dataset.from_list(some_rows(1))}), r"got a DatasetDict.*choose a split of it \('test'\)"),
@@ -287,7 +290,6 @@ def test_prompts_are_encoded_by_kind(chat_tokenizer):
     begun = encode_prompts([{"prompt": BEGUN}], chat_tokenizer, chat_template_kwargs={"continue_final_message": True})
     assert begun == ids("a0=b1+1=c2-")
     assert encode_prompts([], chat_tokenizer) == []
-    assert longest_prompt(chats, chat_tokenizer, batch_size=1) == 9
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -317,7 +319,7 @@ def test_prompts_have_the_tokens_that_trl_gives_them(chat_tokenizer):
 def test_a_conversation_that_cannot_be_rendered_is_named(chat_tokenizer, prompt, options, message):
     rows = [{"prompt": BEGUN if options else SUM}, {"prompt": prompt}]
     with pytest.raises(DataError, match=message):
-        longest_prompt(rows, chat_tokenizer, chat_template_kwargs=options, batch_size=1)
+        encode_prompts(rows, chat_tokenizer, chat_template_kwargs=options, row_numbers=range(2))
 
 
 def test_what_cannot_be_encoded_is_refused(tokenizer):
@@ -388,3 +390,77 @@ def test_a_source_that_cannot_be_loaded_is_named(prompt_files, source, message):
     (prompt_files / "bad.jsonl").write_text('{"prompt": "1"}\n{2}')
     with pytest.raises(DataError, match=message):
         load_rows(str(prompt_files / source), split="dev")
+
+
+NESTED = recursive(
+    none() | integers(0, 3),
+    lambda inner: lists(inner, max_size=2) | dictionaries(text(max_size=2), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+def keys_of_none(value) -> bool:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any((isinstance(value, dict) and one is None) or keys_of_none(one) for one in entries)
+
+
+@settings(max_examples=30)
+@given(more=dictionaries(text(min_size=1), NESTED, max_size=3), parts=lists(text(), min_size=1, max_size=3))
+def test_conversations_lose_the_keys_that_arrow_made_and_parts_become_text(more, parts):
+    content = [{"type": "text", "text": part, "image": None} for part in parts]
+    first = {**more, "role": "user", "content": content}
+    prompt = [first, {"role": "tool", "content": "2", "name": None}]
+    (message, last), before = clean_prompt(prompt), copy.deepcopy(prompt)
+    assert message["content"] == "".join(parts)
+    assert last == {"role": "tool", "content": "2"}
+    assert not keys_of_none(message)
+    assert {name for name, value in first.items() if value is not None} == message.keys()
+    assert clean_prompt([message, last]) == [message, last]
+    assert prompt == before
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_every_reader_of_a_conversation_sees_it_clean(chat_tokenizer, make_trainer, kind):
+    call = {"type": "function", "function": {"name": "f", "arguments": "1"}}
+    rows = [
+        {"prompt": [{"role": "user", "content": "1"}], "answer": "1"},
+        {"prompt": [{"role": "assistant", "content": "2", "tool_calls": [call]}, *SUM], "answer": "2"},
+    ]
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'tool_calls' in m and m.tool_calls | length != 1 %}{{ raise_exception('one') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.extend(prompts)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    make_trainer(reward, dataset=kind(rows), eval_dataset=kind(rows), max_steps=2).train()
+    assert not any(map(keys_of_none, seen))
+    assert {len(prompt) for prompt in seen} == {1, 3}
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": "a.png"}, {"type": "text"}, "text", {"text": "1"}])
+def test_a_part_of_a_message_that_is_no_text_is_refused(part):
+    rows = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}, part]}]}]
+    with pytest.raises(DataError, match=r"row 0 of train_dataset, want a string, or parts \{'type': 'text'"):
+        check_dataset(rows, name="train_dataset")
+
+
+class Procedural(torch.utils.data.Dataset):
+    """A row for every index."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"question": f"{index}="}
+
+
+def test_a_dataset_with_a_row_for_every_index_is_read_by_its_length():
+    renamed_rows = renamed(Procedural(), {"prompt": "question"})
+    assert [row["prompt"] for row in renamed_rows] == ["0=", "1=", "2=", "3=", "4="]
+    assert len(first_rows(Procedural(), 9)) == 5
+    assert len(with_system_prompt(renamed_rows, "")) == 5
+    assert len(all_rows(renamed_rows, name="eval_dataset")) == 5

@@ -29,7 +29,7 @@ def model(build_model):
 def engine(request, model, tokenizer) -> Iterator[RolloutEngine]:
     urls = [request.getfixturevalue("server").url] if request.param == "server" else None
     args = GRPOConfig(vllm_max_model_length=192, vllm_server_base_url=urls, top_k=8)
-    engine = choose_engine(request.param, args, model, tokenizer, [])
+    engine = choose_engine(request.param, args, model, tokenizer)
     engine.load_weights(checkpoint_weights(model), version=0)
     yield engine
     engine.close()

@@ -54,12 +54,8 @@ def test_without_an_option_vllm_is_chosen_where_it_is_installed() -> None:
 @pytest.mark.parametrize("rows", [lambda: ROWS, stream])
 @pytest.mark.usefixtures("without_vllm")
 def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_another_engine(
-    build_model, tokenizer, tmp_path, monkeypatch, caplog, rows
+    build_model, tokenizer, tmp_path, caplog, rows
 ) -> None:
-    def tokenized(*_: Any, **__: Any) -> None:
-        raise AssertionError("the whole dataset was tokenized")
-
-    monkeypatch.setattr(engine_choice, "longest_prompt", tokenized)
     shape = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}
     args = GRPOConfig(str(tmp_path / "run"), log_completions=False, **shape)
     with caplog.at_level(logging.INFO, logger="fused_grpo.trainer.engines"):
@@ -77,7 +73,7 @@ def test_options_of_one_engine_reach_it(build_model, tokenizer, monkeypatch) -> 
     monkeypatch.setattr(engine_choice, "check_installed", lambda: None)
     args = GRPOConfig(vllm_model_impl="transformers", cache_implementation="static", vllm_max_model_length=64)
     for name in ("vllm", "transformers"):
-        choose_engine(name, args, build_model(), tokenizer, [])
+        choose_engine(name, args, build_model(), tokenizer)
     assert given["engine_options"] == {"model_impl": "transformers"}
     assert given["cache_implementation"] == "static"
 
@@ -85,9 +81,10 @@ def test_options_of_one_engine_reach_it(build_model, tokenizer, monkeypatch) -> 
 @pytest.mark.usefixtures("without_vllm")
 def test_asking_for_vllm_where_it_is_missing_names_the_command(build_model, tokenizer) -> None:
     with pytest.raises(UnavailableError, match=r"fix: pip install 'fused-grpo\[vllm"):
-        choose_engine("vllm", GRPOConfig(), build_model(), tokenizer, [])
+        choose_engine("vllm", GRPOConfig(), build_model(), tokenizer)
 
 
-def test_a_stream_whose_longest_prompt_an_engine_needs_is_refused(build_model, tokenizer) -> None:
+def test_a_stream_whose_longest_prompt_an_engine_needs_is_refused(build_model, tokenizer, tmp_path) -> None:
+    args = GRPOConfig(str(tmp_path), vllm_mode="server", max_steps=1)
     with pytest.raises(InputError, match=r"without random access; fix: set vllm_max_model_length"):
-        choose_engine("server", GRPOConfig(vllm_mode="server"), build_model(), tokenizer, [stream()])
+        GRPOTrainer(build_model(), lengths, args, stream(), processing_class=tokenizer)

@@ -79,3 +79,12 @@ def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> N
 def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:
     with pytest.raises(UnsupportedError, match="sleep mode for a vllm engine on a CPU"):
         VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", enable_sleep_mode=True)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, torch.tensor])
+def test_every_end_of_sequence_token_of_the_model_ends_a_completion(build_model, tokenizer, prompts, kind) -> None:
+    model = build_model("qwen2", tied=True)
+    model.generation_config.eos_token_id = kind(list(range(5, 30)))
+    rollouts = TransformersEngine(model, tokenizer).generate(prompts, PLAIN)
+    assert any(ids[-1] in range(5, 30) for ids in rollouts.completion_ids)
+    assert not any(token in range(5, 30) for ids in rollouts.completion_ids for token in ids[:-1])

@@ -250,7 +250,7 @@ def test_dropout_before_the_adapter_does_not_look_like_a_stale_engine(make_lora_
 
 def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     model = adapted()
-    engine = choose_engine("transformers", GRPOConfig(), model, tokenizer, [])
+    engine = choose_engine("transformers", GRPOConfig(), model, tokenizer)
     assert isinstance(engine, TransformersEngine)
     rollouts = engine.generate([[2, 3, 4]], SamplingParams(n=4, max_tokens=6, seed=0))
     batch = EffectiveBatch(
@@ -316,7 +316,7 @@ def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch
 def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lora_trainer, adapter_sync, tied):
     model = get_peft_model(make_model(hidden_size=64, tie_word_embeddings=tied), LoraConfig(**PLAIN))
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=adapter_sync)
-    engine = choose_engine("vllm", args, model, tokenizer, [])
+    engine = choose_engine("vllm", args, model, tokenizer)
     assert isinstance(engine, VLLMAdapterEngine) == adapter_sync
     trainer = make_lora_trainer(model, peft_config=None, engine=lambda *_: engine, max_steps=5)
     start = completion_logprobs(model, BATCH).detach()
@@ -335,7 +335,7 @@ def test_an_engine_with_the_adapter_alone_sleeps_with_its_base_model(make_model,
     # vLLM's CPU build cannot sleep: this is our side of it, the order of calls.
     model = get_peft_model(make_model(hidden_size=64), LoraConfig(**PLAIN))
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True)
-    engine, calls = choose_engine("vllm", args, model, tokenizer, []), []
+    engine, calls = choose_engine("vllm", args, model, tokenizer), []
     for name in ("sleep", "wake_up", "collective_rpc"):
         monkeypatch.setattr(engine._llm, name, lambda *a, name=name, **k: calls.append((name, *a, *k.values())))
     monkeypatch.setattr(engine, "_can_sleep", True)
@@ -357,5 +357,5 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: bf16=True"):
         VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
     with pytest.raises(InputError, match="vLLM in process"):
-        choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer, [])
+        choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer)
     assert dict(checkpoint_weights(adapted())).keys() == dict(merged_weights(adapted())).keys()

@@ -24,7 +24,9 @@ def model(tmp_path_factory):
     path, tokenizer = tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(path)
-    Qwen2ForCausalLM(arithmetic.build_model_config(tokenizer)).save_pretrained(path)
+    config = arithmetic.build_model_config(tokenizer)
+    config.max_position_embeddings = 4096  # a recipe's completions are longer than the demo's
+    Qwen2ForCausalLM(config).save_pretrained(path)
     rows = [{"question": "3+4", "answer": f"3 + 4 = 7\n#### {number}"} for number in range(64)]
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -37,8 +39,9 @@ def test_all_kinds_of_run_have_a_recipe():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_dry_run(name, model, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fused_grpo.trainer.collect.start_checks.check_installed", lambda: None)
     data = str(model / "rows.jsonl")
-    small = [] if name == "demo" else ["--model", str(model), "--dataset", data]
+    small = [] if name == "demo" else ["--model", str(model), "--dataset", data, "--eval-dataset", data]
     small += ["--teacher-model", str(model)] if name == "gsm8k-distill" else []
     main(["train", "--config", name, "--dry-run", *small])
     shown = capsys.readouterr().out

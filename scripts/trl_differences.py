@@ -1,6 +1,6 @@
 """What TRL's trainer does or has that ours does not: behaviour with the size of its effect, methods and attributes.
 
-The tables in docs/from-trl.md are made from this file and from trl_fields.py, by scripts/trl_table.py.
+The tables in docs/from-trl.md are made from this file and from trainer/config/trl_fields.py, by trl_table.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,41 @@ from typing import NamedTuple
 # A size that somebody has yet to measure; the house rules find it in a page.
 UNMEASURED = "TO" + "DO-JUDGE"
 NO_NUMBERS = "none"
+
+# Fields with the same name and another default or meaning.
+DIFFERENT: dict[str, str] = {
+    "output_dir": '"runs/grpo" by default; another run in it is moved to former-run-<n> there',
+    "project": '"fused-grpo" by default',
+    "resume_from_checkpoint": "True finds the newest complete checkpoint; exact, rollouts in progress included",
+    "model_init_kwargs": "trust_remote_code in it is used for tokenizer and engine too",
+    "delta": "dropped with a warning where the loss has no unclipped branch (TRL: no warning)",
+    "steps_per_generation": "a multiple or (num_iterations=1) a divisor of gradient_accumulation_steps; not shuffled",
+    "generation_batch_size": "a multiple or a divisor of the effective batch; see steps_per_generation",
+    "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
+    "router_aux_loss_coef": "of each micro-batch, as there; under accumulation those hold other sequences",
+    "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
+    "optim": "all but those that step inside the backward pass (LOMO, layer-wise) and schedule-free ones",
+    "warmup_steps": "below 1 it is a share of all steps, as in transformers 5",
+    "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence goes to 0',
+    "vllm_importance_sampling_correction": "of rollouts of vLLM, of a server or of an engine that you pass",
+    "use_vllm": "None (default): True if vLLM is installed",
+    "vllm_mode": '"server" calls plain vLLM servers (python -m vllm.entrypoints...), one or several',
+    "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
+    "vllm_server_base_url": "one URL, or a list for replicas",
+    "vllm_max_model_length": "None: measured from the data, not the model's maximum",
+    "vllm_model_impl": '"vllm" leaves the choice to vLLM, which takes its own where it has one',
+    "generation_kwargs": "beams with a warning: their completions are no samples of the policy",
+    "eval_strategy": '"no", and by default also before the first and after the last step (eval_at_ends)',
+    "eval_steps": "with eval_at_ends: None is only before the first and after the last step",
+    "num_generations_eval": "None: one greedy completion per prompt",
+    "report_to": "through Accelerate's trackers, with transformers' names (train/loss, eval/reward)",
+    "logging_steps": "means in state.log_history and on the console; files and trackers have every step",
+    "save_strategy": "the trained model is in output_dir/final too",
+    "metric_for_best_model": 'no default: name a metric of the evaluation, "reward"',
+    "hub_model_id": "the final model only, at the end",
+    "push_to_hub": "the final model only, at the end",
+    "log_completions": "on the console; rollouts.jsonl has those of each step (rollouts_kept_steps)",
+}
 
 
 class Behaviour(NamedTuple):
@@ -100,7 +135,7 @@ BEHAVIOURS = [
     ),
 ]
 
-# Of the fields in trl_fields.DIFFERENT, those that change the numbers of a run. None of the others does.
+# Of the fields in DIFFERENT, those that change the numbers of a run. None of the others does.
 SIZES = {
     "bf16": "on a GPU: rounding to bf16",
     "generation_batch_size": "as `steps_per_generation`",

@@ -1,0 +1,286 @@
+"""What can be known at the start is said at the start: before a reward is called, and before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from fused_grpo.errors import FusedGRPOError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.collect.start_checks import positions
+from fused_grpo.trainer.config import trl_fields
+
+ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
+SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "use_vllm": False}
+
+
+def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    raise AssertionError("a reward was called")
+
+
+@pytest.fixture
+def folder(make_model, tokenizer, tmp_path: Path) -> Path:
+    """A model as it is saved."""
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path):
+    """Makes a trainer and begins to train."""
+
+    def run(model: Any = None, rewards: Any = reward, rows: Any = ROWS, **options: Any) -> GRPOTrainer:
+        names = ("eval_dataset", "callbacks", "teacher_model", "processing_class", "peft_config")
+        arguments = {name: options.pop(name) for name in names if name in options}
+        args = GRPOConfig(str(tmp_path / "run"), **{**SMALL, "max_steps": 4, **options})
+        return GRPOTrainer(folder if model is None else model, rewards, args, rows, **arguments)
+
+    return run
+
+
+def refused(make: Any, message: str, out: Path) -> None:
+    """The constructor says it, and no output directory is left."""
+    before = sorted(out.rglob("*"))
+    with pytest.raises(FusedGRPOError, match=message) as caught:
+        make()
+    assert "want" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert sorted(out.rglob("*")) == before
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def of_shards(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    named = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    write(folder / "model.safetensors.index.json", json.dumps({"weight_map": named}))
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def generation(folder: Path, **options: Any) -> None:
+    write(folder / "generation_config.json", json.dumps({"eos_token_id": 1, **options}))
+
+
+Change = namedtuple("Change", "change message")
+FOLDERS = {
+    "no config": Change(lambda f: (f / "config.json").unlink(), "a folder without config.json"),
+    "bad config": Change(lambda f: write(f / "config.json", "{"), "whose config cannot be loaded: .*JSON"),
+    "adapter": Change(lambda f: (f / "config.json").rename(f / "adapter_config.json"), "an adapter .*is_trainable"),
+    "no weights": Change(lambda f: (f / "model.safetensors").unlink(), "a folder without weights"),
+    "a shard too few": Change(of_shards, r"without model-00002-of-00002\.safetensors, which .*index\.json names"),
+    "a pointer": Change(lambda f: write(f / "model.safetensors", "version https://git-lfs"), "whose model.safetensors"),
+    "no tokenizer": Change(without_tokenizer, "tokenizer.*(without a vocabulary|cannot be loaded)"),
+    "temperature": Change(partial(generation, temperature=0.6), "generation_config of .* could not be saved .*do_samp"),
+    "top_p": Change(partial(generation, top_p=0.9), "generation_config of .* could not be saved"),
+    "beams": Change(partial(generation, early_stopping=True, num_beams=1), "generation_config of .*could not be saved"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_model_folder_that_cannot_be_loaded_or_saved_is_refused_in_one_line(folder, start, tmp_path, name):
+    FOLDERS[name].change(folder)
+    refused(start, FOLDERS[name].message, tmp_path)
+    if name not in ("no config", "temperature"):  # the rest takes seconds
+        return
+    command = ["train", "--dry-run", "--model", str(folder), "--output-dir", str(tmp_path / "run"), "--max-steps", "1"]
+    write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    with pytest.raises(SystemExit, match=FOLDERS[name].message):
+        main([*command, "--dataset", str(tmp_path / "rows.jsonl"), "--reward-funcs", "format"])
+
+
+def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
+    write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    write(tmp_path / "held_out.jsonl", json.dumps({"prompt": "1="}))
+    write(tmp_path / "mine.py", "def score(completions, answer, **columns): return [0.0] * len(completions)\n")
+    command = ["train", "--dry-run", "--model", str(folder), "--output-dir", str(tmp_path / "run")]
+    command += ["--dataset", str(tmp_path / "rows.jsonl"), "--eval-dataset", str(tmp_path / "held_out.jsonl")]
+    with pytest.raises(SystemExit, match=r"wants 'answer', .*\(eval_dataset\)"):
+        main([*command, "--reward-funcs", f"{tmp_path / 'mine.py'}:score"])
+    with pytest.raises(SystemExit, match=r"got reward_funcs '\./typo', a path that does not exist"):
+        main([*command, "--reward-funcs", "format", "./typo"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "./typo"}, r"got model './typo', a path that does not exist"),
+        ({"model": "/no/such/model"}, "a path that does not exist"),
+        ({"model": "a/b/c"}, "a path that does not exist"),
+        ({"model": "somebody/typo"}, r"got model 'somebody/typo', whose config cannot be loaded"),
+        ({"model": __file__}, "which is a file"),
+        ({"model": 5}, "got a int as model"),
+        ({"teacher_model": "./typo", "distillation_coef": 1.0}, "got teacher_model './typo', a path that does not ex"),
+        ({"rewards": "rewards.py"}, r"got reward function 'rewards\.py', a file.*fix: rewards\.py:"),
+        ({"rewards": [reward, "./typo"]}, r"got reward_funcs './typo', a path that does not exist"),
+        ({"rewards": "acuracy"}, "did you mean accuracy"),
+        ({"callbacks": [print]}, "got <built-in function print> among the callbacks"),
+        ({"push_to_hub": True}, "got push_to_hub without a login"),
+        ({"report_to": "nobodys"}, "got report_to='nobodys'"),
+        ({"resume_from_checkpoint": "nowhere"}, r"manifest\.json is missing"),
+        ({"resume_from_checkpoint": True}, "no complete checkpoint"),
+        ({"output_dir_is": "file"}, "run is a file"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "here"}, "got a server URL without scheme"),
+        ({"eval_dataset": []}, "got an empty eval_dataset"),
+        ({"max_completion_length": 40000}, "want room for a prompt"),
+    ],
+)
+def test_what_names_nothing_that_exists_is_refused(start, tmp_path, monkeypatch, options, message):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    if options.pop("output_dir_is", None):
+        write(tmp_path / "run", "")
+    refused(lambda: start(**options), message, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list, lambda rows: Dataset.from_list(rows).to_iterable_dataset()])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "1="}], r"wants 'answer', .*\(eval_dataset\['hard'\]\)"),
+        (CHAT, r"prompts of eval_dataset\['hard'\] and a tokenizer without a chat template"),
+        ([{"prompt": "<extra>1", "answer": ""}], r"got token \d+ .* row 0 of eval_dataset\['hard'\]"),
+    ],
+)
+def test_an_eval_set_that_no_evaluation_could_use_is_named(start, tokenizer, tmp_path, kind, rows, message):
+    tokenizer.add_tokens(["<extra>"])
+    sets = {"easy": ROWS, "hard": kind(rows)}
+    refused(lambda: start(eval_dataset=sets, eval_strategy="epoch", processing_class=tokenizer), message, tmp_path)
+
+
+def test_a_prompt_that_the_template_refuses_is_named_wherever_it_is(start, tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ messages[0].content if messages[0].role == 'user' else raise_exception('odd') }}"
+    rows = [{"prompt": [{"role": "user", "content": "1"}], "answer": ""}] * 1500
+    rows[1234] = {"prompt": [{"role": "odd", "content": "1"}], "answer": ""}
+    refused(lambda: start(rows=rows, processing_class=tokenizer), "odd .* of row 1234 of train_dataset", tmp_path)
+
+
+def test_tokens_without_a_row_in_the_embedding_are_named(make_model, start, tokenizer, tmp_path):
+    model, resized = make_model(), make_model()
+    tokenizer.add_tokens(["<extra>"])
+    rows = [*ROWS, {"prompt": "1<extra>", "answer": ""}]
+    message = r"got token \d+ \('<extra>'\) in the prompt of row 4 of train_dataset.*resize_token_embeddings"
+    refused(lambda: start(model, rows=rows, processing_class=tokenizer), message, tmp_path)
+    resized.resize_token_embeddings(len(tokenizer))
+    assert start(resized, rows=rows, processing_class=tokenizer).max_steps == 4
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+@pytest.mark.parametrize("size", [61, 1_000_000])
+def test_a_prompt_beyond_the_models_positions_is_left_out_or_an_error(start, tokenizer, caplog, tmp_path, kind, size):
+    trl_fields.warn_once.cache_clear()
+    shape = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    make = partial(start, GPT2LMHeadModel(GPT2Config(**shape)), processing_class=tokenizer)
+    rows = [*ROWS, {"prompt": "1" * size, "answer": ""}]
+    trainer = make(rows=kind(rows))
+    assert len(trainer.dataset) == 4
+    assert "got 1 of 5 prompts of train_dataset with more than 60 tokens (the model's positions" in caplog.text
+    got = f"got {size if size < 100 else 'too many'} tokens for the prompt of row 4 of train_dataset"
+    refused(lambda: make(rows=kind(rows), long_prompts="fail"), got, tmp_path)
+    refused(lambda: make(rows=kind(rows[4:])), "got 1 of 1 prompts", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        ({"rope_type": "default"}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+    ],
+)
+def test_positions_are_those_of_the_scaled_embedding(rope, wanted):
+    config = LlamaConfig(max_position_embeddings=1024, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert positions(config) == wanted
+
+
+@pytest.mark.parametrize("name", ["final/model.gguf", "final/eval_results.json", "final/deep/er/notes"])
+def test_files_of_others_where_the_model_is_going_to_be_are_named(start, tmp_path, name):
+    write(tmp_path / "run" / name, "mine")
+    refused(start, f"no checkpoint wrote .{name.partition('/')[2]}", tmp_path)
+
+
+@pytest.mark.parametrize(("step", "is_met"), [(2, True), (4, True), (3, False), (6, False)])
+def test_files_in_a_later_checkpoints_place_are_named_before_a_step(make_trainer, tmp_path, step, is_met):
+    make_trainer(max_steps=4, save_steps=1, overwrite_output_dir=False).train()
+    run = tmp_path / "run"
+    for later in (2, 3, 4):
+        shutil.rmtree(run / f"checkpoint-{later}")
+    write(run / f"checkpoint-{step}" / "model.safetensors", "of an interrupted copy")
+    trainer = make_trainer(max_steps=4, save_steps=2, overwrite_output_dir=False)
+    if not is_met:
+        assert trainer.train(resume_from_checkpoint=run / "checkpoint-1").steps == 4
+        return
+    refused(lambda: trainer.train(resume_from_checkpoint=run / "checkpoint-1"), r"no manifest\.json, as an interr", run)
+
+
+def test_a_disk_without_room_for_the_model_and_a_checkpoint_is_named(start, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 100_000))
+    refused(start, "free at .*, want about .* for the final model and checkpoints", tmp_path)
+    assert start(save_strategy="no", max_steps=1).max_steps == 1
+
+
+@pytest.mark.parametrize("part", ["config", "generation_config"])
+def test_a_module_whose_configuration_cannot_be_saved_is_refused(make_model, tokenizer, start, tmp_path, part):
+    model = make_model()
+    if part == "config":
+        model.config.temperature = 0.5
+    else:
+        model.generation_config = GenerationConfig(temperature=0.5)
+    refused(lambda: start(model, processing_class=tokenizer), f"the {part} of Qwen2ForCausalLM", tmp_path)
+
+
+def test_processes_that_a_launcher_has_not_started_are_missed(start, tmp_path, monkeypatch):
+    """What `accelerate launch --cpu --num_processes 2` sets."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert start().max_steps == 4
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    refused(start, "got one process from an accelerate launch .* fix: torchrun --nproc_per_node", tmp_path)
+
+
+def test_a_map_style_dataset_is_as_long_as_it_says(start):
+    class Endless(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            return {"prompt": f"{index % 10}+1=", "answer": ""}
+
+    trainer = start(rows=Endless(), eval_dataset=Endless(), max_steps=-1, num_train_epochs=2)
+    assert (trainer.sampler.num_prompts, trainer.max_steps, trainer.start.limit.longest) == (6, 12, 4)
+
+
+def test_a_metric_that_no_evaluation_gives_is_a_warning_at_the_start(start, caplog):
+    trl_fields.warn_once.cache_clear()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    for best, sets in (("reward", ROWS), ("eval_hard_reward", {"hard": ROWS}), ("rewards/reward/mean", ROWS)):
+        start(eval_dataset=sets, metric_for_best_model=best, **options)
+    assert "metric_for_best_model" not in caplog.text
+    start(eval_dataset={"hard": ROWS}, metric_for_best_model="reward", **options)
+    assert "got metric_for_best_model='reward', which no evaluation gives" in caplog.text
+    assert "fix: one of eval_hard_frac_reward_zero_std" in caplog.text
+
+
+def test_a_stream_shows_its_first_prompt(start, tokenizer, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(CHAT))
+    refused(lambda: start(rows=stream), "prompts of train_dataset and a tokenizer without a chat template", tmp_path)

@@ -1,0 +1,388 @@
+"""What can be known at the start is said at the start: the checks of a run before anything slow, and of its dry run.
+
+`check_start` goes through CHECKS. They read options, names, small files, the tokenizer and the prompts; only the last
+one loads anything, the reward models. What they find (tokenizer, configuration, longest prompt) the run uses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from huggingface_hub import get_token
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, TrainerCallback
+
+from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnavailableError, WrongTypeError
+from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
+from fused_grpo.trainer.collect.collector import make_rewards
+from fused_grpo.trainer.collect.rollout_metrics import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.normalise import whole_steps
+from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
+from fused_grpo.trainer.data.epochs import Epochs, planned_steps
+from fused_grpo.trainer.data.long_prompts import PromptLimit
+from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
+from fused_grpo.trainer.engines.server.urls import checked_url
+from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.logging.model_card import is_hub_id
+from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.models.adapters import base_model, is_adapted
+from fused_grpo.trainer.models.loading import tokenizer_for
+from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
+from fused_grpo.trainer.models.teacher import SELF
+from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
+from fused_grpo.trainer.rewards.named_reward import names_a_function
+
+_OF_CONFIG = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
+_EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+@dataclass(kw_only=True)
+class Start:
+    """What a run begins with, and below what the checks find."""
+
+    args: GRPOConfig
+    model: Any  # a path, a hub id, or a module
+    train: Any  # after the checks without the prompts that are too long
+    evals: Mapping[str, Any]  # eval sets by name
+    reward_funcs: Any
+    reward_processing_classes: Any = None
+    processing_class: Any = None
+    peft_config: Any = None
+    callbacks: Sequence[Any] = ()
+    engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
+    teacher: Any = None
+    accelerator: Accelerator | None = None  # None: of a dry run
+    config: Any = None  # of the model; None: the one beside it
+    engine_name: EngineName = field(init=False)
+    shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
+    tokenizer: Any = field(init=False)
+    limit: PromptLimit = field(init=False)
+    max_steps: int = field(init=False)
+    epochs: Epochs = field(init=False)
+    replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
+    rewards: Rewards = field(init=False)
+
+    @property
+    def processes(self) -> int:
+        """How many train."""
+        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes."""
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    @property
+    def model_path(self) -> str | None:
+        """The path or hub id of a model that is yet to be loaded."""
+        return str(self.model) if isinstance(self.model, str | Path) else None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest prompt and completion; None where a stream does not say."""
+        measured = not any(map(is_stream, (self.train, *self.evals.values())))
+        known = self.limit.longest + self.args.max_completion_length if measured else None
+        return self.args.vllm_max_model_length or known
+
+    def is_saved(self, step: int) -> bool:
+        """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
+        args, last = self.args, self.max_steps
+        by_steps = args.save_strategy == "steps" and step % whole_steps(args.save_steps, last) and step != last
+        return step <= last and args.save_strategy != "no" and not by_steps
+
+
+def check_start(start: Start) -> None:
+    """Go through all checks.
+
+    Raises:
+        FusedGRPOError: the first one that fails.
+    """
+    for check in CHECKS:
+        check(start)
+
+
+def check_processes(start: Start) -> None:
+    """The batch divides, and the launcher has started what it was asked for: on a CPU `accelerate launch` does not."""
+    start.args.prompts_per_process(start.processes)
+    alone = start.processes == 1 and "WORLD_SIZE" not in os.environ
+    if alone and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        raise InputError(
+            "got one process from an accelerate launch that was asked for several (it sets MASTER_ADDR), which it "
+            "starts on GPUs alone, want all of them; fix: torchrun --nproc_per_node N, or --num_processes 1 without "
+            "MASTER_ADDR in the environment"
+        )
+
+
+def check_names(start: Start) -> None:
+    """Paths and hub ids of models, and names of rewards."""
+    args, given = start.args, start.reward_funcs
+    check_source("model", start.model, args.model_init_kwargs)
+    check_source("teacher_model", None if start.teacher == SELF else start.teacher, args.teacher_model_init_kwargs)
+    for name in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(name, str) and is_reward_model(name):
+            check_source("reward_funcs", name, args.model_init_kwargs)
+
+
+def is_reward_model(name: str) -> bool:
+    """Whether it names neither a function nor a built-in reward.
+
+    Raises:
+        InputError: a short name that does not exist, or a file without the name of a function in it.
+    """
+    if name.endswith(".py"):
+        raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
+    return builtin_reward(name) is None and not names_a_function(name)
+
+
+def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
+    """Check the folder of a model, or the form of its hub id; a module and None are left alone.
+
+    Raises:
+        DataError: no model can be there.
+        WrongTypeError: something else.
+    """
+    if name is None or isinstance(name, nn.Module):
+        return
+    if not isinstance(name, str | Path):
+        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
+    folder = Path(name, (options or {}).get("subfolder") or "")
+    problem = "which is a file" if folder.is_file() else None
+    if folder.is_dir():
+        problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
+    elif not folder.exists() and not is_hub_id(str(name)):
+        problem = "a path that does not exist"
+    if problem:
+        raise DataError(
+            f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path, or save or download the model again"
+        )
+
+
+def _problem_of_folder(folder: Path, plain: bool) -> str | None:
+    """Why a folder cannot be loaded; `plain`: config and weights have their usual names."""
+    if plain and not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    for index in folder.glob("*.index.json") if plain else ():
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        if missing := sorted(named - {path.name for path in weights}):
+            return f"without {missing[0]}, which {index.name} names"
+    for path in weights:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+        except Exception as error:  # cut short, or a pointer of git-lfs
+            return f"whose {path.name} cannot be read ({error})"
+    return None if weights or not plain else "a folder without weights"
+
+
+def check_services(start: Start) -> None:
+    """Trackers, the hub's login, vLLM and the addresses of its servers; callbacks that are some."""
+    args = start.args
+    tracker_arguments(args)
+    if args.push_to_hub and get_token() is None:
+        raise UnavailableError(
+            "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "
+            "variable HF_TOKEN"
+        )
+    start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
+    inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
+    if (start.engine is None or inner) and start.engine_name != "transformers":
+        if args.vllm_max_model_length is None and any(map(is_stream, (start.train, *start.evals.values()))):
+            raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
+        urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        for url in [urls] if isinstance(urls, str) else urls:
+            checked_url(url, allow_remote=args.vllm_server_allow_remote)
+        if start.engine_name == "vllm":
+            check_installed()
+    for callback in start.callbacks:
+        if not all(callable(getattr(callback, event, None)) for event in _EVENTS):
+            raise WrongTypeError(
+                f"got {callback!r} among the callbacks, want classes or instances of transformers.TrainerCallback; "
+                "fix: inherit from it"
+            )
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Around what reads a model's files: an error in one line that names them."""
+    try:
+        yield
+    except FusedGRPOError:
+        raise
+    except Exception as error:  # of the network, the hub, a file
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"got {what} cannot be loaded: {first}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path or the name, or a network and a login where it is on the hub"
+        ) from error
+
+
+def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
+    """The configuration of a module, or of a path or hub id.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    if isinstance(model, nn.Module):
+        return base_model(model).config
+    options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
+    with loading(f"{what} {str(model)!r}, whose config"):
+        given = {name: options[name] for name in _OF_CONFIG if name in options}
+        return options.get("config") or AutoConfig.from_pretrained(model, **given)
+
+
+def check_model(start: Start) -> None:
+    """The model's configuration and its tokenizer."""
+    args = start.args
+    if start.config is None:
+        start.config = load_config("model", start.model, args, args.model_init_kwargs)
+    start.shape = planned_shape(start.config, start.model, start.peft_config)
+    with loading(f"model {start.model_path!r}, whose tokenizer"):
+        start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
+    # A folder without a tokenizer's files gives one that knows no text, without an error.
+    if set(start.tokenizer.get_vocab()) <= set(start.tokenizer.all_special_tokens):
+        raise DataError(
+            f"got a tokenizer without a vocabulary from {start.tokenizer.name_or_path!r}, want that of the model; fix: "
+            "save it beside the model, or pass it as processing_class"
+        )
+
+
+def planned_shape(config: Any, model: Any, peft_config: Any) -> ModelShape | None:
+    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
+    lora: dict[str, Any] = {}
+    if peft_config is not None:
+        targets = getattr(peft_config, "target_modules", None)
+        lora = {"lora_r": getattr(peft_config, "r", 0), "lora_targets": None if isinstance(targets, str) else targets}
+    with suppress(Exception):  # of a config's own code: loading the model raises it again
+        return shape_of(model, **lora) if isinstance(model, nn.Module) else model_shape(config, **lora)
+    return None
+
+
+def check_prompts(start: Start) -> None:
+    """Every prompt has a token, all of them known to the model, and leaves room for a completion."""
+    own, text = start.engine, start.config.get_text_config()
+    start.limit = PromptLimit(
+        start.args,
+        start.tokenizer,
+        # A user's engine may shorten prompts, and their function encodes them itself.
+        positions=positions(text) if own is None else None,
+        vocabulary=text.vocab_size if own is None or hasattr(own, "generate") else None,
+    )
+    start.train = start.limit.applied(start.train, name="train_dataset")
+    for name, rows in start.evals.items():
+        start.limit.applied(rows, name=set_name(name))
+    length = len(start.train) if hasattr(start.train, "__len__") else None
+    start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
+
+
+def positions(text_config: Any) -> int | None:
+    """The longest sequence of a model, with what a scaled rotary embedding adds to it; None where none is known."""
+    most = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1 or getattr(text_config, "alibi", False):
+        return None
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # one for each kind of layer
+    original = [kind.get("original_max_position_embeddings") or most for kind in kinds]
+    return max([most, *(int(n * (kind.get("factor") or 1)) for n, kind in zip(original, kinds, strict=True))])
+
+
+def check_saving(start: Start) -> None:
+    """What will be saved beside the weights is saved once, in a temporary folder: transformers refuses some of it."""
+    parts = {"the tokenizer": start.tokenizer}
+    if isinstance(start.model, nn.Module) and not is_adapted(start.model) and start.peft_config is None:
+        parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
+    elif start.model_path is not None and start.peft_config is None:
+        revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
+        with suppress(OSError):  # there is none, and the model makes one
+            parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, revision=revision)
+    for name, part in parts.items():
+        try:
+            with TemporaryDirectory() as folder:
+                part.save_pretrained(folder)
+        except OSError:  # of the temporary folder
+            continue
+        except Exception as error:
+            reason = " ".join(str(error).split())[:500]
+            raise InputError(
+                f"got {name} of {start.model_path or type(start.model).__name__}, which could not be saved after the "
+                f"run ({type(error).__name__}: {reason}); want one that transformers saves; fix: what it names, in the "
+                "file beside the model or on the loaded object, such as generation_config.do_sample = True where there "
+                "is a temperature"
+            ) from error
+
+
+def check_places(start: Start) -> None:
+    """The output directory, the checkpoint to resume from, and files of others where this run is going to save."""
+    args, path = start.args, Path(start.args.output_dir)
+    resume = args.resume_from_checkpoint
+    if not start.is_main:
+        return
+    if resume is True:
+        newest_checkpoint(path, sums=False)
+    elif resume:
+        verify_checkpoint(Path(str(resume)), sums=False)
+    # Where there are checkpoints, the arguments of `train` say whether to resume from them; the command has none.
+    is_open = bool(resume or (start.accelerator is not None and checkpoints(path)))
+    overwrite = args.overwrite_output_dir
+    start.replaced = check_output_dir(path, resume=is_open, overwrite=overwrite, keep=start.model_path)
+    if resume or not is_open:
+        is_saved = (lambda step: False) if resume else start.is_saved  # where it goes on is not known yet
+        check_save_places(path, start.replaced, overwrite=overwrite, is_saved=is_saved)
+
+
+def check_disk(start: Start) -> None:
+    """Room for the final model and a checkpoint."""
+    if start.shape is None or not start.is_main:
+        return
+    args, trained = start.args, start.shape.trained  # an adapter is saved alone
+    is_chosen = "dtype" in (args.model_init_kwargs or {})
+    dtype = torch.bfloat16 if is_chosen else getattr(start.model, "dtype", torch.float32)
+    saves = args.save_strategy in ("steps", "epoch")
+    state = 2 if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
+    check_space(Path(args.output_dir), dtype.itemsize * trained * (1 + saves + state))
+
+
+def check_rewards(start: Start) -> None:
+    """The reward functions, and that every set has the columns that they read."""
+    given, device = start.reward_funcs, torch.device("cpu")
+    if start.accelerator is not None:
+        device = start.accelerator.device
+    elif isinstance(given, list):  # of a dry run, which loads no model
+        given = [name for name in given if not is_reward_model(name)] or no_reward
+    classes = start.reward_processing_classes
+    start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device)
+    sets = {"train_dataset": start.train} | {set_name(name): rows for name, rows in start.evals.items()}
+    for name, rows in sets.items() if start.engine is None else ():  # the user's own may add columns
+        try:
+            start.rewards.check_columns(next(iter(read_rows(rows, name=name))))
+        except InputError as error:
+            raise InputError(f"{error} ({name})") from error
+    names, best = start.rewards.names, start.args.metric_for_best_model
+    metrics = (*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens")
+    known = {f"eval_{of_set}_{name}" if of_set else f"eval_{name}" for of_set in start.evals for name in metrics}
+    if best is not None and start.evals and known.isdisjoint({best, f"eval_{best}"}):
+        warn_once(
+            f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
+            f"first one will say so; fix: one of {', '.join(sorted(name for name in known if 'reward' in name))}"
+        )
+
+
+CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
+CHECKS += (check_places, check_saving, check_disk, check_rewards)
