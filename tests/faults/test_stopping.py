@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_grpo.trainer.distributed.stopping import StopOnSigterm
+from fused_grpo.trainer.distributed.stopping import StopOnSignal
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -46,7 +46,7 @@ def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_n
     script.write_text(
         "import os, signal, time\n"
         "from fused_grpo.trainer.distributed import stopping\n"
-        "with stopping.StopOnSigterm() as stop:\n"
+        "with stopping.StopOnSignal() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(stop.requested, flush=True)\n"
@@ -61,7 +61,7 @@ def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_n
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
 def test_sigterm_ends_a_forked_process():
-    with StopOnSigterm() as stop:
+    with StopOnSignal() as stop:
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
@@ -69,7 +69,7 @@ def test_sigterm_ends_a_forked_process():
 
 
 def test_a_request_to_stop_does_not_outlive_its_run():
-    with StopOnSigterm() as stop:
+    with StopOnSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
     with stop:
@@ -78,7 +78,7 @@ def test_a_request_to_stop_does_not_outlive_its_run():
 
 def test_the_handler_that_was_there_is_put_back():
     before = signal.getsignal(signal.SIGTERM)
-    with StopOnSigterm() as stop:
+    with StopOnSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested
@@ -89,7 +89,7 @@ def test_a_thread_leaves_signals_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def enter() -> None:
-        with StopOnSigterm():
+        with StopOnSignal():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)

@@ -3,7 +3,7 @@
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
 works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
 are renamed last. So what a crash between two renames leaves is still known as a run, and the next start moves it too.
-A run that is alive has its log locked, and is neither moved nor removed.
+A run that is alive has the directory locked (`run_lock.py`): nothing of it is moved, cut or removed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import TEMPORARY, checkpoints, is_removable, remove, remove_empty
+from fused_grpo.trainer.checkpoint.run_lock import refuse_alive, unwritable
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
     NONFINITE_FOLDER,
@@ -26,14 +27,13 @@ from fused_grpo.trainer.config.file_names import (
     RUN_FILE,
     TRACKERS_FOLDER,
 )
-from fused_grpo.trainer.logging.run_log import is_locked
 
 _log = logging.getLogger(__name__)
 
 # Runs of an earlier version have reward.png.
 RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
 # What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
-_MOVED_FOLDERS = re.compile(rf"checkpoint-\d+|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
+_MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
 
 
 def check_output_dir(
@@ -42,9 +42,14 @@ def check_output_dir(
     """What `prepare_output_dir` would move aside, or with `overwrite` remove. Nothing is changed.
 
     Raises:
-        CheckpointError: where `prepare_output_dir` would raise it.
+        CheckpointError: where `prepare_output_dir` would raise it; or a run is alive there.
     """
-    path = Path(path)
+    found = _moved(Path(path), resume=resume, overwrite=overwrite, keep=keep)
+    refuse_alive(Path(path))
+    return found
+
+
+def _moved(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"got {path}, which is a file; want a directory; fix: choose another --output-dir")
     found = [] if resume else _run_files(path)
@@ -53,18 +58,13 @@ def check_output_dir(
             f"got {keep} as the model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
             "want the model to stay where it is; fix: choose another --output-dir"
         )
-    if found and is_locked(path):
-        raise CheckpointError(
-            f"got {path}, where another run is being trained now; want an output directory of its own; "
-            "fix: choose another --output-dir, or wait until that run has ended"
-        )
     return found if resume or overwrite else [*found, *_folders(path, found, keep)]
 
 
 def prepare_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> Path:
-    """Make `path` ready for a run. Nothing is moved or removed where this raises.
+    """Make `path` ready for a run that has locked it. Nothing is moved or removed where this raises.
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
@@ -73,11 +73,10 @@ def prepare_output_dir(
         keep: the model that this run is going to read; it is neither moved nor removed.
 
     Raises:
-        CheckpointError: the run that is there is being trained, or holds `keep`; or `path` is a file or cannot be
-            written.
+        CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
     path = Path(path)
-    found = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep)
+    found = _moved(path, resume=resume, overwrite=overwrite, keep=keep)
     try:
         path.mkdir(parents=True, exist_ok=True)
         # Before their checkpoints are gone, which say what they are.
@@ -91,10 +90,7 @@ def prepare_output_dir(
             if not checkpoint.is_symlink():
                 remove_empty(checkpoint)
     except OSError as error:
-        raise CheckpointError(
-            f"got {path}, which cannot be written ({error.strerror}); want a directory for this run; "
-            "fix: choose another --output-dir"
-        ) from error
+        raise unwritable(path, error) from error
     return path
 
 

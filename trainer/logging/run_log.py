@@ -15,17 +15,15 @@ of the step; `eval/...` is measured on held-out prompts.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError
@@ -96,24 +94,6 @@ class RunLog:
         run = {"started": started, **facts, "config": config, "versions": versions(), "machine": machine()}
         text = json.dumps(redacted(run), indent=2, ensure_ascii=False, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-def lock_log(output_dir: Path) -> BinaryIO:
-    """Lock metrics.jsonl until the file that is returned is closed, or the process ends; where locks work."""
-    file = (Path(output_dir) / METRICS_FILE).open("ab")
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
-
-
-def is_locked(output_dir: Path) -> bool:
-    """Whether a run that is alive has locked the log in `output_dir`."""
-    with suppress(OSError), (Path(output_dir) / METRICS_FILE).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def read_metrics(path: Path) -> list[Record]:
