@@ -45,7 +45,7 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
         loaded, report = load(None, config=model.config, state_dict=saved, dtype=dtype, output_loading_info=True)
         if wrong := sorted(str(name) for problem in report.values() for name in problem):
             raise ValueError(f"{wrong[0]} is missing, unknown or of another shape")
-        _refuse_nan(loaded.state_dict())
+        _refuse_infinite(dict(loaded.named_parameters()))
         return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
 
 
@@ -60,10 +60,11 @@ def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor])
             raise ValueError(f"it has {saved[name].dtype} as {name!r}, where this run has {value.dtype}")
 
 
-def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
+def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerState:
     """transformers' state of the run at `step`: its log and its best metric.
 
-    Fields that this version of transformers does not have are left out. An early version saved none: its epoch is None.
+    Fields that this version of transformers does not have are left out. Early versions of this package saved none
+    (`is_old`): then its epoch is None.
 
     Raises:
         CheckpointError: the file cannot be read, or is not of that step.
@@ -71,9 +72,9 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
     fresh = dataclasses.asdict(TrainerState())
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
-        if "global_step" not in saved:
+        if is_old and "global_step" not in saved:
             return TrainerState(global_step=step, epoch=None)  # type: ignore[arg-type]
-        check_alike({name: fresh[name] for name in fresh.keys() & saved.keys()}, saved, "content")
+        check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
         best = {name: saved.get(name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
         kinds = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
         check_alike({name: kinds[name] for name in kinds if best[name] is not None}, best, "content", signed=True)
@@ -100,7 +101,7 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
         )
     saved, here = read_tensors(path.parent, path.name), adapter_weights(model)
     with refuse_unusable(checkpoint, path.name):
-        _refuse_nan(saved)
+        _refuse_infinite(saved)
     wrong = sorted(name for name in saved.keys() | here.keys() if form(saved.get(name)) != form(here.get(name)))
     if wrong:
         raise CheckpointError(
@@ -110,7 +111,7 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
     return saved
 
 
-def _refuse_nan(weights: dict[str, Tensor]) -> None:
+def _refuse_infinite(weights: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
-        if weight.is_floating_point() and weight.isnan().any():
-            raise ValueError(f"{name} is not a number")
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} is not finite")

@@ -149,10 +149,13 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE, names)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
-            state = read_trainer_state(checkpoint, numbers["step"])
+            state = read_trainer_state(checkpoint, numbers["step"], is_old=names is None)
             check_cursors(numbers, state.epoch, learner)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
             partial = names is not None
+            rates = [group["lr"] for group in numbers["optimizer"]["param_groups"]]
+            if (scheduled := numbers["scheduler"].get("_last_lr", rates)) != rates:
+                changed.append(f"the learning rate is {rates}, where its schedule has {scheduled}; the first counts")
             unlike = check_optimizer_state(own, tensors, numbers["optimizer"], partial=partial)
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             check_tensors(moves, reference)

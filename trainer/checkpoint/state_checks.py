@@ -35,7 +35,7 @@ _LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 _PER_TOKEN = (*_LOGPROBS, "support_sizes")
 _PER_SEQUENCE = ("advantages", "rewards", "in_loss", "skipped", "finish_reasons")
 # NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
-_UNKNOWN = (*_LOGPROBS, "rewards")
+_UNKNOWN = ("sampling_logprobs", "rewards")
 _LARGEST = torch.finfo(torch.float32).max
 _RANGES = {
     **dict.fromkeys((f"{name}.values" for name in _LOGPROBS), (-_LARGEST, 1e-3)),  # fp32 rounds to a little above 0

@@ -165,6 +165,8 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     """
     if other := {name for name in state.keys() ^ random_state().keys() if name != "cuda"}:
         raise ValueError(f"{min(other)} is missing or unknown")
+    if not all(tensor.isfinite().all() for tensor in state.values()):
+        raise ValueError("a value that is not finite")
     version, *python = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(python), gauss[0] if gauss else None))

@@ -7,11 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
-import pytest
 import yaml
 from transformers import TrainerState
-
-from fused_grpo.errors import InputError
 
 EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
@@ -73,7 +70,7 @@ def test_a_script_of_transformers_finds_what_it_expects_after_training(make_trai
     assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
 
 
-def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
+def test_a_trainer_evaluates_after_training(make_trainer):
     trainer = make_trainer(max_steps=1, eval_dataset=EVAL_ROWS)
     after = trainer.train().eval_after
     assert trainer.engine.closed
@@ -81,8 +78,6 @@ def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
     again = trainer.evaluate()
     assert (trainer.engine.closed, trainer.engine.weight_version) == (False, 1)
     assert {name: again[f"eval_{name}"] for name in after} == after
-    with pytest.raises(InputError, match=r"a second train\(\) after 1 steps"):
-        trainer.train()
     trainer.end()
     trainer.end()
     assert trainer.engine.closed
