@@ -20,8 +20,9 @@ from fused_grpo.trainer.data.prompts import is_conversational, prompt_problem
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-# Of JSON: strings (one that is not closed ends with its line), brackets, null, and a byte that no JSON has.
-_TOKENS = re.compile(rb'"(?:[^"\\\n]|\\.)*+"?|[\[{]|[\]}]|null|\0')
+# Of JSON: a bracket, null, or a byte that no JSON has, after strings (one that is not closed ends with its line) and
+# all else.
+_TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][{}\0]|null)')
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -289,7 +290,7 @@ def _check_file(path: Path, *, is_json: bool) -> None:
             raise ValueError(f"{path.name} is not JSON text; unpack it, if it is compressed")
         depth, row, rows_at = 0, 0, start == b"["
         for match in _TOKENS.finditer(content):
-            token = match[0]
+            token = match[1]
             if token == b"null" and depth == rows_at:
                 raise ValueError(f"row {row} of {path.name} is null, want an object")
             if token == b"\0":
