@@ -135,7 +135,7 @@ VALUES = st.recursive(
 @given(rows=st.lists(VALUES, min_size=1, max_size=4), indent=st.sampled_from([None, 1]), listed=st.booleans())
 def test_a_file_is_refused_by_its_null_rows_alone(tmp_path_factory, rows, indent, listed):
     path = tmp_path_factory.getbasetemp() / "any.json"
-    lines = "\n".join(json.dumps(row and {"a": row}, indent=indent) for row in rows)
+    lines = "\n".join(json.dumps(None if row is None else {"a": row}, indent=indent) for row in rows)
     path.write_text(json.dumps(rows, indent=indent) if listed else lines)
     with pytest.raises(ValueError, match="is null") if None in rows else nullcontext():
         _check_file(path, is_json=True)

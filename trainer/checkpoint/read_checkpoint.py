@@ -64,7 +64,7 @@ def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerS
     """transformers' state of the run at `step`: its log and its best metric.
 
     Fields that this version of transformers does not have are left out. Early versions of this package saved none
-    (`is_old`): then its epoch is None.
+    (`is_old`): then its epoch is -1.
 
     Raises:
         CheckpointError: the file cannot be read, or is not of that step.
@@ -73,7 +73,7 @@ def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerS
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
         if is_old and "global_step" not in saved:
-            return TrainerState(global_step=step, epoch=None)  # type: ignore[arg-type]
+            return TrainerState(global_step=step, epoch=-1.0)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
         best = {name: saved.get(name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
         kinds = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}

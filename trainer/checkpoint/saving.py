@@ -168,7 +168,7 @@ class WithCheckpoints(WithCallbacks):
                 f"got {checkpoint} of step {self.step}, want one of max_steps={self.max_steps} at most; fix: a larger "
                 "max_steps, or an earlier checkpoint"
             )
-        if state.epoch is None:  # of a version that did not save one
+        if state.epoch < 0:  # of a version that did not save one
             state.epoch = float(self.epochs.at(self.step))
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch)

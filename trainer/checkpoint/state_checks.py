@@ -145,7 +145,7 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
             raise TypeError(f"eval_before or unlogged is {reprlib.repr(log)}, want numbers")
 
 
-def check_cursors(numbers: dict[str, Any], epoch: float | None, learner: Any) -> None:
+def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     """Compare numbers that follow from one another: steps, batches, prompts and epochs.
 
     Raises:
@@ -158,7 +158,7 @@ def check_cursors(numbers: dict[str, Any], epoch: float | None, learner: Any) ->
     used, rows = place["prompts"], place["num_prompts"]
     schedule = numbers["scheduler"].get("last_epoch", 0) - learner.beginning[1].get("last_epoch", 0)
     # Where a callback has left out the rest of an epoch, its prompts were left out too.
-    jumped = rows is not None and (epoch or 0.0) > step * prompts / steps / rows + 1e-6
+    jumped = rows is not None and epoch > step * prompts / steps / rows + 1e-6
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
         "scheduler.last_epoch": schedule == step - skips["total"] or "last_epoch" not in learner.beginning[1],
