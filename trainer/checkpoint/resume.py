@@ -153,9 +153,10 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             check_cursors(numbers, state.epoch, learner)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
             partial = names is not None
-            rates = [group["lr"] for group in numbers["optimizer"]["param_groups"]]
-            if (scheduled := numbers["scheduler"].get("_last_lr", rates)) != rates:
-                changed.append(f"the learning rate is {rates}, where its schedule has {scheduled}; the first counts")
+            for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
+                rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
+                if numbers["scheduler"].get(scheduled, rates) != rates:
+                    changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
             unlike = check_optimizer_state(own, tensors, numbers["optimizer"], partial=partial)
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             check_tensors(moves, reference)

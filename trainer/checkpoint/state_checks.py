@@ -58,10 +58,11 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
     Raises:
         TypeError: it is of another form, or a number is not finite or out of range.
     """
+    if here is None or (saved is None and isinstance(here, bool)):
+        return
     if isinstance(here, dict) and isinstance(saved, dict):
-        for name, value in here.items():
-            if name in saved or not (isinstance(value, bool | None) or name in _OPTIONAL):
-                check_alike(value, saved.get(name), f"{where}.{name}", exact=exact, signed=signed)
+        for name in [name for name in here if name in saved or name not in _OPTIONAL]:
+            check_alike(here[name], saved.get(name), f"{where}.{name}", exact=exact, signed=signed)
     elif isinstance(here, list | tuple) and isinstance(saved, list) and len(here) in (0, len(saved)):
         for index, value in enumerate(here):
             check_alike(value, saved[index], f"{where}[{index}]", exact=exact)
@@ -69,7 +70,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
         whole = not (exact and isinstance(here, int)) or (isinstance(saved, int) and saved <= 2**53)
         if not math.isfinite(saved) or not whole or (saved < min(here, 0) and not signed):
             raise TypeError(f"{where} is {saved}")
-    elif here is not None and type(here) is not type(saved) and not (isinstance(here, bool) and saved is None):
+    elif not isinstance(here, str | bool) or type(here) is not type(saved):
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
 
 
@@ -139,10 +140,14 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     place = numbers["collector"]["sampler"]
     form_of_place = {"dropped": 0, "stream": None if place.get("stream") is None else stream_form}
     check_alike(form_of_place, place, "content.collector.sampler", exact=True)
-    unlogged = [dict(enumerate(values)) for values in numbers.get("unlogged", {}).values()]
-    for log in ({} if numbers["eval_before"] is None else numbers["eval_before"], *unlogged):
-        if not isinstance(log, dict) or not all(value is None or is_number(value) for value in log.values()):
-            raise TypeError(f"eval_before or unlogged is {reprlib.repr(log)}, want numbers")
+    _check_log("eval_before", {} if numbers["eval_before"] is None else numbers["eval_before"])
+    for name, values in numbers.get("unlogged", {}).items():
+        _check_log(f"unlogged.{name}", dict(enumerate(values)))
+
+
+def _check_log(where: str, log: Any) -> None:
+    if not isinstance(log, dict) or not all(value is None or is_number(value) for value in log.values()):
+        raise TypeError(f"{where} is {reprlib.repr(log)}, want numbers")
 
 
 def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
@@ -197,8 +202,7 @@ def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_s
             raise ValueError(f"{saved} is no part of {steps} batches and {total} steps")
         if saved["done"] and "old_logprobs.values" not in parts[f"buffer.{saved['done'] % steps}"]:
             raise ValueError("the log-probs of the policy that sampled the next batch are missing")
-        if not all(value is None or is_number(value) for value in saved["metrics"].values()):
-            raise TypeError(f"metrics are {reprlib.repr(saved['metrics'])}, want numbers")
+        _check_log("metrics", saved["metrics"])
     for where, part in parts.items():
         _check_sequences(part, where, vocab_size)
 
