@@ -138,7 +138,8 @@ def load_optimizer_state(
         for group in numbers["param_groups"]
     ]
     full: dict[str, Any] = {"state": state, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS)
+    # PyTorch finds the device of a full state by its tensors, which SGD has not.
+    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS if tensors else StateDictOptions())
 
 
 def random_state() -> dict[str, Tensor]:
