@@ -30,7 +30,10 @@ _BATCHES = "the position in the data and the rollouts in progress are counted in
 _SCHEDULE = "the schedule goes on from this step as if it had been so from the first"
 _SAMPLED = "from the next generated batch on"
 _RULES: tuple[tuple[str, Rule], ...] = (
-    ("resume_from_checkpoint overwrite_output_dir", Rule("none", "it says how this process starts")),
+    (
+        "resume_from_checkpoint overwrite_output_dir output_dir",
+        Rule("none", "it says where and how this process starts"),
+    ),
     # None may be the same as a number.
     ("steps_per_generation generation_batch_size", Rule("none", f"refused by its number: {_BATCHES}")),
     ("data_seed shuffle_dataset", Rule("none", "another order of the data is refused")),
@@ -61,8 +64,10 @@ def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
 
 
 def saved_options(args: GRPOConfig) -> dict[str, Any]:
-    """All options as JSON, without secrets."""
-    return {entry.name: redacted(getattr(args, entry.name), entry.name) for entry in dataclasses.fields(args)}
+    """The options that are compared, as JSON and without secrets."""
+    names = (entry.name for entry in dataclasses.fields(args))
+    compared = (name for name in names if rule_of(name, args, mid_batch=False).wins != "none")
+    return {name: redacted(getattr(args, name), name) for name in compared}
 
 
 def identity(learner: Any) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_ba
         wins, why = rule_of(name, learner.args, mid_batch=mid_batch)
         if wins == "refused":
             refused += [] if name in here else [(name, before[name], options[name])]
-        elif wins != "none":
+        else:
             which = "the checkpoint's" if wins == "checkpoint" else "the new one"
             values = f"{_shortened(before[name])} in the checkpoint, {_shortened(options[name])} now"
             lines.append(f"{name}: {values}; {which} counts: {why}")

@@ -36,25 +36,23 @@ class RunLock:
         Raises:
             CheckpointError: another run has it; or the directory cannot be written, or its file system has no locks.
         """
-        path, made = directory / LOCK_FILE, not directory.exists()
+        self._path, self._made = directory / LOCK_FILE, not directory.exists()
         while self._descriptor is None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 raise unwritable(directory, error) from error
-            try:
-                _lock(descriptor, fcntl.LOCK_EX, directory)
-                # The run before may have removed the file between the two calls: then this lock is of nothing.
-                if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                    self._descriptor, self._path, self._made = descriptor, path, made
-                    owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime()}
-                    with suppress(OSError):  # a full disk
-                        os.ftruncate(descriptor, 0)
-                        os.write(descriptor, json.dumps(owner).encode())
-            finally:
-                if self._descriptor is None:
-                    os.close(descriptor)
+            _lock(descriptor, fcntl.LOCK_EX, directory)
+            # The run before may have removed the file between the two calls: then this lock is of nothing.
+            if self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                self._descriptor = descriptor
+                owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime()}
+                with suppress(OSError):  # a full disk
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, json.dumps(owner).encode())
+            else:
+                os.close(descriptor)
 
     def release(self) -> None:
         """Unlock the directory and remove the file. Harmless without a lock."""
@@ -80,32 +78,32 @@ def refuse_alive(directory: Path) -> None:
         return
     except OSError as error:
         raise unwritable(directory, error) from error
-    try:
-        _lock(descriptor, fcntl.LOCK_SH, directory)
-    finally:
-        os.close(descriptor)
+    _lock(descriptor, fcntl.LOCK_SH, directory)
+    os.close(descriptor)
 
 
 def _lock(descriptor: int, kind: int, directory: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise unwritable(directory, OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file"))
-    for left in reversed(range(_TRIES)):
+    """Lock an open file, or close it and raise."""
+    failure = unwritable(directory, OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file"))
+    for _ in range(_TRIES if stat.S_ISREG(os.fstat(descriptor).st_mode) else 0):
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return
-        except BlockingIOError as error:
-            if not left:
-                raise CheckpointError(
-                    f"got {directory}, where another run is being trained now ({_owner(descriptor)}); want an output "
-                    "directory of its own; fix: choose another --output-dir, or wait until that run has ended"
-                ) from error
+        except BlockingIOError:
+            failure = CheckpointError(
+                f"got {directory}, where another run is being trained now ({_owner(descriptor)}); want an output "
+                "directory of its own; fix: choose another --output-dir, or wait until that run has ended"
+            )
         except OSError as error:
-            raise CheckpointError(
+            failure = CheckpointError(
                 f"got {directory} on a file system without locks ({error.strerror}), where nothing would keep a second "
                 "run out; want one with them; fix: an output directory on another disk, or the file system mounted "
                 "with locks (Lustre: -o flock; NFS: its lock manager)"
-            ) from error
+            )
+            break
         time.sleep(_PAUSE)
+    os.close(descriptor)
+    raise failure
 
 
 def _owner(descriptor: int) -> str:
