@@ -25,27 +25,19 @@ Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
 # Fields that earlier versions did not save, or that are only saved where they are not 0.
 _OPTIONAL = ("num_tokens", "dropped", "options", "unlogged", "tensors")
-_DTYPES = {
-    **DTYPES,
-    **dict.fromkeys(("advantages", "rewards"), torch.float32),
-    **dict.fromkeys(("in_loss", "skipped"), torch.bool),
-    **dict.fromkeys(("numbers", "finish_reasons", "failed"), torch.int64),
-}
-_LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
-_PER_TOKEN = (*_LOGPROBS, "support_sizes")
-_PER_SEQUENCE = ("advantages", "rewards", "in_loss", "skipped", "finish_reasons")
-# NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
-_UNKNOWN = ("sampling_logprobs", "rewards")
 _LARGEST = torch.finfo(torch.float32).max
-_RANGES = {
-    **dict.fromkeys((f"{name}.values" for name in _LOGPROBS), (-_LARGEST, 1e-3)),  # fp32 rounds to a little above 0
-    **{
-        "support_sizes.values": (0, _LARGEST),
-        "finish_reasons": (0, 1),
-        "failed": (0, _LARGEST),
-        "numbers": (0, _LARGEST),
-    },
+_LOGPROB = (-_LARGEST, 1e-3)  # fp32 rounds to a little above 0
+# Of each tensor of rollouts: its dtype, and the range of its values.
+_FORMS: dict[str, tuple[torch.dtype, tuple[float, float]]] = {
+    **{f"{name}.lengths": (torch.int64, (0, _LARGEST)) for name in DTYPES},
+    **{f"{name}.values": (dtype, _LOGPROB if "logprobs" in name else (0, _LARGEST)) for name, dtype in DTYPES.items()},
+    **dict.fromkeys(("advantages", "rewards"), (torch.float32, (-_LARGEST, _LARGEST))),
+    **dict.fromkeys(("in_loss", "skipped"), (torch.bool, (0, 1))),
+    **dict.fromkeys(("numbers", "failed"), (torch.int64, (0, _LARGEST))),
+    "finish_reasons": (torch.int64, (0, 1)),
 }
+# NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
+_UNKNOWN = ("sampling_logprobs.values", "rewards")
 _PART = re.compile(r"(prefetched|buffer\.\d+)\.(.*)")
 
 
@@ -208,34 +200,30 @@ def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_s
 
 
 def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> None:
-    lengths, of_prompts = part["completion_ids.lengths"], part["prompt_ids.lengths"]
-    unseen = ~part.get("in_loss", lengths >= 0) | part.get("skipped", lengths < 0)
     for name, tensor in part.items():
-        field = name.partition(".")[0]
-        wanted = torch.int64 if name.endswith(".lengths") else _DTYPES[field]
-        if tensor.dtype != wanted or tensor.dim() != 1:
-            raise TypeError(f"{where}.{name} is {form(tensor)}, want {wanted}")
-        low, high = _RANGES.get(name, (-_LARGEST, _LARGEST))
-        if name.endswith((".lengths", "_ids.values")):
-            low, high = 0, vocab_size - 1 if name.endswith(".values") else _LARGEST
-        if not ((tensor >= low) & (tensor <= high) | (tensor.isnan() & (field in _UNKNOWN))).all():
-            raise ValueError(f"{where}.{name} has values that are not from {low} to {high}")
-        if field in _PER_TOKEN:
-            # The policy and the reference have seen only what goes through the model.
-            wanted_lengths, got = lengths, part[f"{field}.lengths"]
-            if field in ("old_logprobs", "ref_logprobs"):
-                wanted_lengths = torch.where(unseen & (got == 0), 0, lengths)
-            if not torch.equal(got, wanted_lengths):
-                raise ValueError(f"{where}.{field} is not a value for each token")
-        if field in _PER_SEQUENCE and len(tensor) != len(lengths):
-            raise ValueError(f"{where}.{field} is not a value for each completion")
+        dtype, (low, high) = _FORMS[name]
+        high = vocab_size - 1 if name.endswith("_ids.values") else high
+        in_range = (tensor >= low) & (tensor <= high) | (tensor.isnan() & (name in _UNKNOWN))
+        if tensor.dtype != dtype or tensor.dim() != 1 or not in_range.all():
+            raise ValueError(f"{where}.{name} is {form(tensor)}, want {dtype} from {low} to {high}")
+    lengths, of_prompts = part["completion_ids.lengths"], part["prompt_ids.lengths"]
+    # The policy and the reference have seen only what goes through the model.
+    unseen = ~part.get("in_loss", lengths >= 0) | part.get("skipped", lengths < 0)
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "support_sizes"):
+        got = part.get(f"{name}.lengths", lengths)
+        left_out = unseen & (got == 0) if name in ("old_logprobs", "ref_logprobs") else lengths < 0
+        if not torch.equal(got, torch.where(left_out, 0, lengths)):
+            raise ValueError(f"{where}.{name} is not a value for each token")
+    counts = {
+        len(part[name]) for name in ("advantages", "rewards", "in_loss", "skipped", "finish_reasons") if name in part
+    }
     per_prompt = int(part["numbers"][0]) if "numbers" in part else 1
-    empty = (of_prompts < 1).any() or (not len(part.get("failed", ())) and (lengths < 1).any())
-    if empty or len(of_prompts) * per_prompt != len(lengths):
-        raise ValueError(f"{where} has an empty sequence, or not {per_prompt} completion(s) for each prompt")
+    if counts != {len(lengths)} or len(of_prompts) * per_prompt != len(lengths):
+        raise ValueError(f"{where} is not a value for each completion, and {per_prompt} completion(s) for each prompt")
+    if (of_prompts < 1).any() or (not len(part.get("failed", ())) and (lengths < 1).any()):
+        raise ValueError(f"{where} has an empty sequence")
     rows = rows_from_tensors(part)
-    if "support_ids" in rows:
-        supports = map(Support, rows["support_ids"], rows["support_sizes"])
-        for support, tokens in zip(supports, rows["completion_ids"], strict=True):
-            if tokens and (wrong := wrong_support(support, tokens, vocab_size)):
-                raise ValueError(f"{where} has {wrong}")
+    supports = map(Support, rows.get("support_ids", ()), rows.get("support_sizes", ()))
+    for support, tokens in zip(supports, rows["completion_ids"], strict=False):
+        if tokens and (wrong := wrong_support(support, tokens, vocab_size)):
+            raise ValueError(f"{where} has {wrong}")
