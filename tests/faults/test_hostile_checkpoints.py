@@ -266,6 +266,18 @@ def test_a_file_that_would_hang_or_fill_the_memory_is_refused_at_once(copy, trai
                 restore(directory, trainer.learner, trainer.collector)
 
 
+def test_a_file_that_is_one_large_hole_is_refused_at_once(copy, time_limit):
+    directory = copy()
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").touch()
+    os.truncate(directory / "model.safetensors", 1 << 42)
+    manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+    manifest["files"]["model.safetensors"]["size"] = 1 << 42
+    replace(directory / MANIFEST_FILE, json.dumps(manifest).encode())
+    with time_limit(5), pytest.raises(CheckpointError, match="more than the disk"):
+        find_checkpoint(directory.parent, directory)
+
+
 class Payload:
     """Makes a file where it is unpickled."""
 
