@@ -13,6 +13,7 @@ gradient norm, which decide it, are known to all ranks before the optimizer move
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,8 @@ class Learner:
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=vocab_size)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
+        groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+        self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
@@ -148,6 +151,16 @@ class Learner:
         found = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
         module = shard_by_its_layers(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=found)
+
+    def restart(self) -> None:
+        """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
+        groups, schedule = copy.deepcopy(self.beginning)
+        self.step, self.entropy = 0, EntropyController(self.args)
+        self.nonfinite.load_state({"in_a_row": 0, "total": 0})
+        self.optimizer.optimizer.state.clear()
+        for group, first in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(first)
+        self.scheduler.load_state_dict(schedule)
 
     def learn(
         self, batch: EffectiveBatch, *, check: Check | None = None, event: Event = lambda name: None

@@ -39,15 +39,12 @@ from typing import Any
 
 from accelerate.utils import set_seed
 from torch import distributed
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 
-from fused_grpo.errors import InputError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
-from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
-from fused_grpo.trainer.checkpoint.read_checkpoint import read_trainer_state
-from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore
+from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
+from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
@@ -60,7 +57,7 @@ from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
-from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSigterm, agree
+from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
@@ -70,7 +67,6 @@ from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.progress import progress
-from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import model_for, uncompiled
@@ -113,7 +109,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     learner: Learner
     collector: Collector
     engine_is_open = True
-    _in_epoch = False
 
     def __init__(
         self,
@@ -189,7 +184,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.collector = self._make_collector()
             self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
             self.buffer, self.last_metrics = None, {}
-            self.stop = StopOnSigterm()
+            self.stop, self.lock = StopOnSignal(), RunLock()
             self.output = RunOutput.silent(args)
             self._init_callbacks(callbacks, self.model, self.processing_class)
             # Last: no rank is in `train` before all have an engine.
@@ -202,7 +197,8 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
-            resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside.
+            resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside,
+                that of an earlier `train` too, and this one begins with step 1 and the weights as they are now.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
@@ -211,7 +207,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             PeerError: another rank failed; the message has its reason.
                 In all four cases the step that failed has updated nothing.
             CheckpointError: the checkpoint to resume from is damaged or of another run, or a run is alive there.
-            SystemExit: with status 143, after SIGTERM: the step was finished and a checkpoint saved.
+            SystemExit: with status 143, after SIGTERM, SIGHUP or SIGUSR1: the step was finished and a checkpoint saved.
         """
         try:
             with report_failure(self.accelerator), self.stop:
@@ -236,6 +232,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.engine_is_open = False
             self.output.close()
             self._undo.close()
+            self.lock.release()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -311,21 +308,20 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
-        if self.step and not resume:
-            raise InputError(
-                f"got a second train() after {self.step} steps, want a new trainer with this model; "
-                "fix: make one, or resume_from_checkpoint=True with a larger max_steps"
-            )
+        is_main = self.accelerator.is_main_process
+        self._lock_output()
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
-        is_main = self.accelerator.is_main_process
+        self._begin_again()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
                 options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}
                 options |= {"resume": checkpoint, "is_saved": self.start.is_saved}
                 self._undo.callback(prepare_output_dir(self.output_dir, **options))
-        self._prepare_state(None if checkpoint is None else self._restore(checkpoint), self.epochs.total)
+        self._prepare_state(None, self.epochs.total)
+        if checkpoint is not None:
+            self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
@@ -334,20 +330,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
             self.eval_before = self.eval_after
-
-    def _restore(self, checkpoint: Path) -> TrainerState:
-        """Everything as it was when `checkpoint` was saved, the logs included. Returns transformers' state."""
-        with all_ranks_succeed(self.accelerator, f"reading {checkpoint}"):
-            state = read_trainer_state(checkpoint)
-        self.buffer, self.eval_before = restore(checkpoint, self.learner, self.collector)
-        if state.global_step != self.step:  # of a version that did not save one
-            state = TrainerState(global_step=self.step, epoch=float(self.epochs.at(self.step)))
-        with refuse_unusable(checkpoint, STATE_FILE):
-            self.epochs.resume(self.step, state.epoch)
-        with all_ranks_succeed(self.accelerator, "cutting back the logs"):
-            if self.accelerator.is_main_process:
-                rewind_logs(self.output_dir, self.step)
-        return state
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
@@ -448,12 +430,14 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         self._log_evaluate_save()
 
     def _stop(self) -> None:
-        """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received SIGTERM."""
+        """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self._log_steps()
         where = self._save_checkpoint(resumable=True)
         self.event("on_save")
-        self.output.note(f"stopped by SIGTERM after step {self.step}; resume_from_checkpoint=True goes on from {where}")
+        self.output.note(
+            f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
+        )
         barrier(self.accelerator)
         raise SystemExit(EXIT_STATUS)
 
@@ -495,8 +479,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
             self.collector.wait_for_prefetched()
-            if any_rank(self.accelerator, self.engine.weight_version != self.step):
+            if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
                 weights = self.learner.served_weights(getattr(self.engine, "weight_dtype", None))
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
                     checked_load_weights(self.engine, weights, version=self.step)
+                self._is_stale = False

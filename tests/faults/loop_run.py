@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def reward(completion_ids: list[list[int]], trainer_state: Any, **columns: Any) -> list[float | None]:
-    # SIGTERM in the first step, which may be one of several that a generation serves; all else in the second.
-    if FAULT in IN_A_REWARD and is_here() and trainer_state.global_step == (FAULT != "term"):
+    # Signals in the first step, which may be one of several that a generation serves; all else in the second.
+    if FAULT in IN_A_REWARD and is_here() and trainer_state.global_step == (FAULT not in ("term", "hup", "usr1")):
         note()
         IN_A_REWARD[FAULT]()
     return [float(sum(ids) % 7) for ids in completion_ids]
@@ -143,6 +143,8 @@ IN_A_REWARD: dict[str, Callable[[], Any]] = {
     "hang": lambda: time.sleep(600),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "hup": lambda: os.kill(os.getpid(), signal.SIGHUP),
+    "usr1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
 }
 

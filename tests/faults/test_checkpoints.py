@@ -64,8 +64,32 @@ def test_resuming_ignores_damaged_checkpoints_and_warns(run, caplog, time_limit)
     (run / "checkpoint-4" / "manifest.json").unlink()
     with time_limit(5), caplog.at_level(logging.WARNING):
         assert find_checkpoint(run, True) == run / "checkpoint-2"
-    left_out = [record.message for record in caplog.records]
-    assert [name in line for name, line in zip(("checkpoint-6", "checkpoint-4"), left_out, strict=True)] == [True, True]
+    said = [record.message for record in caplog.records]
+    names = (
+        "ignoring {}/checkpoint-6",
+        "ignoring {}/checkpoint-4",
+        "{}/checkpoint-6 is called",
+        "{}/checkpoint-4 is called",
+    )
+    assert [name.format(run) in line for name, line in zip(names, said, strict=True)] == [True] * 4
+
+
+def test_damaged_checkpoints_are_moved_aside_so_that_the_run_can_save_there_again(run, save):
+    truncate(run / "checkpoint-6")
+    (run / "checkpoint-6" / "manifest.json").unlink()
+    assert find_checkpoint(run, True) == run / "checkpoint-4"
+    assert find_checkpoint(run, save(run, 6)) == run / "checkpoint-6"
+    truncate(run / "checkpoint-6")
+    assert find_checkpoint(run, True) == run / "checkpoint-4"
+    assert len(checkpoints(run)) == 2
+    assert {path.name for path in run.glob("*.unusable-*")} == {"checkpoint-6.unusable-1", "checkpoint-6.unusable-2"}
+
+
+def test_a_damaged_checkpoint_that_is_named_stays_where_it_is(run):
+    truncate(run / "checkpoint-6")
+    with pytest.raises(CheckpointError):
+        find_checkpoint(run, run / "checkpoint-6")
+    assert (run / "checkpoint-6").is_dir()
 
 
 def test_where_no_checkpoint_is_complete_the_error_says_so(run):

@@ -1,4 +1,8 @@
-"""Damaged and manipulated checkpoints: each is refused with a CheckpointError, and nothing in one is ever run."""
+"""Damaged and manipulated checkpoints: each is refused with a CheckpointError, and nothing in one is ever run.
+
+With a manifest that fits, what is refused is what this run could not have saved. What it could have saved, such as
+another value of a weight, is another checkpoint; another option is said.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint import resume
 from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
 from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, write_manifest
-from fused_grpo.trainer.checkpoint.resume import restore
+from fused_grpo.trainer.checkpoint.resume import restore, training_state
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 FIELDS = ("step", "run", "optimizer", "scheduler", "collector", "entropy", "skipped", "eval_before", "buffers")
@@ -114,6 +123,159 @@ def test_a_field_of_another_type_is_refused_and_named(trainer, copy, value):
         write_manifest(directory)
         with pytest.raises(CheckpointError, match=rf"training\.json does not fit this run .*{name}.*fix: "):
             restore(find_checkpoint(directory.parent, directory), trainer.learner, trainer.collector)
+
+
+def resign(directory: Path) -> Path:
+    """Write a manifest that fits what is there now."""
+    (directory / MANIFEST_FILE).unlink(missing_ok=True)
+    write_manifest(directory)
+    return find_checkpoint(directory.parent, directory)
+
+
+@pytest.fixture
+def outcome(trainer, checkpoint, monkeypatch):
+    """Resumes: "refused", "said" (that an option differs), or the state that the run has then, but for its logs."""
+    said: list[str] = []
+    monkeypatch.setattr(resume._log, "warning", lambda text, path, lines: said.append(lines))
+
+    def restored(directory):
+        trainer.learner.restart()
+        said.clear()
+        try:
+            found = restore(directory, trainer.learner, trainer.collector)
+        except CheckpointError:
+            return "refused"
+        if normal and said != normal:
+            return "said"
+        normal[:] = said
+        state = training_state(trainer.learner, trainer.collector, found.buffer, wait=True)
+        for buffer in state.numbers["buffers"].values():
+            del buffer["metrics"]
+        del state.numbers["collector"]["num_tokens"]
+        tensors = {
+            f"{file} {name}": value.tolist() for file, named in state.tensors.items() for name, value in named.items()
+        }
+        return state.numbers, tensors, found.state.epoch
+
+    normal: list[str] = []  # where the output directory is another
+    clean = restored(checkpoint)
+    return lambda directory: "unaffected" if (end := restored(directory)) == clean else end
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just(10**12)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+FREE = ("metrics", "num_tokens", "eval_before", "unlogged", "_last_lr")  # which are of logs alone
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value in a JSON document, of long lists the first ones."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    return [at] * bool(at) + [way for key, one in inside for way in places(one, (*at, key))]
+
+
+SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@SLOW
+@given(data=st.data(), name=st.sampled_from(["training.json"] * 4 + ["trainer_state.json"]))
+def test_a_changed_field_is_refused_or_said_or_changes_nothing(outcome, copy, tmp_path, data, name):
+    directory = copy(f"json-{len(os.listdir(tmp_path))}")
+    content = json.loads((directory / name).read_bytes())
+    top = data.draw(st.sampled_from(sorted(content)))
+    way = data.draw(st.sampled_from([way for way in places(content) if way[0] == top]))
+    node = content
+    for key in way[:-1]:
+        node = node[key]
+    match data.draw(st.sampled_from(["change", "change", "change", "remove", "rename"])):
+        case "change":
+            node[way[-1]] = data.draw(JSON)
+        case "remove":
+            del node[way[-1]]
+        case "rename" if isinstance(node, dict):
+            node[f"{way[-1]} "] = node.pop(way[-1])
+    replace(directory / name, json.dumps(content).encode())
+    end = outcome(resign(directory))
+    assert end in ("refused", "said", "unaffected") or set(way) & set(FREE), (way, node)
+
+
+FORMS = {
+    "shorter": lambda tensor: tensor.flatten()[: max(0, tensor.numel() - 1)].clone(),
+    "another shape": lambda tensor: tensor[None].clone(),
+    "another dtype": lambda tensor: tensor.to(torch.float16 if tensor.dtype != torch.float16 else torch.int32),
+    "NaN": lambda tensor: torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor[None].clone(),
+    "too large": lambda tensor: tensor[None].clone() if tensor.is_floating_point() else torch.full_like(tensor, -1),
+}
+TENSOR_FILES = ("optimizer.safetensors", "process-0.safetensors", "model.safetensors")
+
+
+@SLOW
+@given(data=st.data(), name=st.sampled_from(TENSOR_FILES))
+def test_a_changed_tensor_is_refused(outcome, copy, tmp_path, data, name):
+    directory = copy(f"tensors-{len(os.listdir(tmp_path))}")
+    tensors = load_file(directory / name)
+    which = data.draw(st.sampled_from(sorted(key for key, tensor in tensors.items() if tensor.numel())))
+    how = data.draw(st.sampled_from(["removed", "renamed", *FORMS]))
+    tensor = tensors.pop(which)
+    if how in FORMS:
+        # Of masks and of what no function scored, these are values like others.
+        free = tensor.dtype == torch.bool or (how == "NaN" and which.endswith(("rewards", "sampling_logprobs.values")))
+        tensors[which] = tensor[None].clone() if free else FORMS[how](tensor)
+    elif how == "renamed":
+        tensors[f"{which}."] = tensor
+    (directory / name).unlink()
+    save_file(tensors, directory / name, metadata={"format": "pt"})
+    assert outcome(resign(directory)) == "refused", (which, how)
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "process-0.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_file_that_is_missing_is_refused_with_a_manifest_that_fits(outcome, copy, name, is_old):
+    directory = copy()
+    if is_old:  # of a version that did not save the names of the tensors
+        content = json.loads((directory / "training.json").read_bytes())
+        replace(directory / "training.json", json.dumps({k: v for k, v in content.items() if k != "tensors"}).encode())
+    (directory / name).unlink()
+    assert outcome(resign(directory)) == "refused"
+
+
+MANY = b'{"format": "fused-grpo checkpoint 3", "files": {%s}}' % b",".join(b'"%d": {}' % n for n in range(1_000_000))
+HOSTILE_FILES = {
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a directory": lambda path: path.mkdir(),
+    "a loop": lambda path: path.symlink_to(path.name),
+    "a gigabyte": lambda path: (path.touch(), os.truncate(path, 1 << 30)),
+    "deep JSON": lambda path: path.write_text("[" * 200_000),
+    "a million names": lambda path: path.write_bytes(MANY),
+}
+
+
+@pytest.mark.parametrize("make", HOSTILE_FILES.values(), ids=HOSTILE_FILES)
+def test_a_file_that_would_hang_or_fill_the_memory_is_refused_at_once(copy, trainer, make, time_limit):
+    for name in (MANIFEST_FILE, "training.json", "trainer_state.json", "optimizer.safetensors", "model.safetensors"):
+        directory = copy(name)
+        (directory / name).unlink()
+        make(directory / name)
+        with time_limit(5), pytest.raises(CheckpointError, match=r"^got "):
+            find_checkpoint(directory.parent, directory)
+        if name != MANIFEST_FILE:  # with sums that fit, or after they were compared
+            with time_limit(5), pytest.raises(CheckpointError, match=r"^got "):
+                restore(directory, trainer.learner, trainer.collector)
+
+
+def test_a_file_that_is_one_large_hole_is_refused_at_once(copy, time_limit):
+    directory = copy()
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").touch()
+    os.truncate(directory / "model.safetensors", 1 << 42)
+    manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+    manifest["files"]["model.safetensors"]["size"] = 1 << 42
+    replace(directory / MANIFEST_FILE, json.dumps(manifest).encode())
+    with time_limit(5), pytest.raises(CheckpointError, match="more than the disk"):
+        find_checkpoint(directory.parent, directory)
 
 
 class Payload:

@@ -1,4 +1,4 @@
-"""SIGTERM ends a run after the current step, with a checkpoint from which it resumes bit for bit."""
+"""SIGTERM, SIGHUP and SIGUSR1 end a run after the current step, with a checkpoint from which it resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_grpo.trainer.distributed.stopping import StopOnSigterm
+from fused_grpo.trainer.distributed import stopping
+from fused_grpo.trainer.distributed.stopping import StopOnSignal
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -32,6 +33,14 @@ def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, ti
         assert torch.equal(tensor, ends[1]["parameters"][name]), name
 
 
+@pytest.mark.parametrize("fault", ["hup", "usr1"])
+def test_signals_of_schedulers_and_terminals_are_sigterms(farm, tmp_path, fault):
+    process = farm.start(SCRIPT, tmp_path, fault, 0, "{}")
+    assert process.wait() == 143, process.output
+    assert f"stopped by SIG{fault.upper()} after step 1" in process.output
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
 def test_ctrl_c_ends_at_once(farm, time_limit, tmp_path):
     with time_limit(20) as clock:
         process = farm.start(SCRIPT, tmp_path, "interrupt", 0, json.dumps({"save_steps": 1}))
@@ -46,7 +55,7 @@ def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_n
     script.write_text(
         "import os, signal, time\n"
         "from fused_grpo.trainer.distributed import stopping\n"
-        "with stopping.StopOnSigterm() as stop:\n"
+        "with stopping.StopOnSignal() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(stop.requested, flush=True)\n"
@@ -61,7 +70,7 @@ def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_n
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
 def test_sigterm_ends_a_forked_process():
-    with StopOnSigterm() as stop:
+    with StopOnSignal() as stop:
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
@@ -69,27 +78,51 @@ def test_sigterm_ends_a_forked_process():
 
 
 def test_a_request_to_stop_does_not_outlive_its_run():
-    with StopOnSigterm() as stop:
+    with StopOnSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
     with stop:
         assert not stop.requested
 
 
-def test_the_handler_that_was_there_is_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopOnSigterm() as stop:
-        assert signal.getsignal(signal.SIGTERM) is not before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_the_handler_that_was_there_is_put_back(number):
+    before = signal.getsignal(number)
+    with StopOnSignal() as stop:
+        assert signal.getsignal(number) is not before
+        os.kill(os.getpid(), number)
+    assert (stop.requested, stop.reason) == (True, number.name)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_is_ignored_or_handled_already_is_left_alone(number, handler):
+    """By nohup, or by a plugin of the scheduler."""
+    before = signal.signal(number, handler)
+    try:
+        with StopOnSignal() as stop:
+            os.kill(os.getpid(), number)
+        assert not stop.requested
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_another_signal_is_no_second_request(monkeypatch):
+    """Slurm sends SIGUSR1 some time before SIGTERM; the step may not be done by then."""
+    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
+    with StopOnSignal() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.requested
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert stop.reason == "SIGUSR1"
 
 
 def test_a_thread_leaves_signals_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def enter() -> None:
-        with StopOnSigterm():
+        with StopOnSignal():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)

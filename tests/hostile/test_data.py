@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
 import gc
+import gzip
 import json
+import lzma
+import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data.datasets import check_dataset, load_rows
+from fused_grpo.trainer.data.datasets import _check_file, check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
 from fused_grpo.trainer.logging.formatting import message_text
@@ -94,10 +101,58 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize(("content", "row"), [("null", 0), ("\n null", 0), ('{"prompt": "1"}\nnull\n', 1)])
+ROW = '{"prompt": "1"}'
+NULLS = [
+    *(("null", 0), ("\n null", 0), (f"{ROW}\nnull\n", 1), (f"{ROW}\r\n\tnull\r\n{ROW}", 1), ("\ufeffnull", 0)),
+    *((f"[null, {ROW}]", 0), (f"[\n{ROW},\n  null\n]", 1), (f"null {ROW}", 0), (f'{{"a": "\\"]"}}\n{ROW} null', 2)),
+]
+
+
+@pytest.mark.parametrize(("content", "row"), NULLS)
 def test_a_row_of_null_does_not_take_the_process_down(tmp_path: Path, content, row):
     (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(DataError, match=f"row {row} of rows.jsonl is null, want an object"):
+    for source in (tmp_path / "rows.jsonl", tmp_path):
+        with pytest.raises(DataError, match=f"row {row} of rows.jsonl is null, want an object"):
+            load_rows(str(source))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("deep", ["[" * 20_000 + "]" * 20_000, '{"a":' * 20_000 + "1" + "}" * 20_000, "[\n" * 20_000])
+def test_deep_nesting_does_not_take_the_process_down(tmp_path: Path, deep, streaming):
+    for content in (f'{ROW}\n{{"prompt": "1", "x": {deep}}}\n', f"[{ROW}, {deep}]", deep):
+        (tmp_path / "rows.json").write_text(content)
+        with pytest.raises(DataError, match=r"row \d of rows\.json is nested deeper than"):
+            load_rows(str(tmp_path / "rows.json"), streaming=streaming)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text('[]{}",\\ n\n', max_size=6)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a]", max_size=2), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(VALUES, min_size=1, max_size=4), indent=st.sampled_from([None, 1]), listed=st.booleans())
+def test_a_file_is_refused_by_its_null_rows_alone(tmp_path_factory, rows, indent, listed):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    lines = "\n".join(json.dumps(None if row is None else {"a": row}, indent=indent) for row in rows)
+    path.write_text(json.dumps(rows, indent=indent) if listed else lines)
+    with pytest.raises(ValueError, match="is null") if None in rows else nullcontext():
+        _check_file(path, is_json=True)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+def test_a_file_without_an_end_is_refused(tmp_path: Path, make):
+    make(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl is no regular file"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_packed_file_is_not_unpacked_unseen(tmp_path: Path, pack):
+    (tmp_path / "rows.jsonl").write_bytes(pack(b"null"))
+    with pytest.raises(DataError, match=r"is not JSON text; unpack it"):
         load_rows(str(tmp_path / "rows.jsonl"))
 
 

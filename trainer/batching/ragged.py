@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts
 
 # Fields of batches and rollouts with a row for each sequence: a list, or a tensor for those of _TENSORS.
-_DTYPES = {
+DTYPES = {
     "prompt_ids": torch.int64,
     "completion_ids": torch.int64,
     "sampling_logprobs": torch.float64,
@@ -29,7 +29,7 @@ _TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes")
 def rows_as_tensors(source: EffectiveBatch | Rollouts) -> dict[str, Tensor]:
     """All ragged fields of `source` that it has."""
     tensors: dict[str, Tensor] = {}
-    for name, dtype in _DTYPES.items():
+    for name, dtype in DTYPES.items():
         rows = getattr(source, name, None)
         tensors |= {} if rows is None else joined_rows(name, rows, dtype)
     return tensors
@@ -38,7 +38,7 @@ def rows_as_tensors(source: EffectiveBatch | Rollouts) -> dict[str, Tensor]:
 def rows_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The inverse of `rows_as_tensors`: the fields by name."""
     fields: dict[str, Any] = {"sampling_logprobs": None}
-    for name in _DTYPES:
+    for name in DTYPES:
         if f"{name}.values" in tensors:
             rows = tensors[f"{name}.values"].split(tensors[f"{name}.lengths"].tolist())
             fields[name] = list(rows) if name in _TENSORS else [row.tolist() for row in rows]

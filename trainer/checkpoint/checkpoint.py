@@ -36,6 +36,7 @@ from fused_grpo.trainer.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
+from fused_grpo.trainer.checkpoint.run_lock import unwritable
 
 _log = logging.getLogger(__name__)
 
@@ -157,8 +158,10 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(numbered, key=step_of)
 
 
-def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> Path:
-    """The newest complete checkpoint of a run; newer ones that are damaged are named in a warning.
+def newest_checkpoint(
+    output_dir: Path, *, other_than: Path | None = None, sums: bool = True, unusable: list[Path] | None = None
+) -> Path:
+    """The newest complete checkpoint of a run; newer ones that are damaged are named in a warning, and in `unusable`.
 
     Raises:
         CheckpointError: there is none.
@@ -175,6 +178,8 @@ def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums:
                 return path
         except CheckpointError as error:
             _log.warning("ignoring %s: %s", path, error)
+            if unusable is not None:
+                unusable.append(path)
     raise CheckpointError(
         f"got resume_from_checkpoint=True for {output_dir}, which has no complete checkpoint-<step>; want one; "
         "fix: start without it, or pass the path of a checkpoint"
@@ -184,11 +189,23 @@ def newest_checkpoint(output_dir: Path, *, other_than: Path | None = None, sums:
 def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
     """The checkpoint that `resume_from_checkpoint` means, after every file was compared with its manifest.
 
+    With True, newer ones that are damaged are renamed, so that the run can save in their place again.
+
     Raises:
         CheckpointError: there is none, or it is damaged; then the message names the newest complete one.
     """
     if resume is True:
-        return newest_checkpoint(output_dir)
+        unusable: list[Path] = []
+        found = newest_checkpoint(output_dir, unusable=unusable)
+        for path in unusable:
+            name = f"checkpoint-{step_of(path)}.unusable"
+            free = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{name}-{n}")))
+            try:
+                path.rename(free)
+            except OSError as error:
+                raise unwritable(path.parent, error) from error
+            _log.warning("%s is called %s now, and the run goes on from %s", path, free.name, found)
+        return found
     path = Path(str(resume))
     try:
         verify_checkpoint(path)

@@ -1,17 +1,24 @@
 """The manifest of a checkpoint: size and sha256 sum of every file. It is written last, so it says what is complete.
 
+What is read here and beside is opened by `open_regular`: a pipe, a device or a file without end cannot stop a run.
+
 Names in a manifest are checked before they are used, so that it cannot point outside of its own directory. Sums show
 damage, not who wrote a file: nothing in a checkpoint is unpickled, and pickles are refused by their name.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from fused_grpo.errors import CheckpointError, FusedGRPOError
 
@@ -21,6 +28,10 @@ FORMAT = f"{_ANY_FORMAT}3"
 
 # Formats that are pickles, or may contain one. This trainer writes none of them.
 _PICKLES = (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
+
+# Bytes of JSON, which takes ten times as much memory: trainer_state.json has the log of a long run.
+_MAX_JSON, _MAX_MANIFEST = 256 << 20, 4 << 20
+_MAX_FILES = 10_000
 
 FileSums = dict[str, tuple[int, str]]  # size in bytes and sha256, by file name
 
@@ -47,6 +58,32 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading, without waiting.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is a directory, a pipe, a socket or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: Path, limit: int = _MAX_JSON) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError, ValueError, RecursionError: it is no regular file, has more than `limit` bytes, or is no JSON.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return json.loads(content)
+
+
 def has_manifest(directory: Path) -> bool:
     """Whether `directory` has a readable manifest, of any version. Its files are not looked at."""
     try:
@@ -63,8 +100,10 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
             another version.
     """
     try:
-        content = json.loads((directory / MANIFEST_FILE).read_bytes())
+        content = read_json(directory / MANIFEST_FILE, _MAX_MANIFEST)
         version = str(content["format"])
+        if len(content["files"]) > _MAX_FILES:
+            raise ValueError(f"it names {len(content['files'])} files, want {_MAX_FILES} at most")
         if not version.startswith(_ANY_FORMAT):
             raise ValueError(f"its format is {version!r}, want {FORMAT!r}")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
@@ -89,7 +128,11 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
     Raises:
         CheckpointError: a file is missing, truncated or changed, or there is a pickle among them.
     """
-    for name, (size, sha256) in read_manifest(directory).items():
+    files = read_manifest(directory)
+    # Files with holes, whose sums would take forever.
+    if (total := sum(size for size, _ in files.values())) > shutil.disk_usage(directory).total:
+        raise damaged(directory, MANIFEST_FILE, f"has {total} bytes of files, more than the disk")
+    for name, (size, sha256) in files.items():
         path = directory / name
         got = _size_of(directory, name)
         if got != size:
@@ -108,11 +151,12 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
 
 def _size_of(directory: Path, name: str) -> int:
     try:
-        if (directory / name).is_file():
-            return (directory / name).stat().st_size
+        with open_regular(directory / name) as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise damaged(directory, name, "is missing") from None
     except OSError as error:  # of the disk, or of another user's directory
         raise damaged(directory, name, f"cannot be read ({error.strerror})") from error
-    raise damaged(directory, name, "is missing")
 
 
 def damaged(directory: Path, name: str, what: str) -> CheckpointError:
@@ -148,7 +192,7 @@ def sha256_of(path: Path) -> str:
         CheckpointError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from error

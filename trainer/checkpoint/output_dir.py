@@ -3,7 +3,7 @@
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
 works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
 are renamed last. So what a crash between two renames leaves is still known as a run, and the next start moves it too.
-A run that is alive has its log locked, and is neither moved nor removed.
+A run that is alive has the directory locked (`run_lock.py`): nothing of it is moved, cut or removed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     remove_empty,
     step_of,
 )
+from fused_grpo.trainer.checkpoint.run_lock import refuse_alive, unwritable
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
     NONFINITE_FOLDER,
@@ -38,14 +39,13 @@ from fused_grpo.trainer.config.file_names import (
     RUN_FILE,
     TRACKERS_FOLDER,
 )
-from fused_grpo.trainer.logging.run_log import is_locked
 
 _log = logging.getLogger(__name__)
 
 # Runs of an earlier version have reward.png.
 RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
 # What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
-_MOVED_FOLDERS = re.compile(rf"checkpoint-\d+|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
+_MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
 
 
 def check_output_dir(
@@ -54,9 +54,14 @@ def check_output_dir(
     """What `prepare_output_dir` would move aside, or with `overwrite` remove. Nothing is changed.
 
     Raises:
-        CheckpointError: where `prepare_output_dir` would raise it.
+        CheckpointError: where `prepare_output_dir` would raise it; or a run is alive there.
     """
-    path = Path(path)
+    found = _moved(Path(path), resume=resume, overwrite=overwrite, keep=keep)
+    refuse_alive(Path(path))
+    return found
+
+
+def _moved(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
     there = next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
@@ -66,11 +71,6 @@ def check_output_dir(
         raise CheckpointError(
             f"got {keep} as the model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
             "want the model to stay where it is; fix: choose another --output-dir"
-        )
-    if found and is_locked(path):
-        raise CheckpointError(
-            f"got {path}, where another run is being trained now; want an output directory of its own; "
-            "fix: choose another --output-dir, or wait until that run has ended"
         )
     return found if resume or overwrite else [*found, *_folders(path, found, keep)]
 
@@ -104,7 +104,7 @@ def prepare_output_dir(
     keep: str | Path | None = None,
     is_saved: Callable[[int], bool] = lambda step: False,
 ) -> Callable[[], None]:
-    """Make `path` ready for a run. Nothing is moved or removed where this raises.
+    """Make `path` ready for a run that has locked it. Nothing is moved or removed where this raises.
 
     Args:
         path: the directory; made where it is missing. Files that are not of a run stay, always.
@@ -118,15 +118,14 @@ def prepare_output_dir(
         A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
 
     Raises:
-        CheckpointError: the run that is there is being trained, or holds `keep`; or `path` is a file or cannot be
-            written.
+        CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
     path = Path(path)
-    found = check_output_dir(path, resume=bool(resume), overwrite=overwrite, keep=keep)
+    found = _moved(path, resume=bool(resume), overwrite=overwrite, keep=keep)
     is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
     after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
     check_save_places(path, found, overwrite=overwrite, is_saved=is_saved, after=after)
-    is_new, former = not path.exists(), former_run(path)
+    former = former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         # Before their checkpoints are gone, which say what they are.
@@ -140,14 +139,11 @@ def prepare_output_dir(
             if not checkpoint.is_symlink():
                 remove_empty(checkpoint)
     except OSError as error:
-        raise CheckpointError(
-            f"got {path}, which cannot be written ({error.strerror}); want a directory for this run; "
-            "fix: choose another --output-dir"
-        ) from error
-    return (lambda: None) if resume else partial(_take_back, path, former, set(path.iterdir()), is_new)
+        raise unwritable(path, error) from error
+    return (lambda: None) if resume else partial(_take_back, path, former, set(path.iterdir()))
 
 
-def _take_back(path: Path, former: Path, before: set[Path], is_new: bool) -> None:
+def _take_back(path: Path, former: Path, before: set[Path]) -> None:
     made = set(path.iterdir()) - before
     if any(entry.is_dir() and entry.name != TRACKERS_FOLDER for entry in made):  # a checkpoint, or a batch to look at
         return
@@ -155,9 +151,8 @@ def _take_back(path: Path, former: Path, before: set[Path], is_new: bool) -> Non
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for entry in former.iterdir() if former in before else ():
         entry.rename(path / entry.name)
-    for folder in (former,) * (former in before) + (path,) * is_new:
-        with suppress(OSError):  # of files that somebody else has put there
-            folder.rmdir()
+    with suppress(OSError):  # of files that somebody else has put there
+        former.rmdir()
 
 
 def former_run(path: Path) -> Path:

@@ -6,7 +6,6 @@ No configuration is read from the checkpoint: that of the model of this run coun
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from fnmatch import fnmatch
 from functools import reduce
@@ -19,7 +18,8 @@ from transformers import TrainerState
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
-from fused_grpo.trainer.checkpoint.manifest import read_manifest, refuse_unusable
+from fused_grpo.trainer.checkpoint.manifest import read_json, read_manifest, refuse_unusable
+from fused_grpo.trainer.checkpoint.state_checks import check_alike, form
 from fused_grpo.trainer.checkpoint.training_state import read_tensors
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights
 
@@ -45,6 +45,7 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
         loaded, report = load(None, config=model.config, state_dict=saved, dtype=dtype, output_loading_info=True)
         if wrong := sorted(str(name) for problem in report.values() for name in problem):
             raise ValueError(f"{wrong[0]} is missing, unknown or of another shape")
+        _refuse_infinite(dict(loaded.named_parameters()))
         return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
 
 
@@ -59,19 +60,27 @@ def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor])
             raise ValueError(f"it has {saved[name].dtype} as {name!r}, where this run has {value.dtype}")
 
 
-def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """transformers' state of the run: its log and its best metric.
+def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerState:
+    """transformers' state of the run at `step`: its log and its best metric.
 
-    Fields that this version of transformers does not have are left out, and so is all of a checkpoint without them.
+    Fields that this version of transformers does not have are left out. Early versions of this package saved none
+    (`is_old`): then its epoch is -1.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is not of that step.
     """
-    known = {field.name for field in dataclasses.fields(TrainerState)}
+    fresh = dataclasses.asdict(TrainerState())
     with refuse_unusable(checkpoint, STATE_FILE):
-        saved = json.loads((checkpoint / STATE_FILE).read_bytes())
-        state = TrainerState(**{name: value for name, value in saved.items() if name in known})
-        state.log_history, state.epoch = list(state.log_history), float(state.epoch or 0.0)
+        saved = read_json(checkpoint / STATE_FILE)
+        if is_old and "global_step" not in saved:
+            return TrainerState(global_step=step, epoch=-1.0)
+        check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
+        best = {name: saved.get(name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
+        kinds = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
+        check_alike({name: kinds[name] for name in kinds if best[name] is not None}, best, "content", signed=True)
+        if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
+            raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
+        state = TrainerState(**{name: saved[name] for name in fresh.keys() & saved.keys()})
     if state.best_model_checkpoint is not None and not Path(str(state.best_model_checkpoint)).is_dir():
         _log.warning("the best checkpoint, %s, does not exist any more", state.best_model_checkpoint)
         state.best_model_checkpoint = None
@@ -91,14 +100,18 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
             "such a run; fix: resume without peft_config"
         )
     saved, here = read_tensors(path.parent, path.name), adapter_weights(model)
-    wrong = sorted(name for name in saved.keys() | here.keys() if _form(saved.get(name)) != _form(here.get(name)))
+    with refuse_unusable(checkpoint, path.name):
+        _refuse_infinite(saved)
+    wrong = sorted(name for name in saved.keys() | here.keys() if form(saved.get(name)) != form(here.get(name)))
     if wrong:
         raise CheckpointError(
-            f"got an adapter in {checkpoint} that does not fit ({wrong[0]}: {_form(saved.get(wrong[0]))} there, "
-            f"{_form(here.get(wrong[0]))} here); want the peft_config that it was saved with; fix: pass that one"
+            f"got an adapter in {checkpoint} that does not fit ({wrong[0]}: {form(saved.get(wrong[0]))} there, "
+            f"{form(here.get(wrong[0]))} here); want the peft_config that it was saved with; fix: pass that one"
         )
     return saved
 
 
-def _form(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _refuse_infinite(weights: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} is not finite")

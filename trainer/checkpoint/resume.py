@@ -1,43 +1,51 @@
 """Saving a run between two steps, and resuming it so that the next steps are those that it would have made.
 
-`restore` first reads everything and refuses what does not fit; only then does it change the model. The random
+`restore` first reads everything and compares it with the state that this run has in its place: a file, a tensor or a
+field that is missing, of another form or out of its range is refused. Only then does it change the model. The random
 generators come last, after everything that may draw from them.
 """
 
 from __future__ import annotations
 
-import reprlib
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import TrainerState
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import training_state as files
+from fused_grpo.trainer.checkpoint.changed_options import differences, identity, saved_options
 from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
 from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, refuse_unusable, sha256_of
-from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter, read_weights
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed
-from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, load_adapter
-
-# Options that have to stay as they were for the next step to be what it would have been.
-_SAME_OPTIONS = (
-    "seed",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_generations",
-    "num_iterations",
-    "loss_type",
-    "beta",
-    "sync_ref_model",
-    "optim",
+from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter, read_trainer_state, read_weights
+from fused_grpo.trainer.checkpoint.state_checks import (
+    check_cursors,
+    check_numbers,
+    check_optimizer_state,
+    check_rollouts,
+    check_tensors,
 )
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed
+from fused_grpo.trainer.models.adapters import is_adapted, load_adapter
+
+_log = logging.getLogger(__name__)
 _FULL = StateDictOptions(full_state_dict=True)
+
+
+class Restored(NamedTuple):
+    """What the loop gets back."""
+
+    buffer: RolloutBuffer | None
+    eval_before: dict[str, float] | None
+    unlogged: dict[str, list[float | None]]
+    state: TrainerState
 
 
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
@@ -63,7 +71,13 @@ def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool |
 
 
 def training_state(
-    learner: Any, collector: Any, buffer: RolloutBuffer | None, *, eval_before: dict[str, float] | None, wait: bool
+    learner: Any,
+    collector: Any,
+    buffer: RolloutBuffer | None,
+    *,
+    eval_before: dict[str, float] | None = None,
+    unlogged: dict[str, list[float | None]] | None = None,
+    wait: bool,
 ) -> files.TrainingFiles:
     """The state of a run, to be saved by rank 0. A collective.
 
@@ -72,6 +86,7 @@ def training_state(
         collector: its `Collector`.
         buffer: the rollouts in progress.
         eval_before: the evaluation of the model that the run started from.
+        unlogged: the metrics of the steps since the last entry of the history.
         wait: whether to wait for rollouts that an engine is sampling now.
     """
     accelerator = learner.accelerator
@@ -88,46 +103,77 @@ def training_state(
         by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
     by_file |= {files.process_file(rank["rank"]): rank["tensors"] for rank in ranks}
     everything_else = {
-        "step": learner.step,
-        "run": _identity(learner),
-        "optimizer": options,
-        "scheduler": learner.scheduler.state_dict(),
-        "collector": place,
-        "entropy": learner.entropy.state(),
-        "skipped": learner.nonfinite.state(),
+        **_numbers(learner, place, options),
+        "run": identity(learner),
+        "options": saved_options(learner.args),
         "eval_before": eval_before,
+        "unlogged": unlogged or {},
         "buffers": {str(rank["rank"]): rank["buffer"] for rank in ranks},
     }
     return files.TrainingFiles(everything_else, by_file)
 
 
-def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuffer | None, dict[str, float] | None]:
-    """Put a new run into the state in which `checkpoint` was saved; returns its `buffer` and `eval_before`.
+def _numbers(learner: Any, place: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": learner.step,
+        "optimizer": optimizer,
+        "scheduler": learner.scheduler.state_dict(),
+        "collector": place,
+        "entropy": learner.entropy.state(),
+        "skipped": learner.nonfinite.state(),
+    }
+
+
+def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
+    """Put a new run into the state in which `checkpoint` was saved.
 
     Raises:
-        CheckpointError: a checkpoint without a training state, or one of a run with other options, data or processes.
+        CheckpointError: a checkpoint without a training state, or one that this run could not have saved: of other
+            options, data or processes, or with something missing, of another form or out of its range.
         PeerError: another rank raised it.
     """
-    accelerator, model = learner.accelerator, _model(learner)
-    rank = accelerator.process_index
+    accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
+    rank, collector.prefetched = accelerator.process_index, None
+    # Collectives are outside of `all_ranks_succeed`.
+    moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
+    own = files.optimizer_state(learner.policy, optimizer, full=False)
+    here = _numbers(learner, collector.state(wait=False)[0], own[1])
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
-        _check_same_run(learner, numbers["run"], checkpoint)
-        weights = _read_weights(model, checkpoint)
-        mine = files.read_tensors(checkpoint, files.process_file(rank))
-        optimizer = files.read_tensors(checkpoint, files.OPTIMIZER_FILE)
-        reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            saved = numbers["buffers"][str(rank)]
+            saved, names = numbers["buffers"][str(rank)], numbers.get("tensors")
+            changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
+        weights = _read_weights(_model(learner), checkpoint)
+        mine = files.read_tensors(checkpoint, files.process_file(rank), names)
+        tensors = files.read_tensors(checkpoint, files.OPTIMIZER_FILE, names)
+        reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE, names)
+        with refuse_unusable(checkpoint, files.TRAINING_FILE):
+            check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
+            state = read_trainer_state(checkpoint, numbers["step"], is_old=names is None)
+            check_cursors(numbers, state.epoch, learner)
+        with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
+            partial = names is not None
+            for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
+                rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
+                if numbers["scheduler"].get(scheduled, rates) != rates:
+                    changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
+            unlike = check_optimizer_state(own, tensors, numbers["optimizer"], partial=partial)
+        with refuse_unusable(checkpoint, files.REFERENCE_FILE):
+            check_tensors(moves, reference)
+        with refuse_unusable(checkpoint, files.process_file(rank)):
+            check_rollouts(mine, saved, learner, collector.vocab_size)
             buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(mine, "buffer"))
             # Of a stream it may still be refused: before anything else changes.
             collector.load_state(numbers["collector"], _group(mine, "prefetched"))
-            learner.scheduler.load_state_dict(numbers["scheduler"])
-            learner.entropy.load_state(numbers["entropy"])
+        with refuse_unusable(checkpoint, files.TRAINING_FILE):
+            schedule = here["scheduler"].keys() & numbers["scheduler"].keys()
+            learner.scheduler.load_state_dict({name: numbers["scheduler"][name] for name in schedule})
             learner.nonfinite.load_state(numbers["skipped"])
+            if learner.args.use_adaptive_entropy:
+                learner.entropy.load_state(numbers["entropy"])
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-        files.load_optimizer_state(learner.policy, learner.optimizer.optimizer, optimizer, numbers["optimizer"])
+        files.load_optimizer_state(learner.policy, optimizer, tensors, numbers["optimizer"])
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
@@ -135,7 +181,11 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> tuple[RolloutBuff
     accelerator.wait_for_everyone()
     with refuse_unusable(checkpoint, files.process_file(rank)):
         files.set_random_state(_group(mine, "random"))
-    return buffer, numbers["eval_before"]
+    # An option that says it says it better.
+    lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
+    if lines and accelerator.is_main_process:
+        _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
+    return Restored(buffer, numbers["eval_before"], numbers.get("unlogged", {}), state)
 
 
 def load_model_of(checkpoint: Path, learner: Any) -> None:
@@ -173,33 +223,3 @@ def _reference_moves(learner: Any) -> bool:
 def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
     prefix = f"{group}."
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _identity(learner: Any) -> dict[str, Any]:
-    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter and teacher."""
-    processes = learner.accelerator.num_processes
-    return {
-        **{name: getattr(learner.args, name) for name in _SAME_OPTIONS},
-        "steps_per_generation": learner.args.micro_batches_per_generation(processes),
-        "num_processes": processes,
-        "optimizer": type(learner.optimizer.optimizer).__name__,
-        "schedule": type(learner.scheduler).__name__,
-        "adapter": adapter_identity(_model(learner)),
-        "teacher": None if learner.teacher is None else learner.teacher.identity,
-    }
-
-
-def _check_same_run(learner: Any, saved: dict[str, Any], checkpoint: Path) -> None:
-    here = _identity(learner)
-    changed = [name for name in here if saved.get(name) != here[name]]
-    if changed:
-        raise CheckpointError(
-            f"got {_values(here, changed)} to resume from {checkpoint}, want {_values(saved, changed)} as it was saved "
-            "with; fix: resume with those options, or start a new run with the checkpoint as its model"
-        )
-
-
-def _values(options: dict[str, Any], names: list[str]) -> str:
-    shortened = reprlib.Repr()
-    shortened.maxdict = shortened.maxstring = shortened.maxother = 100  # an adapter's options, and not a file of them
-    return ", ".join(f"{name}={shortened.repr(options.get(name))}" for name in names)

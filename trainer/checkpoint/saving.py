@@ -6,30 +6,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
-from fused_grpo.trainer.checkpoint.resume import training_state
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, remove_old_checkpoints, save_checkpoint, weights_stay
+from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
+from fused_grpo.trainer.checkpoint.resume import restore, training_state
+from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
-from fused_grpo.trainer.distributed.stopping import StopOnSigterm
+from fused_grpo.trainer.distributed.stopping import StopOnSignal
 from fused_grpo.trainer.logging.callbacks import WithCallbacks
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
+from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.models.adapters import is_adapted, saver_of
 
 
 class WithCheckpoints(WithCallbacks):
-    """The part of a trainer that writes its model, its checkpoints and its model card."""
+    """The part of a trainer that writes its model, its checkpoints and its model card, and begins a run again."""
 
     model: Any
     model_path: str | None
     processing_class: Any
     collector: Any
     buffer: RolloutBuffer | None
-    stop: StopOnSigterm
+    stop: StopOnSignal
     output_dir: Path
     hub_model_id: str | None = None
     eval_before: dict[str, float] | None = None
     eval_after: dict[str, float] | None = None  # the last evaluation's
     last_metrics: dict[str, Any]
+    sampler: Any
+    epochs: Any
+    lock: RunLock
+    _in_epoch = False
+    _is_stale = False  # the engine has the weights of another run's step of that number
+    _beginning: dict[str, Any] | None = None  # where the first `train` began in the data
 
     @property
     def step(self) -> int:
@@ -136,10 +146,47 @@ class WithCheckpoints(WithCallbacks):
                 remove_old_checkpoints(self.output_dir, keep, step=self.step, best=best)
         return directory
 
+    def _lock_output(self) -> None:
+        """Keep other runs out, before anything in the output directory is cut, moved or removed."""
+        with all_ranks_succeed(self.accelerator, "locking the output directory"):
+            if self.accelerator.is_main_process:
+                self.lock.acquire(self.output_dir)
+
+    def _begin_again(self) -> None:
+        """In a further `train`: a new run from the weights as they are now, as in TRL."""
+        position, self._beginning = self._beginning, self._beginning or self.sampler.position()
+        if position is None:
+            return
+        self.learner.restart()
+        self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
+        self.collector.load_state({"sampler": self.sampler.state_dict(position), "generate_calls": 0}, {})
+        self.epochs.resume(0, 0.0)
+        self._is_stale, self.eval_before, self.eval_after = True, None, None
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Everything as it was when `checkpoint` was saved, the logs included."""
+        self.buffer, self.eval_before, unlogged, state = restore(checkpoint, self.learner, self.collector)
+        if self.step > self.max_steps:
+            raise CheckpointError(
+                f"got {checkpoint} of step {self.step}, want one of max_steps={self.max_steps} at most; fix: a larger "
+                "max_steps, or an earlier checkpoint"
+            )
+        if state.epoch < 0:  # of a version that did not save one
+            state.epoch = float(self.epochs.at(self.step))
+        with refuse_unusable(checkpoint, STATE_FILE):
+            self.epochs.resume(self.step, state.epoch)
+            self._prepare_state(state, self.epochs.total)
+        self.step_metrics.unlogged = unlogged
+        self.step_metrics.generation = {} if self.buffer is None else self.buffer.metrics
+        with all_ranks_succeed(self.accelerator, "cutting back the logs"):
+            if self.accelerator.is_main_process:
+                rewind_logs(self.output_dir, self.step)
+
     def _training_state(self) -> Any:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested)
-        return training_state(self.learner, self.collector, self.buffer, eval_before=self.eval_before, wait=wait)
+        logs: dict[str, Any] = {"eval_before": self.eval_before, "unlogged": self.step_metrics.unlogged}
+        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
 
     def _save(self, directory: Path, write_more: Any = None) -> Path:
         weights = self.learner.weights()

@@ -14,7 +14,6 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -29,25 +28,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
+from fused_grpo.trainer.checkpoint.manifest import open_regular, read_json, refuse_unusable
+from fused_grpo.trainer.checkpoint.state_checks import check_alike
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
 TRAINING_FILE = "training.json"
 
-_FIELDS: dict[str, Any] = {  # of training.json, as `resume.training_state` fills them
-    "step": int,
-    "run": dict,
-    "optimizer": dict,
-    "scheduler": dict,
-    "collector": dict,
-    "entropy": dict,
-    "skipped": dict,
-    "eval_before": dict | NoneType,
-    "buffers": dict,
-}
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_OF = " of "  # "exp_avg of model.lm_head.weight"
+OF = " of "  # "exp_avg of model.lm_head.weight"
 
 
 def process_file(rank: int) -> str:
@@ -72,69 +61,76 @@ class TrainingFiles:
         for name, named in self.tensors.items():
             if named:
                 save_file({key: value.detach().contiguous().clone() for key, value in named.items()}, directory / name)
-        (directory / TRAINING_FILE).write_text(json.dumps(self.numbers, indent=2) + "\n", encoding="utf-8")
+        names = {name: sorted(named) for name, named in self.tensors.items()}
+        text = json.dumps({**self.numbers, "tensors": names}, indent=2)
+        (directory / TRAINING_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_numbers(directory: Path) -> dict[str, Any]:
-    """The content of training.json.
+    """The content of training.json; `check_numbers` compares it with the run.
 
     Raises:
-        CheckpointError: the checkpoint has none, or a field is missing or of another type.
+        CheckpointError: the checkpoint has none, or it cannot be read.
     """
     path = directory / TRAINING_FILE
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(
             f"got {directory}, a checkpoint of a model alone; want one with its training state; "
             "fix: resume from another, save without save_only_model, or pass it as the model of a new run"
         )
     with refuse_unusable(directory, TRAINING_FILE):
-        numbers: dict[str, Any] = json.loads(path.read_bytes())
-        for name, kind in _FIELDS.items():
-            if not isinstance(numbers[name], kind):
-                raise TypeError(f"{name} is a {type(numbers[name]).__name__}")
+        numbers: dict[str, Any] = read_json(path)
+        check_alike({"run": {}, "buffers": {}, "tensors": {}, "options": {}}, numbers, "content")
     return numbers
 
 
-def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint; none where there is no such file.
+def read_tensors(directory: Path, name: str, names: dict[str, list[str]] | None = None) -> dict[str, Tensor]:
+    """The tensors of one file of a checkpoint; none where there is no such file, which may be where there are none.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or does not have the tensors that it had when it was saved: `names`.
     """
-    path = directory / name
     with refuse_unusable(directory, name):
-        return load_file(path) if path.is_file() else {}
+        tensors = dict[str, Tensor]()
+        if (directory / name).exists():
+            open_regular(directory / name).close()
+            tensors = load_file(directory / name)
+        for other in tensors.keys() ^ (tensors if names is None else names.get(name, [])):
+            raise ValueError(f"{other!r} is {'unknown' if other in tensors else 'missing'}")
+        return tensors
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The full state dict of a model. A collective; only rank 0 gets it."""
-    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS)
+def model_state(model: nn.Module, *, full: bool = True) -> dict[str, Tensor]:
+    """The full state dict of a model. A collective; only rank 0 gets it. Without `full`, as in `optimizer_state`."""
+    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS if full else StateDictOptions())
     return state
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of an optimizer by parameter name: (tensors, all else). A collective; only rank 0 gets it."""
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of an optimizer by parameter name: (tensors, all else). A collective; only rank 0 gets it.
+
+    Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
+    """
+    options = _OPTIONS if full else StateDictOptions()
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
     for parameter, values in state.get("state", {}).items():
         for name, value in values.items():
             by_name = tensors if isinstance(value, Tensor) else numbers["state"]
-            by_name[f"{name}{_OF}{parameter}"] = value
+            by_name[f"{name}{OF}{parameter}"] = value
     return tensors, numbers
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
-    """The inverse of `optimizer_state`.
-
-    Raises:
-        KeyError, RuntimeError, ValueError, AssertionError: the state of another model or optimizer.
-    """
+    """The inverse of `optimizer_state`, of what `check_optimizer` accepts."""
     state: dict[str, Any] = {}
     for key, value in {**numbers["state"], **tensors}.items():
-        name, _, parameter = key.partition(_OF)
+        name, _, parameter = key.partition(OF)
         state.setdefault(parameter, {})[name] = value
     groups = [
         # JSON has no tuples: AdamW's betas.
@@ -142,7 +138,8 @@ def load_optimizer_state(
         for group in numbers["param_groups"]
     ]
     full: dict[str, Any] = {"state": state, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS)
+    # PyTorch finds the device of a full state by its tensors, which SGD has not.
+    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS if tensors else StateDictOptions())
 
 
 def random_state() -> dict[str, Tensor]:
@@ -167,6 +164,10 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     Raises:
         KeyError, TypeError, ValueError, RuntimeError: it is no state of these generators.
     """
+    if other := {name for name in state.keys() ^ random_state().keys() if name != "cuda"}:
+        raise ValueError(f"{min(other)} is missing or unknown")
+    if not all(tensor.isfinite().all() for tensor in state.values()):
+        raise ValueError("a value that is not finite")
     version, *python = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(python), gauss[0] if gauss else None))
@@ -178,3 +179,6 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+    for name, value in random_state().items():
+        if name in state and (value.dtype != state[name].dtype or not torch.equal(value, state[name])):
+            raise ValueError(f"{name} is no state of that generator")

@@ -21,7 +21,10 @@ from fused_grpo.trainer.data.prompts import clean_prompt, is_conversational, pro
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-NULL_ROW = re.compile(rb"\A\s*null|^null\s*$", re.MULTILINE)
+# Of JSON: a bracket, null, or a byte that no JSON has, after strings (one that is not closed ends with its line) and
+# all else.
+_TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][{}\0]|null)')
+_DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -265,8 +268,8 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
         files = [path] if path.is_file() else [Path(name) for name in glob(source)]
         if not files:
             raise FileNotFoundError("no such file")
-        for file in files if FILE_FORMATS[path.suffix] == "json" else ():
-            _refuse_null_rows(file)
+        for file in files:
+            _check_file(file, is_json=FILE_FORMATS[path.suffix] == "json")
         return load_dataset(FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming)
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         saved = load_from_disk(source)
@@ -275,17 +278,39 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
                 raise ValueError(f"it has the splits {sorted(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
+    for file in path.rglob("*") if path.is_dir() else ():
+        if file.suffix in FILE_FORMATS and not file.is_dir():
+            _check_file(file, is_json=FILE_FORMATS[file.suffix] == "json")
     return load_dataset(source, config, split=split, streaming=streaming)
 
 
-def _refuse_null_rows(path: Path) -> None:
-    """Raise ValueError for a null row: it crashes Arrow's reader, and the process (apache/arrow issue 47409)."""
+def _check_file(path: Path, *, is_json: bool) -> None:
+    """Raise ValueError for a file that would hang or crash its native reader, and with it the process.
+
+    Arrow crashes at a row that is null (apache/arrow issue 47409), in lines or in a list, and at deep nesting. It would
+    unpack a file that is compressed, whatever its name says: it is not looked into here.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.name} is no regular file")
     if not path.stat().st_size:
         raise ValueError("the file is empty")
+    if not is_json:
+        return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if found := NULL_ROW.search(content):
-            row = content[: found.start()].count(b"\n")
-            raise ValueError(f"row {row} of {path.name} is null, want an object")
+        start = content[:1000].removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if start not in b'{["-0123456789tfn':
+            raise ValueError(f"{path.name} is not JSON text; unpack it, if it is compressed")
+        depth, row, rows_at = 0, 0, start == b"["
+        for match in _TOKENS.finditer(content):
+            token = match[1]
+            if token == b"null" and depth == rows_at:
+                raise ValueError(f"row {row} of {path.name} is null, want an object")
+            if token == b"\0":
+                raise ValueError(f"{path.name} is not JSON text: it has a zero byte")
+            depth = max(0, depth + (token in (b"[", b"{")) - (token in (b"]", b"}")))
+            row += token in (b"]", b"}") and depth == rows_at
+            if depth > _DEEPEST:
+                raise ValueError(f"row {row} of {path.name} is nested deeper than {_DEEPEST} levels")
 
 
 def is_plain_arrow(dataset: Any) -> bool:

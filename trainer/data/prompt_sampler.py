@@ -112,6 +112,11 @@ class PromptSampler:
         """The position in the sequence, as JSON. It is the same on every rank."""
         return self._rows.state_dict()
 
+    @property
+    def stream_form(self) -> Any:
+        """What a position in the stream looks like; None where a position is a number of prompts alone."""
+        return self._dataset.state_dict() if isinstance(self._rows, _StreamedRows) and self._rows.seeks else None
+
     def state_dict(self, position: dict[str, Any] | None = None) -> dict[str, Any]:
         """A position (None: the current one), and the identity of dataset and order, for which rows are read."""
         return {**self._identity, **(self.position() if position is None else position)}
@@ -243,7 +248,7 @@ class _StreamedRows:
                 "datasets.IterableDataset; fix: shuffle_dataset=False, or datasets.IterableDataset.from_generator(...)"
             )
         self._dataset = dataset.shuffle(seed=seed) if shuffle else dataset
-        self._shuffles, self._seeks = shuffle, is_own and not shuffle
+        self._shuffles, self.seeks = shuffle, is_own and not shuffle
         self._check, self._keep = RowCheck("train_dataset"), keep
         # Rows that were passed over count for the place in the pass, and not as used.
         self.used = self.dropped = self._pass = self._used_of_pass = 0
@@ -263,7 +268,7 @@ class _StreamedRows:
             self._kept_in_pass = False
 
     def state_dict(self) -> dict[str, Any]:
-        place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
+        place = self._dataset.state_dict() if self.seeks and self._rows is not None else self._place
         passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
         return {"prompts": self.used, **passes, **({"dropped": self.dropped} if self.dropped else {})}
 
@@ -271,7 +276,7 @@ class _StreamedRows:
         self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
         self._rows, self._place = None, state["stream"]
         self.dropped, self._kept_in_pass = state.get("dropped", 0), True
-        if self._seeks:
+        if self.seeks:
             return
         self._open()
         passed_over = sum(1 for _ in islice(self._rows, self._used_of_pass))
@@ -308,7 +313,7 @@ class _StreamedRows:
     def _open(self) -> None:
         if self._shuffles:
             self._dataset.set_epoch(self._pass)
-        if self._seeks:
+        if self.seeks:
             # A stream starts every pass from the state it was given last: an empty one is its own start.
             self._dataset.load_state_dict(self._place or {})
         self._rows = read_rows(self._dataset, name="train_dataset")

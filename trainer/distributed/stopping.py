@@ -1,10 +1,13 @@
-"""What ends a run early, on all ranks after the same step: SIGTERM, and the decisions of callbacks.
+"""What ends a run early, on all ranks after the same step: signals, and the decisions of callbacks.
 
-SIGTERM: finish the optimizer step, save a checkpoint, exit with status 143.
+SIGTERM, SIGHUP and SIGUSR1: finish the optimizer step, save a checkpoint, exit with status 143.
 
-Slurm, Kubernetes and spot instances send SIGTERM before they end a job. The handler only sets a flag. The loop reads it
-after each step, and all ranks stop after the same one. A second SIGTERM ends the process at once; one within two
-seconds of the first is the same request, because launchers forward what the scheduler has sent to every process.
+Slurm, Kubernetes and spot instances send SIGTERM before they end a job, Slurm's `--signal=USR1@120` some time earlier,
+and a terminal that closes sends SIGHUP. The handler only sets a flag. The loop reads it after each step, and all ranks
+stop after the same one. The same signal a second time ends the process at once; within two seconds of the first it is
+the same request, because launchers forward what the scheduler has sent to every process.
+
+SIGHUP and SIGUSR1 stay as they are where they are handled or ignored already, by nohup or a plugin of the scheduler.
 
 Callbacks run on every rank and decide in the `TrainerControl` of their rank. What one of them decides on any rank holds
 on all ranks, or they would wait for each other in different collectives.
@@ -38,34 +41,43 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
         setattr(control, name, ranks > 0)
 
 
-class StopOnSigterm:
-    """`with StopOnSigterm() as stop:` sets `stop.requested` on SIGTERM; the handler that was there comes back.
+class StopOnSignal:
+    """`with StopOnSignal() as stop:` sets `stop.requested` on a signal; the handlers that were there come back.
 
     In the main thread only: Python runs signal handlers nowhere else.
     """
 
     def __init__(self) -> None:
-        self.requested, self._since, self._process = False, 0.0, os.getpid()
-        self._handles = False
-        self._before: Any = None
+        self._process, self._before = os.getpid(), dict[int, Any]()
+        self._since: dict[int, float] = {}  # when each signal came first
 
-    def __enter__(self) -> StopOnSigterm:
-        self.requested = False
-        self._handles = threading.current_thread() is threading.main_thread()
-        if self._handles:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._since)
+
+    @property
+    def reason(self) -> str:
+        """The name of the first signal."""
+        return next((signal.Signals(number).name for number in self._since), "a signal to another process")
+
+    def __enter__(self) -> StopOnSignal:
+        self._since = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handles:
+        while self._before:
+            number, handler = self._before.popitem()
             # None: a handler that was not installed from Python, and cannot be put back.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.requested and time.monotonic() - self._since > SAME_REQUEST_SECONDS
+        again = time.monotonic() - self._since.setdefault(number, time.monotonic()) > SAME_REQUEST_SECONDS
         # A process that was forked off has no loop that would read the flag.
         if again or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self._since = self._since if self.requested else time.monotonic()
-        self.requested = True

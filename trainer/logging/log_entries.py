@@ -35,24 +35,24 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self.start, self.losses, self.steps = time.time(), list[float](), 0
-        self._since: dict[str, list[Any]] = {}
-        self._generation: Mapping[str, Any] = {}
+        self.unlogged: dict[str, list[Any]] = {}  # since the last entry, and saved with a checkpoint
+        self.generation: Mapping[str, Any] = {}  # the one that was counted last
 
     def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
         """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
         self.steps += 1
         if math.isfinite(record.get("loss", math.nan)):
             self.losses.append(record["loss"])
-        counted = generation.keys() if generation is self._generation else ()
-        self._generation = generation
+        counted = generation.keys() if generation is self.generation else ()
+        self.generation = generation
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
             if name not in ("step", "epoch", *counted) and not isinstance(value, str):
-                self._since.setdefault(name, []).append(value)
+                self.unlogged.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, Any]:
         """The means over the steps since the last call; None where a metric had no value, as in TRL."""
-        since, self._since = self._since, {}
+        since, self.unlogged = self.unlogged, {}
         return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
 
     @property

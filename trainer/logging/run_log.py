@@ -15,7 +15,6 @@ of the step; `eval/...` is measured on held-out prompts. What a reward function 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import mmap
@@ -23,10 +22,9 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fused_grpo._text import shown, visible
 from fused_grpo.env import machine, versions
@@ -121,24 +119,6 @@ def free_name(given: object) -> str:
         return name
     warn_once(f"a reward function logs {name!r}, a name of the log's own: its values are called 'logged/{name}'")
     return f"logged/{name}"
-
-
-def lock_log(output_dir: Path) -> BinaryIO:
-    """Lock metrics.jsonl until the file that is returned is closed, or the process ends; where locks work."""
-    file = (Path(output_dir) / METRICS_FILE).open("ab")
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
-
-
-def is_locked(output_dir: Path) -> bool:
-    """Whether a run that is alive has locked the log in `output_dir`."""
-    with suppress(OSError), (Path(output_dir) / METRICS_FILE).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def read_metrics(path: Path) -> list[Record]:

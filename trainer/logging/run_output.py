@@ -16,7 +16,7 @@ from fused_grpo.trainer.logging.advice import Advice
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.log_entries import StepMetrics
 from fused_grpo.trainer.logging.report import write_report
-from fused_grpo.trainer.logging.run_log import RunLog, lock_log
+from fused_grpo.trainer.logging.run_log import RunLog
 from fused_grpo.trainer.logging.trackers import Trackers
 
 
@@ -65,7 +65,6 @@ class RunOutput:
         self.console = Console(max_steps, quiet=not is_main)
         self.advice, self.since_last_line = Advice(args), StepMetrics()
         self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
-        self._lock = None if self.log is None else lock_log(self.log.output_dir)
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
@@ -125,9 +124,7 @@ class RunOutput:
         return Path(self.args.output_dir) / REPORT_FILE if self.log is None else write_report(self.log.output_dir)
 
     def close(self) -> None:
-        """End the trackers and unlock the log, however the run ended. Harmless a second time."""
-        if self._lock is not None:
-            self._lock.close()
+        """End the trackers, however the run ended. Harmless a second time."""
         if self.trackers is not None:
             self.trackers.finish()
             self.trackers = None

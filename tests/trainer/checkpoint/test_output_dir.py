@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.errors import CheckpointError, InputError, RewardError
+from fused_grpo.errors import CheckpointError, RewardError
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint
 from fused_grpo.trainer.checkpoint.manifest import write_manifest
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
@@ -136,20 +136,26 @@ def test_a_rename_that_fails_undoes_those_before_it(tmp_path, monkeypatch):
     assert not (tmp_path / "former-run-1").exists()
 
 
-@pytest.mark.parametrize("how", ["moved", "removed"])
-def test_a_run_that_is_alive_is_neither_moved_nor_removed(farm, make_trainer, tmp_path, how):
+@pytest.mark.parametrize("how", ["moved", "removed", "resumed"])
+def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(farm, make_trainer, tmp_path, how):
     run, deadline = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "wait", 0), time.monotonic() + 60
     while "a save is done" not in run.output:
         assert run.poll() is None, run.output
         assert time.monotonic() < deadline, run.output
         time.sleep(0.01)
     before = everything(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="another run is being trained now"):
-        make_trainer(overwrite_output_dir=how == "removed").train()
+    options = {"overwrite_output_dir": how == "removed"}
+    elsewhere = make_trainer(**options, output_dir=str(tmp_path / "elsewhere"))
+    elsewhere.output_dir = tmp_path / "run"  # as if that run had begun since this trainer was made
+    for train in (lambda: make_trainer(**options), lambda: elsewhere.train(resume_from_checkpoint=how == "resumed")):
+        with pytest.raises(CheckpointError, match="another run is being trained now"):
+            train()
     assert everything(tmp_path / "run") == before
     run.kill()
     assert run.wait() == -9
-    make_trainer(overwrite_output_dir=how == "removed").train()
+    if how == "resumed":
+        return
+    make_trainer(**options).train()
     assert (tmp_path / "run" / "former-run-1").exists() == (how == "moved")
 
 
@@ -192,13 +198,13 @@ def test_a_start_that_fails_before_it_has_made_anything_leaves_the_directory_as_
     assert not (run / "former-run-2").exists()
 
 
-def test_a_second_train_moves_nothing_once_there_are_steps(make_trainer, tmp_path):
-    trainer = make_trainer()
+def test_a_second_train_moves_the_files_of_the_first_aside(make_trainer, tmp_path):
+    trainer = make_trainer(overwrite_output_dir=False)
     trainer.train()
-    run = everything(tmp_path / "run")
-    with pytest.raises(InputError, match=r"second train\(\)"):
-        trainer.train()
-    assert everything(tmp_path / "run") == run
+    first = everything(tmp_path / "run")
+    trainer.train()
+    assert everything(tmp_path / "run" / "former-run-1") == first
+    assert {"former-run-1/metrics.jsonl", "metrics.jsonl"} <= everything(tmp_path / "run").keys()
 
 
 def test_of_two_processes_one_moves_the_run_and_both_train(farm, tmp_path):

@@ -44,6 +44,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
+    options = {**options, "logging_steps": 4}
     whole = make_trainer(output_dir=str(tmp_path / "whole"), max_steps=6, lr_scheduler_type="linear", **options)
     whole.train()
     more = {"output_dir": str(tmp_path / "cut"), "overwrite_output_dir": False, "max_steps": 6, "save_steps": 3}
@@ -64,6 +65,15 @@ def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     for log in ("metrics.jsonl", "rollouts.jsonl"):
         assert lines(tmp_path / "whole" / log) == lines(tmp_path / "cut" / log)
+    assert history(whole) == history(resumed)
+
+
+def history(trainer) -> list[dict[str, object]]:
+    """The log's entries without what a clock said, and without the loss of this call of `train`."""
+    timed = ("time", "train_", "per_second")
+    return [
+        {k: v for k, v in entry.items() if not any(part in k for part in timed)} for entry in trainer.state.log_history
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +188,28 @@ def test_a_model_alone_is_refused(make_trainer):
     resumed = make_trainer(max_steps=3, overwrite_output_dir=False)
     with pytest.raises(CheckpointError, match="a checkpoint of a model alone"):
         resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_second_train_is_a_new_run_from_the_present_weights(make_trainer, served_engine, tmp_path, steps):
+    options = {"engine": served_engine, "max_steps": steps, "beta": 0.1, "lr_scheduler_type": "linear"}
+    first, again = make_trainer(**options), make_trainer(**options, output_dir=str(tmp_path / "again"))
+    first.train()
+    again.model.load_state_dict(first.model.state_dict())
+    again._is_stale = True
+    first.learner.reference.load_state_dict(again.learner.reference.state_dict())
+    results = [trainer.train() for trainer in (first, again)]
+    assert [result.steps for result in results] == [steps, steps]
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    assert history(first) == history(again)
+    assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "again" / "rollouts.jsonl")
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(make_trainer):
+    make_trainer(max_steps=4, save_steps=2).train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 of step 4, want one of max_steps=3 at most; fix: "):
+        make_trainer(max_steps=3, overwrite_output_dir=False).train(resume_from_checkpoint=True)
 
 
 def test_only_the_newest_are_kept(make_trainer, tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerState
 
-from fused_grpo.errors import CheckpointError, InputError
+from fused_grpo.errors import CheckpointError
 
 EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
@@ -77,7 +77,7 @@ def test_a_script_of_transformers_finds_what_it_expects_after_training(make_trai
     assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
 
 
-def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
+def test_a_trainer_evaluates_after_training(make_trainer):
     trainer = make_trainer(max_steps=1, eval_dataset=EVAL_ROWS)
     after = trainer.train().eval_after
     assert trainer.engine.closed
@@ -85,8 +85,6 @@ def test_a_trainer_evaluates_after_training_and_trains_once(make_trainer):
     again = trainer.evaluate()
     assert (trainer.engine.closed, trainer.engine.weight_version) == (False, 1)
     assert {name: again[f"eval_{name}"] for name in after} == after
-    with pytest.raises(InputError, match=r"a second train\(\) after 1 steps"):
-        trainer.train()
     trainer.end()
     trainer.end()
     assert trainer.engine.closed
