@@ -172,14 +172,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.model = adapt(loaded, peft_config, args, self.accelerator, keep_reference=teacher == SELF)
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or self.engine_name != "transformers"
+            schedule: Any = {"max_steps": self.max_steps, "optimizers": optimizers}
             self.learner = Learner(
-                self.model,
-                args,
-                self.accelerator,
-                max_steps=self.max_steps,
-                optimizers=optimizers,
-                corrected=own_weights,
-                teacher=teacher,
+                self.model, args, self.accelerator, **schedule, corrected=own_weights, teacher=teacher
             )
             self.collector = self._make_collector()
             self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
