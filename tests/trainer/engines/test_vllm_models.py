@@ -49,7 +49,7 @@ def start(tokenizer) -> Iterator[Callable[..., Any]]:
     engines = []
 
     def start(model: Any, **options: Any) -> Any:
-        engines.append(choose_engine("vllm", GRPOConfig(vllm_max_model_length=128, **options), model, tokenizer, []))
+        engines.append(choose_engine("vllm", GRPOConfig(vllm_max_model_length=128, **options), model, tokenizer))
         return engines[-1]
 
     yield start
