@@ -1,18 +1,21 @@
-"""What a killed trainer leaves in shared memory is removed by the next one; what is in use stays."""
+"""What a killed trainer leaves in memory or in the temporary directory the next one removes; what is in use stays."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fused_grpo.trainer.collect.start_checks import check_saving
 from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_weight_files
 
-SCRIPT = """
+SYNC = """
 import sys, time, torch
 from fused_grpo.trainer.engines import weight_files
 weight_files._SHARED_MEMORY = sys.argv[1]
@@ -20,18 +23,32 @@ with weight_files.temporary_weight_files([("weight", torch.zeros(8))]) as folder
     print("published", folder, flush=True)
     time.sleep(60)
 """
+SAVING = """
+import sys, tempfile, time
+from types import SimpleNamespace
+from fused_grpo.trainer.collect.start_checks import check_saving
+tempfile.tempdir = sys.argv[1]
+
+def save_pretrained(folder):
+    (folder / "config.json").touch()
+    print("published", folder, flush=True)
+    time.sleep(60)
+
+part = SimpleNamespace(save_pretrained=save_pretrained)
+check_saving(SimpleNamespace(tokenizer=part, model=None, model_path=None, peft_config=None))
+"""
 
 
 @pytest.fixture
 def syncing(farm, tmp_path, monkeypatch):
-    """Starts a process that is in the middle of a sync, in a shared memory of this test's own."""
-    script = tmp_path / "sync.py"
-    script.write_text(SCRIPT)
+    """Starts a process that is in the middle of a sync or of its first checks, in a directory of this test's own."""
+    script = tmp_path / "script.py"
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(shared))
 
-    def start():
+    def start(text=SYNC):
+        script.write_text(text)
         process, deadline = farm.start(script, shared), time.monotonic() + 60
         while "published" not in process.output:
             assert process.poll() is None, process.output
@@ -52,6 +69,20 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(t
         assert {str(path) for path in shared.iterdir()} == {theirs[1], str(mine)}
     living.kill()
     assert living.wait() == -9
+
+
+def test_what_a_process_killed_in_its_first_checks_leaves_the_next_one_removes(syncing, monkeypatch):
+    directory, start = syncing
+    dead = start(SAVING)
+    dead.kill()
+    assert dead.wait() == -9
+    assert [path.name for path in directory.rglob("*.json")] == ["config.json"]
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    saved = []
+    part = SimpleNamespace(save_pretrained=saved.append)
+    check_saving(SimpleNamespace(tokenizer=part, model=None, model_path=None, peft_config=None))
+    assert len(saved) == 1
+    assert list(directory.iterdir()) == []
 
 
 def test_in_a_directory_that_other_machines_may_share_nothing_is_removed(tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
 from fused_grpo.trainer.engines.server.urls import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.trackers import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
@@ -312,9 +313,11 @@ def check_saving(start: Start) -> None:
         revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
         with suppress(OSError):  # there is none, and the model makes one
             parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, revision=revision)
+    directory = gettempdir()
+    remove_abandoned(directory)  # of a process that was killed here
     for name, part in parts.items():
         try:
-            with TemporaryDirectory() as folder:
+            with temporary_folder(0, directory=directory) as folder:
                 part.save_pretrained(folder)
         except OSError:  # of the temporary folder
             continue
