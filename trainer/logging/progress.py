@@ -2,6 +2,7 @@
 
     with progress("loading Qwen/Qwen3-0.6B"):      # leaves the line "loading Qwen/Qwen3-0.6B: 12.3s"
     with live("sampling"):                         # leaves nothing
+    with phases("generate"):                       # one of these, and adds to the seconds of that phase of a step
 
 On a terminal, the phase and its seconds so far are a line that is rewritten until the phase is over. It leaves the
 cursor at its start, so that what others print meanwhile overwrites it. Elsewhere `progress` prints a plain line when
@@ -18,6 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from fused_grpo._text import visible
 from fused_grpo.trainer.logging.formatting import duration
 
@@ -26,6 +29,8 @@ REFRESH, SLOW = 0.25, 1.0  # seconds
 
 # There is one live line: phases of other threads, and those inside another phase, are not shown.
 _line = threading.Lock()
+# What a terminal shows meanwhile.
+DOING = {"sync": "sending weights to the engine", "generate": "sampling", "reward": "scoring", "train": "learning"}
 
 
 @contextmanager
@@ -94,3 +99,28 @@ def _rewrite(text: str, over: threading.Event) -> None:
 def _is_first_process() -> bool:
     """By the launcher's variable, because there may be no process group yet."""
     return os.environ.get("RANK", "0") == "0"
+
+
+class Phases:
+    """Seconds of each phase of a step: `with phases("generate"): ...`.
+
+    Args:
+        first: this is the first step, whose long phases leave a line: it compiles kernels and fills caches.
+    """
+
+    def __init__(self, *, first: bool = False) -> None:
+        self.seconds: dict[str, float] = {}
+        self.first = first
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start, doing = time.perf_counter(), DOING.get(name, name)
+        if self.first:
+            # On a GPU, the first backward pass waits for the compiler.
+            doing = f"first step: {doing}{' (compiles kernels)' * (name == 'train' and torch.cuda.is_available())}"
+        shown = progress(doing) if self.first else live(doing)
+        try:
+            with shown:
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -11,8 +11,7 @@ import pytest
 
 from fused_grpo.trainer.logging import progress as module
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.phase_times import Phases
-from fused_grpo.trainer.logging.progress import CLEAR, live, progress
+from fused_grpo.trainer.logging.progress import CLEAR, Phases, live, progress
 
 
 class Terminal(io.StringIO):
