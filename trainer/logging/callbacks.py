@@ -18,8 +18,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.redaction import to_json
-from fused_grpo.trainer.logging.log_entries import LogEntry, StepMetrics
-from fused_grpo.trainer.logging.run_output import RunOutput
+from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
 
 
 class EvaluateBetweenEnds(TrainerCallback):

@@ -1,23 +1,33 @@
-"""All output of a run: console, metrics, rollouts, trackers, report. Only the main process writes it."""
+"""All output of a run: console, metrics, rollouts, trackers, report. Only the main process writes it.
+
+`metrics.jsonl` has a line for every step. `trainer.state.log_history` has the entries of transformers and TRL: one for
+every `logging_steps` steps, with the mean of each metric over the steps since the last entry, or over the generated
+batches since then where it describes these. The last entry, made at the end of `train`, has the time of the run.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.trainer.config.file_names import REPORT_FILE
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.logging.advice import Advice
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.log_entries import StepMetrics
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import RunLog
 from fused_grpo.trainer.logging.trackers import Trackers
+
+# Of these the last step counts, not the mean.
+LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +144,59 @@ class RunOutput:
             self.log.log_metrics(record)
         if self.trackers is not None:
             self.trackers.log(record)
+
+
+class LogEntry(dict[str, Any]):
+    """The numbers of an entry, which are all in metrics.jsonl. What a callback or a subclass adds is not yet there."""
+
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
+        super().__init__(numbers)
+        self.written = frozenset(numbers)
+
+    def added(self) -> dict[str, Any]:
+        """What has been added since."""
+        return {name: value for name, value in self.items() if name not in self.written}
+
+
+class StepMetrics:
+    """Collects the metrics of steps for the next entry, and the mean loss and the time of one call of `train`."""
+
+    def __init__(self) -> None:
+        self.start, self.losses, self.steps = time.time(), list[float](), 0
+        self.unlogged: dict[str, list[Any]] = {}  # since the last entry, and saved with a checkpoint
+        self.generation: Mapping[str, Any] = {}  # the one that was counted last
+
+    def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+        """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
+        self.steps += 1
+        if math.isfinite(record.get("loss", math.nan)):
+            self.losses.append(record["loss"])
+        counted = generation.keys() if generation is self.generation else ()
+        self.generation = generation
+        for name, value in record.items():
+            # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
+            if name not in ("step", "epoch", *counted) and not isinstance(value, str):
+                self.unlogged.setdefault(name, []).append(value)
+
+    def take(self) -> dict[str, Any]:
+        """The means over the steps since the last call; None where a metric had no value, as in TRL."""
+        since, self.unlogged = self.unlogged, {}
+        return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the steps; 0 of none."""
+        return _mean(self.losses) or 0.0
+
+    def closing(self, sequences_per_step: int) -> dict[str, Any]:
+        """transformers' last entry of a run: time, speed and mean loss."""
+        speed: dict[str, Any] = speed_metrics(
+            "train", self.start, num_samples=self.steps * sequences_per_step, num_steps=self.steps
+        )
+        # A number of floating point operations is not counted.
+        return speed | {"total_flos": 0.0, "train_loss": self.train_loss}
+
+
+def _mean(values: list[Any]) -> float | None:
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else None
