@@ -53,8 +53,8 @@ from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
+from fused_grpo.trainer.data.prompt_sampler import WithDataLoaders
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
