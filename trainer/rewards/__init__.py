@@ -6,7 +6,6 @@ named_reward      functions by name
 reward_models     sequence-classification models as reward functions
 isolation         a function in a process of its own (reward_worker.py is that process)
 builtin_rewards   ready-made rewards and their short names (math_answers.py is the part that runs isolated)
-final_answers     the rule of the reward `accuracy`
 """
 
 from __future__ import annotations
