@@ -242,7 +242,7 @@ def load_source(source: str, split: str, config: str | None) -> Any:
     from datasets import disable_progress_bars
 
     from fused_grpo.trainer.data.datasets import load_rows
-    from fused_grpo.trainer.rewards.named_reward import load_reward
+    from fused_grpo.trainer.rewards.reward_call import load_reward
 
     disable_progress_bars()  # a file of prompts is read quickly
     if ":" in source and not Path(source).exists():

@@ -44,7 +44,7 @@ from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, s
 from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
-from fused_grpo.trainer.rewards.named_reward import names_a_function
+from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _OF_CONFIG = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]

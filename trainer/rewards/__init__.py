@@ -1,8 +1,7 @@
 """Reward functions and reward models: called on completions, with their results checked.
 
 reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups
-reward_call       one function: its arguments, its timeout, checks of what it returns
-named_reward      functions by name
+reward_call       one function: its name, its arguments, its timeout, checks of what it returns
 reward_models     sequence-classification models as reward functions
 isolation         a function in a process of its own (reward_worker.py is that process)
 builtin_rewards   ready-made rewards and their short names (math_answers.py is the part that runs isolated)
@@ -21,8 +20,7 @@ from fused_grpo.trainer.rewards.builtin_rewards import (
     soft_overlong_punishment,
 )
 from fused_grpo.trainer.rewards.isolation import isolated
-from fused_grpo.trainer.rewards.named_reward import load_reward
-from fused_grpo.trainer.rewards.reward_call import RewardFunction
+from fused_grpo.trainer.rewards.reward_call import RewardFunction, load_reward
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.rewards.reward_functions import RewardOutput, Rewards

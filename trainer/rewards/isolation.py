@@ -37,8 +37,7 @@ from fused_grpo._text import quoted, shown
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards.named_reward import load_reward
-from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
+from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward
 
 WORKER = "fused_grpo.trainer.rewards.reward_worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for

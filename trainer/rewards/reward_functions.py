@@ -32,13 +32,14 @@ from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
-from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
     RewardFunction,
     RewardInputs,
     Scores,
     event_loop,
+    load_reward,
+    names_a_function,
     reward_name,
 )
 from fused_grpo.trainer.rewards.reward_models import RewardModel, load_reward_model
