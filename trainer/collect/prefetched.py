@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.trainer.batching.ragged import rows_as_tensors, rows_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import rows_as_tensors, rows_from_tensors
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.types import Rollouts
 
