@@ -36,7 +36,7 @@ BUGS = {
         ADAPTER,
     ),
     "completions without an advantage do not learn from the teacher": (
-        "trainer/batching/zero_advantages.py",
+        "trainer/batching/micro_batches.py",
         "(args.beta, args.distillation_coef, args.entropy_coef,",
         "(args.beta, args.entropy_coef,",
         EQUAL,

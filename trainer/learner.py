@@ -32,12 +32,15 @@ from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
-from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
-from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
-from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
+from fused_grpo.trainer.batching.micro_batch_metrics import (
+    merge_floats,
+    merge_metrics,
+    ratio_metrics,
+    ratio_sums,
+    with_covariance_selection,
+)
+from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, joined_rows
-from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps

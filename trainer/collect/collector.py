@@ -30,9 +30,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.errors import InputError, RewardError, UnavailableError
-from fused_grpo.trainer.batching.balancing import balanced
+from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
-from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
 from fused_grpo.trainer.collect.evaluation import Evaluation
 from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors

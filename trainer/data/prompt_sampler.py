@@ -1,4 +1,4 @@
-"""`PromptSampler`: the prompts of each batch, in an order that only the seed decides; `Epochs`: how many passes these are.
+"""`PromptSampler`: the prompts of each batch, in an order that only the seed decides. `Epochs` counts the passes.
 
 There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
 `prompts_per_batch * world_size / repeats` of it, and each rank takes its share. The order of a pass depends on the seed
