@@ -47,9 +47,8 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
-from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
-from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
+from fused_grpo.trainer.collect.rollout_metrics import check_best_metric, mean_rewards, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
