@@ -238,7 +238,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
 
         Returns:
             `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
-            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/evaluation.py).
+            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (rollout_metrics.py).
 
         Raises:
             DataError: no eval set, or one that cannot be used.

@@ -34,6 +34,7 @@ DTYPES = {
     "support_sizes": torch.int32,
 }
 _TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes")
+_REASONS = ("stop", "length")
 
 
 @dataclass
@@ -134,3 +135,26 @@ def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype) -> dict[str,
     values = [torch.as_tensor(row, dtype=dtype).cpu() for row in rows]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return {f"{name}.values": torch.cat([torch.zeros(0, dtype=dtype), *values]), f"{name}.lengths": lengths}
+
+
+def rollouts_as_tensors(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Rollouts as tensors, for `rollouts_from_tensors`; columns of a user's function are not kept."""
+    return {
+        "numbers": torch.tensor([rollouts.num_generations, rollouts.weight_version]),
+        "finish_reasons": torch.tensor([_REASONS.index(reason) for reason in rollouts.finish_reasons]),
+        "failed": torch.tensor(sorted(rollouts.failures), dtype=torch.int64),
+        **rows_as_tensors(rollouts),
+    }
+
+
+def rollouts_from_tensors(tensors: dict[str, Tensor]) -> Rollouts:
+    """The inverse of `rollouts_as_tensors`."""
+    num_generations, weight_version = tensors["numbers"].tolist()
+    return Rollouts(
+        finish_reasons=[_REASONS[index] for index in tensors["finish_reasons"].tolist()],  # type: ignore[misc]
+        num_generations=num_generations,
+        weight_version=weight_version,
+        # Older checkpoints have none. The reasons are in the log of the run that sampled them.
+        failures=dict.fromkeys(tensors.get("failed", torch.zeros(0)).tolist(), "dropped before the checkpoint"),
+        **rows_from_tensors(tensors),
+    )

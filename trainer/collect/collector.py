@@ -13,6 +13,12 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are
 counted, but none of their tokens is in the loss.
+
+With `generate_ahead`, a vLLM server samples while the optimizer learns. Each collection waits for the rollouts that the
+last one requested, sends the current weights to the engine, requests the next rollouts, and scores. So every batch but
+the first was sampled from weights that are one generation old, never older, and the loss corrects for it
+(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
+sampled. The metric `off_policy_steps` is the age of the weights in steps.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,9 +37,13 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
-from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
+from fused_grpo.trainer.batching.rollout_buffer import (
+    RolloutBuffer,
+    rollouts_as_tensors,
+    rollouts_from_tensors,
+    split_groups,
+)
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, Evaluation, RolloutFacts, rollout_metrics
 from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -67,6 +77,14 @@ class Collected(NamedTuple):
     def records(self) -> list[dict[str, Any]]:
         """One record for each completion."""
         return self.scored.records(self.advantages)
+
+
+class Prefetched(NamedTuple):
+    """Rollouts that the engine is sampling."""
+
+    rows: list[Row]
+    rollouts: Future[Rollouts]
+    before: dict[str, Any]  # the position of the collector before the rows were drawn
 
 
 OldLogprobs = Callable[[EffectiveBatch], EffectiveBatch]
@@ -218,7 +236,7 @@ class Collector:
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
         rollouts = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
-        self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
+        self.prefetched = Prefetched(rows, rollouts, before)
 
     def wait_for_prefetched(self) -> None:
         """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
@@ -245,9 +263,10 @@ class Collector:
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position.get("num_tokens", 0)  # older checkpoints have none
         if tensors:
-            before, rows = self._position(), self.sampler.next_batch()
+            before, rows, rollouts = self._position(), self.sampler.next_batch(), Future[Rollouts]()
             self.generate_calls += 1
-            self.prefetched = Prefetched(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
+            rollouts.set_result(rollouts_from_tensors(tensors))
+            self.prefetched = Prefetched(rows, rollouts, before)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}

@@ -178,11 +178,8 @@ def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
         InputError: it does not.
     """
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
+        some = ", ".join(known for known in metrics if "reward" in known or "length" in known)
         raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {_some(metrics)}; "
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {some}; "
             "fix: metric_for_best_model='eval_reward', greater_is_better=True"
         )
-
-
-def _some(metrics: Iterable[str]) -> str:
-    return ", ".join(name for name in metrics if "reward" in name or "length" in name)
