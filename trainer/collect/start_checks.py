@@ -37,7 +37,7 @@ from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
 from fused_grpo.trainer.engines.server.urls import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.logging.model_card import is_hub_id
-from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
