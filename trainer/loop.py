@@ -63,7 +63,7 @@ from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.logging.progress import Phases, progress
+from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import model_for, uncompiled

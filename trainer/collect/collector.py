@@ -54,7 +54,7 @@ from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.logging.progress import Phases
+from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams

@@ -9,9 +9,8 @@ from contextlib import redirect_stdout, suppress
 
 import pytest
 
-from fused_grpo.trainer.logging import progress as module
-from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.progress import CLEAR, Phases, live, progress
+from fused_grpo.trainer.logging import console as module
+from fused_grpo.trainer.logging.console import CLEAR, Console, Phases, live, progress
 
 
 class Terminal(io.StringIO):
