@@ -216,14 +216,6 @@ class Collector:
         advantages = self._advantages([process.per_function for process in processes], sampling.n)
         return Evaluation(metrics, len(rows), started, self._evaluated_batch(scored, advantages))
 
-    def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:
-        """Token ids of the rows' prompts.
-
-        Raises:
-            DataError: a prompt that cannot be encoded, or leaves no room for a completion; named by the row's number.
-        """
-        return self.prompt_limit.encode(rows, row_numbers)
-
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
         """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
         return self.args.sampling(seed=seed, **{"n": self.group_part, **changes})
@@ -232,7 +224,7 @@ class Collector:
         """Start to sample the next batch in the background, from the weights that the engine has now."""
         before = self._position()
         rows = self.sampler.next_batch()
-        prompts = self.encode(rows, self.sampler.row_numbers)
+        prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
         rollouts = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
@@ -346,7 +338,7 @@ class Collector:
     ) -> Rollouts:
         prompts = [row["prompt"] for row in rows]
         options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
-        return checked_generate(engine, self.encode(rows, row_numbers), sampling, **options)
+        return checked_generate(engine, self.prompt_limit.encode(rows, row_numbers), sampling, **options)
 
     def _advantages(self, parts: Sequence[Tensor], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""

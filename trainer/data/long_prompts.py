@@ -101,7 +101,7 @@ class PromptLimit:
             raise DataError(f"{got}, want at least one that is shorter; {self._fix()}")
         warn_once(f"{got}, which are left out; {self._fix()}")
         # The sampler treats a `datasets.Dataset` in its own way.
-        return dataset.select(kept) if _is_arrow(dataset) else Subset(dataset, kept)
+        return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
     def _encode(
         self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], name: str = "", *, drops: bool
@@ -141,9 +141,3 @@ class PromptLimit:
     def _fix(self) -> str:
         larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
         return f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
-
-
-def _is_arrow(dataset: Any) -> bool:
-    from datasets import Dataset
-
-    return isinstance(dataset, Dataset)

@@ -263,15 +263,11 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
 
 
 def _check_options(functions: list[Any], *, failure: str, retries: int, timeout: float | None) -> None:
-    if functions == [None]:
-        raise InputError(
-            "No reward source provided: got reward_funcs=None, want a function or a non-empty list of functions, names "
-            "or reward models"
-        )
     if not functions or not all(callable(function) or isinstance(function, str) for function in functions):
         what = functions[0] if len(functions) == 1 else functions
         raise InputError(
-            f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
+            f"{'No reward source provided: ' * (what is None)}got reward_funcs={what!r}, want a function or a "
+            "non-empty list of functions, names or reward models"
         )
     if failure not in get_args(FailurePolicy):
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")

@@ -7,11 +7,11 @@ special tokens. The model takes the score at the last token that is not padding,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 
 from fused_grpo.errors import InputError
@@ -93,20 +93,6 @@ class RewardModel:
         return scores
 
 
-@contextmanager
-def _on_every_rank() -> Iterator[None]:
-    """Let transformers load weights as without FSDP, where rank 0 may be the only one to read those of the policy.
-
-    The others would get zeros, and nothing shards a reward model.
-    """
-    before = os.environ.pop(_ONLY_RANK_0, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_ONLY_RANK_0] = before
-
-
 def load_reward_model(
     name: str,
     processing_class: Any = None,
@@ -126,7 +112,9 @@ def load_reward_model(
 
     given = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
     try:
-        with _on_every_rank():
+        # Under FSDP, rank 0 may be the only one to read weights: the others would have zeros, and nothing shards these.
+        with patch_environment(**{_ONLY_RANK_0: ""}):
+            del os.environ[_ONLY_RANK_0]  # until the end of the block
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 name, num_labels=1, output_loading_info=True, **given
             )
