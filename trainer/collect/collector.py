@@ -60,13 +60,6 @@ from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
 
 
-class Drawn(NamedTuple):
-    """Rows of the dataset and the rollouts of their prompts."""
-
-    rows: list[Row]
-    rollouts: Rollouts
-
-
 class Collected(NamedTuple):
     """Scored rollouts of this rank, their advantages [B], and the metrics of all ranks."""
 
@@ -87,7 +80,7 @@ class Prefetched(NamedTuple):
     before: dict[str, Any]  # the position of the collector before the rows were drawn
 
 
-OldLogprobs = Callable[[EffectiveBatch], EffectiveBatch]
+Drawn = tuple[list[Row], Rollouts]  # rows of the dataset and the rollouts of their prompts
 
 
 class Collector:
@@ -111,7 +104,7 @@ class Collector:
         prompt_limit: PromptLimit,
         *,
         vocab_size: int,
-        with_old_logprobs: OldLogprobs,
+        with_old_logprobs: Callable[[EffectiveBatch], EffectiveBatch],
         attention: float,
         can_skip: bool,
     ) -> None:
@@ -130,12 +123,12 @@ class Collector:
         """Rows of the dataset and their completions: the prefetched ones, or new ones."""
         with phases("generate"):
             if self.prefetched is not None:
-                drawn = Drawn(self.prefetched.rows, self.prefetched.rollouts.result())
+                drawn = self.prefetched.rows, self.prefetched.rollouts.result()
                 self.prefetched = None
                 return drawn
             rows = self.sampler.next_batch()
             sampling = self.sampling(seed=self._next_seed())
-            return Drawn(rows, self._complete(engine, rows, sampling, self.sampler.row_numbers))
+            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers)
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None

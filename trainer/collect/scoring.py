@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fused_grpo._text import shown
-from fused_grpo.errors import RewardError
 from fused_grpo.trainer.collect.advantages import total_rewards
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row
@@ -27,21 +26,15 @@ _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredRollouts:
-    """Rollouts and their rewards."""
+class ScoredRollouts(RewardOutput):
+    """Rollouts and their rewards. Groups for which the engine failed are dropped, too."""
 
     rollouts: Rollouts
     rows: list[Row]  # B, the dataset row of each completion
     completions: list[str]  # B, decoded without special tokens
     rewards: Tensor  # [B], weighted sums; NaN: no function scored it
-    per_function: Tensor  # [B, F]; NaN: not scored by that function
     reward_names: list[str]  # F
-    dropped: Tensor  # [B] bool, whole groups for which engine or reward function failed: they are left out of the loss
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
-    seconds: dict[str, float] = field(default_factory=dict)  # of each reward function
-    metrics: dict[str, float] = field(default_factory=dict)  # logged by reward functions
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, logged by reward functions
-    failure: RewardError | None = None  # the first, where groups were dropped
 
     @property
     def num_groups(self) -> int:
@@ -149,18 +142,13 @@ def score_rollouts(
             len(columns),
         )
     return ScoredRollouts(
+        **vars(output),
         rollouts=rollouts,
         rows=rows,
         completions=completions,
         rewards=total_rewards(output.per_function, rewards.weights),
-        per_function=output.per_function,
         reward_names=rewards.names,
-        dropped=output.dropped,
         num_failed=len(rollouts.failures) * rollouts.num_generations,
-        seconds=output.seconds,
-        metrics=output.metrics,
-        extra=output.extra,
-        failure=output.failure,
     )
 
 
