@@ -90,7 +90,8 @@ def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequenc
     """The whole document."""
     ends = _endpoints(records)
     (name, (before, after)), *others = ends.items()
-    started = f"Started {_readable_time(run['started'])}. " if "started" in run else ""
+    date, _, clock = str(run.get("started", "")).partition("T")  # 2026-11-21T17:27:37Z
+    started = f"Started {date}{f' {clock[:5]} UTC' if clock else ''}. " if date else ""
     tenths = "these are means over the first and the last tenth of the training steps."
     if name.startswith("held-out"):
         measured = "Measured on prompts that were not trained on, at the first and at the last evaluation."
@@ -179,12 +180,6 @@ def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         for title, values in tables.items()
         if isinstance(values, dict) and values
     }
-
-
-def _readable_time(started: object) -> str:
-    """`2026-11-21T17:27:37Z` as `2026-11-21 17:27 UTC`."""
-    date, _, clock = str(started).partition("T")
-    return f"{date} {clock[:5]} UTC" if clock else date
 
 
 def _fact(run: Mapping[str, Any], name: str, default: str) -> str:
@@ -355,15 +350,11 @@ def _window(values: Sequence[float]) -> int:
     return len(values) // 20 if len(values) >= SMOOTH_FROM else 0
 
 
-def _finalize(value: Any) -> Any:
-    # Markup, which is a str too, is the output of a macro.
-    return visible(value, keep="\n\t") if type(value) is str else value
-
-
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=select_autoescape(("html", "svg")),
-    finalize=_finalize,
+    # Markup, which is a str too, is the output of a macro.
+    finalize=lambda value: visible(value, keep="\n\t") if type(value) is str else value,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
