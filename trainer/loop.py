@@ -48,7 +48,7 @@ from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
-from fused_grpo.trainer.collect.rollout_metrics import check_best_metric, mean_rewards, rename_loss_metrics
+from fused_grpo.trainer.collect.scoring import check_best_metric, mean_rewards, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -238,7 +238,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
 
         Returns:
             `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
-            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (rollout_metrics.py).
+            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/scoring.py).
 
         Raises:
             DataError: no eval set, or one that cannot be used.

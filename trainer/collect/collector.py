@@ -44,8 +44,14 @@ from fused_grpo.trainer.batching.rollout_buffer import (
     split_groups,
 )
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, Evaluation, RolloutFacts, rollout_metrics
-from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
+from fused_grpo.trainer.collect.scoring import (
+    EQUAL_REWARDS,
+    Evaluation,
+    RolloutFacts,
+    ScoredRollouts,
+    rollout_metrics,
+    score_rollouts,
+)
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.long_prompts import PromptLimit

@@ -26,7 +26,7 @@ from fused_grpo.errors import DataError, FusedGRPOError, InputError, Unavailable
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
-from fused_grpo.trainer.collect.rollout_metrics import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.config.trl_fields import warn_once
