@@ -41,6 +41,7 @@ from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PreTrainedModel
 
+from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
@@ -107,6 +108,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     collector: Collector
     engine_is_open = True
 
+    @causes_shown()
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
@@ -226,6 +228,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self._undo.close()
             self.lock.release()
 
+    @causes_shown()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
