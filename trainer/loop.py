@@ -49,7 +49,7 @@ from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
-from fused_grpo.trainer.collect.scoring import check_best_metric, mean_rewards, rename_loss_metrics
+from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -179,7 +179,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
             self.buffer, self.last_metrics = None, {}
             self.stop, self.lock = StopOnSignal(), RunLock()
-            self.output = RunOutput.silent(args)
+            self.output = RunOutput(args, 0, is_main=False, facts={})  # before a run begins nothing is shown
             self._init_callbacks(callbacks, self.model, self.processing_class)
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(self.accelerator, "starting the engine"):
@@ -246,7 +246,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         Raises:
             DataError: no eval set, or one that cannot be used.
         """
-        results: dict[str, float] = {}
+        results, means = dict[str, float](), dict[str, float]()
         for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
@@ -259,8 +259,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
             self._log_evaluation(entry, result.num_prompts)
             results |= entry
+            means |= rewards
         if eval_dataset is None and metric_key_prefix == "eval":
-            self.eval_after = mean_rewards(results, eval_sets(self.eval_dataset), self.rewards.names)
+            self.eval_after = means
         return results
 
     def _evaluate(self) -> bool:
@@ -430,7 +431,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self._log_steps()
         where = self._save_checkpoint(resumable=True)
         self.event("on_save")
-        self.output.note(
+        self.output.console.note(
             f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
         )
         barrier(self.accelerator)

@@ -12,7 +12,7 @@ by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no su
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -338,19 +338,12 @@ class Evaluation(NamedTuple):
         return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
 
     def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
-        """The mean reward, and that of each of the functions `names`, under their `reward_keys`."""
-        return dict(zip(reward_keys(names, of_set), map(self.metrics.__getitem__, reward_keys(names)), strict=True))
+        """The mean reward, and that of each of the functions `names`: what `TrainResult` has.
 
-
-def reward_keys(names: Sequence[str], of_set: str = "") -> list[str]:
-    """ "reward" and "rewards/<function>/mean", after "<set>_" where the set has a name."""
-    keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
-    return [f"{of_set}_{key}" if of_set else key for key in keys]
-
-
-def mean_rewards(metrics: Mapping[str, float], sets: Iterable[str], names: Sequence[str]) -> dict[str, float]:
-    """The mean rewards among `metrics`, which begin with "eval_": what `TrainResult` has."""
-    return {key: metrics[f"eval_{key}"] for of_set in sets for key in reward_keys(names, of_set)}
+        They are "reward" and "rewards/<function>/mean", after "<set>_" where the set has a name.
+        """
+        keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
+        return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
 
 
 def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -39,13 +39,6 @@ class CardFacts:
     eval_after: Mapping[str, float] | None = None
     adapter: bool = False
     tags: Sequence[str] = ()  # beside ours
-
-
-class Upload(NamedTuple):
-    """Where a model is on the hub, and what `huggingface_hub.HfApi.upload_folder` returned."""
-
-    repo_id: str
-    commit: Any
 
 
 def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Path:
@@ -84,7 +77,7 @@ def push_to_hub(
     token: str | None = None,
     api: Any = None,
     **upload: Any,
-) -> Upload:
+) -> tuple[str, Any]:
     """Upload a final model with everything beside it, in one commit.
 
     Args:
@@ -94,6 +87,9 @@ def push_to_hub(
         token: of the account. None: the one that is logged in.
         api: of `huggingface_hub.HfApi`'s kind.
         upload: further arguments of `upload_folder`.
+
+    Returns:
+        Where the model is on the hub, and what `upload_folder` returned.
 
     Raises:
         UnavailableError: no network, no login, or no right to write there. The model on the disk is untouched.
@@ -106,7 +102,7 @@ def push_to_hub(
     upload = {"commit_message": "Model trained with fused-grpo", **upload}
     try:
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-        return Upload(repo, api.upload_folder(repo_id=repo, folder_path=directory, **upload))
+        return repo, api.upload_folder(repo_id=repo, folder_path=directory, **upload)
     except Exception as error:  # of the network, of the hub, of the account
         raise UnavailableError(
             f"got {type(error).__name__} when uploading {directory} to {name!r}: {error}; "

@@ -101,11 +101,6 @@ class RunOutput:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
 
-    @classmethod
-    def silent(cls, args: GRPOConfig) -> RunOutput:
-        """The output before a run begins: nothing is shown or written."""
-        return cls(args, 0, is_main=False, facts={})
-
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
         if self.log is None:
@@ -146,10 +141,6 @@ class RunOutput:
         """Time, speed and mean loss of the run: for trackers, beside the steps."""
         if self.trackers is not None:
             self.trackers.log({"step": step} | numbers)
-
-    def note(self, text: str) -> None:
-        """A line on the console."""
-        self.console.note(text)
 
     def report(self) -> Path:
         """Write report.html, on the main process; its path everywhere."""
