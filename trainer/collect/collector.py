@@ -54,8 +54,8 @@ from fused_grpo.trainer.collect.scoring import (
 )
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine

@@ -13,8 +13,7 @@ from torch import nn
 
 from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import is_stream
-from fused_grpo.trainer.data.prompts import is_conversational
+from fused_grpo.trainer.data.datasets import is_conversational, is_stream
 from fused_grpo.trainer.engines.engine_choice import EngineName
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console

@@ -31,8 +31,8 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
-from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
+from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
 from fused_grpo.trainer.engines.server.urls import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed

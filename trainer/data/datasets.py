@@ -5,8 +5,8 @@ when they are drawn; or a stream, which is any other iterable that can be iterat
 and whose rows are checked when they are drawn. Every row has a "prompt", a string or a list of messages. Reward
 functions get the other columns.
 
-The last four functions are the options `--prompt-column`, `--answer-column`, `--system-prompt` and `--limit` of the
-command line. A `datasets.Dataset` stays one.
+`renamed`, `with_system_prompt` and `first_rows` are the options `--prompt-column`, `--answer-column`, `--system-prompt`
+and `--limit` of the command line. A `datasets.Dataset` stays one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError, DatasetTypeError
-from fused_grpo.trainer.data.prompts import clean_prompt, is_conversational, prompt_problem
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -30,6 +29,7 @@ _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
 
 
 def is_stream(dataset: Any) -> bool:
@@ -373,3 +373,59 @@ def first_rows(dataset: Any, count: int) -> Any:
     if not hasattr(dataset, "take"):
         return list(islice(read_rows(dataset, name="the dataset"), count))
     return dataset.take(min(count, len(dataset)) if hasattr(dataset, "__len__") else count)
+
+
+def is_conversational(row: Mapping[str, Any]) -> bool:
+    """True where the prompt is a list of messages, False where it is a string."""
+    return not isinstance(row["prompt"], str)
+
+
+def clean_prompt(prompt: Any) -> Any:
+    """A conversation as chat templates expect it, and any other value as it is.
+
+    Arrow gives all messages of a column the same keys: those that are None were not there. Contents that are parts of
+    text become one string.
+    """
+    if not isinstance(prompt, list):
+        return prompt
+    messages = _without_none(prompt)
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and all(map(_is_text_part, parts)):
+            message["content"] = "".join(part["text"] for part in parts)
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return list(map(_without_none, value)) if isinstance(value, list) else value
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def prompt_problem(prompt: Any) -> str | None:
+    """Why this value, cleaned, cannot be a prompt; None if it can."""
+    if isinstance(prompt, str) and prompt:
+        return None if _is_text(prompt) else _NO_TEXT
+    if not isinstance(prompt, list) or not prompt:
+        return "want a non-empty string or a non-empty list of {'role': ..., 'content': ...} messages"
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return "want messages of the form {'role': ..., 'content': ...}"
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
+        if not _is_text(message.get("content") or ""):
+            return _NO_TEXT
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
