@@ -2,8 +2,9 @@
 
 A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
 of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values, copies that the
-function may edit. It returns B floats, or None for a completion that it does not score. A function without `**columns`
-gets only the arguments that it names. It may be `async`.
+function may edit (`own_copy`): one row serves all completions of its prompt, so each completion gets its own at each
+call. It returns B floats, or None for a completion that it does not score. A function without `**columns` gets only
+the arguments that it names. It may be `async`.
 
 The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
 function logs is kept only if the call succeeds, so a repeated call does not log twice.
@@ -15,6 +16,7 @@ awaits; a plain function goes on in its daemon thread. `isolated` runs a functio
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import importlib
 import importlib.util
@@ -22,9 +24,11 @@ import inspect
 import math
 import sys
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -32,7 +36,6 @@ from typing import Any, TypeVar
 from fused_grpo._text import quoted, shown
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError
 from fused_grpo.trainer.config.redaction import to_json
-from fused_grpo.trainer.data.copies import own_copy
 from fused_grpo.trainer.distributed.threads import in_thread
 
 RewardFunction = Callable[..., Any]
@@ -40,6 +43,7 @@ T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
+_SHARED = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,3 +309,30 @@ def _search_working_directory() -> None:
     """Import modules from the working directory too, as `python -m` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of data: of containers, arrays, tensors and dataclasses, with what is in them.
+
+    Objects of other classes (images, clients, environments) and what cannot be copied are the same as before.
+    Strings and numbers are shared: 512 completions of 1,000 tokens take 50 ms.
+    """
+    with suppress(RecursionError):  # of a list that is in itself
+        return _copied(value)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    kind, copied = type(value), value
+    if kind is list or kind is dict:
+        copied = value.copy()
+        for place, entry in enumerate(value) if kind is list else value.items():
+            if type(entry) not in _SHARED:
+                copied[place] = _copied(entry)
+    elif is_dataclass(kind) and hasattr(value, "__dict__"):
+        copied = copy.copy(value)
+        vars(copied).update(_copied(vars(value)))
+    elif isinstance(value, list | dict | tuple | set | deque | bytearray) or hasattr(kind, "__array__"):
+        with suppress(Exception):  # of something in it
+            copied = copy.deepcopy(value)
+    return copied
