@@ -12,19 +12,19 @@ RESUMED = [RUNS, "-k", "another_teacher"]
 
 BUGS = {
     "the teacher's hidden states are shifted by a token": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         "return Distillation(hidden,",
         "return Distillation(hidden.roll(1, 0),",
         STEPS,
     ),
     "the coefficient of the divergence is ignored": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         '"coef": args.distillation_coef,',
         '"coef": 1.0,',
         STEPS,
     ),
     "the kind of the divergence is ignored": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         '"kind": args.distillation_kind,',
         '"kind": "reverse_kl",',
         STEPS,

@@ -42,7 +42,6 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_lengths, skipped_metrics
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, joined_rows
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
@@ -59,7 +58,7 @@ from fused_grpo.trainer.models.router_loss import router_loss_coefficient
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.policy import PolicyLoss, Teacher
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 

@@ -403,7 +403,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         if self.control.should_log:
             self._log_steps()
         if self.control.should_evaluate and self._evaluate():
-            is_best = self._is_best(self.last_evaluation)
+            is_best = self._determine_best_metric(metrics=self.last_evaluation, trial=None)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         agree(self.accelerator, self.control)

@@ -193,8 +193,8 @@ def pack(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
         attention_mask=attention_mask.view(num_rows, row_length).to(device),
-        predictors=_flat(predictors, torch.int64).to(device),
-        targets=_flat(completions, torch.int64).to(device),
+        predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
+        targets=torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
         advantages=some.advantages.to(device),
@@ -254,10 +254,6 @@ def _support(batch: EffectiveBatch, device: torch.device) -> tuple[Tensor, Tenso
     return ids.to(device), torch.cat([zero, *batch.support_sizes]).cumsum(0).to(device)
 
 
-def _flat(lists: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
-
-
 def balanced(batch: EffectiveBatch, accelerator: Accelerator, *, attention: float = 0.0) -> EffectiveBatch:
     """This rank's share of the sequences of all ranks' batches. A collective: every rank must call it.
 
@@ -279,7 +275,7 @@ def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
     of costs."""
     costly = [index for index, cost in enumerate(costs) if cost]
     assigned = longest_first(costs, costly, ranks, -(-len(costly) // ranks))
-    for index in sorted(set(range(len(costs))) - set(costly)):
+    for index in (index for index, cost in enumerate(costs) if not cost):
         min(assigned, key=len).append(index)
     return assigned
 

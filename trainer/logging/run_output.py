@@ -166,10 +166,6 @@ class LogEntry(dict[str, Any]):
         super().__init__(numbers)
         self.written = frozenset(numbers)
 
-    def added(self) -> dict[str, Any]:
-        """What has been added since."""
-        return {name: value for name, value in self.items() if name not in self.written}
-
 
 class StepMetrics:
     """Collects the metrics of steps for the next entry, and the mean loss and the time of one call of `train`."""
