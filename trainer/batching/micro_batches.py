@@ -1,8 +1,8 @@
 """From an effective batch to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
-**Left out** of the forward pass are completions without a gradient: those whose advantage is 0. The policy term of
-every loss is a multiple of the advantage, which is 0 where all rewards of a group are equal. Such a completion has no
-gradient, unless something else gives it one or lets other tokens depend on it:
+Left out of the forward pass are completions whose advantage is 0, as it is where all rewards of a group are equal: the
+policy term of every loss is a multiple of it. Such a completion has no gradient, unless something else gives it one or
+lets other tokens depend on it:
 
     beta > 0                      the KL term is of every token
     distillation_coef             the divergence from the teacher, too
@@ -12,23 +12,21 @@ gradient, unless something else gives it one or lets other tokens depend on it:
     clip_cov_ratio, kl_cov_ratio  every token is in the means of covariances
     a router loss                 every token has its share in the load of the experts
 
-Whatever else the loss does (clipping, the ratio and the weight of a sequence, sampling correction, off-policy mask)
-stays within a sequence. Normalisers count what is left out, so loss and gradients are the same but for the order of
-sums. In a step without any advantage, each rank keeps one completion: its log-probs show whether the engine has the
-trainer's weights. An engine without them may well be the reason that all rewards are equal.
+Whatever else the loss does stays within a sequence, and normalisers count what is left out, so loss and gradients are
+the same but for the order of sums. In a step without any advantage, each rank keeps one completion: its log-probs show
+whether the engine has the trainer's weights. One without them may well be the reason that all rewards are equal.
 
-**Balanced**: completions differ in length by an order of magnitude, and every rank waits for the slowest in each step.
-Advantages are known by then and the loss is normalised over all ranks, so the update does not depend on which rank
-learns from a sequence. Each rank gets as many as it had (one more or less where they do not divide evenly) at nearly
-equal cost, by the rule "longest processing time first": the costliest goes to the rank with the least work. Those that
-are left out cost nothing, and are assigned last. The price is that token ids and log-probs of the whole batch go to
-every rank once per generation: 16 bytes a token.
+Completions differ in length by an order of magnitude, and every rank waits for the slowest in each step. Advantages are
+known by then and the loss is normalised over all ranks, so the update does not depend on which rank learns from what.
+Each rank gets as many sequences as it had (one more or less where they do not divide evenly) at nearly equal cost, by
+the rule "longest processing time first": the costliest goes to the rank with the least work. The price is that token
+ids and log-probs of the whole batch go to every rank once per generation: 16 bytes a token.
 
-**Packed**: sequences are laid end to end in rows; attention keeps them apart by their position ids, and only the hidden
-states that predict completion tokens reach the head. How long a row may be depends on the attention. A variable-length
-kernel (flash attention) knows where sequences end and wants one long row without a single padding token. Any other
-computes a square of the row's length, so there a row is as long as the longest sequence and holds as many others as
-fit: the square of padded batches, without most of their padding.
+Sequences are packed end to end in rows; attention keeps them apart by their position ids, and only the hidden states
+that predict completion tokens reach the head. A variable-length kernel (flash attention) knows where sequences end and
+wants one long row without a single padding token. Any other attention computes a square of the row's length, so there a
+row is as long as the longest sequence and holds as many others as fit: the square of padded batches, without most of
+their padding.
 
 The cut into micro-batches changes memory and speed and nothing else, because the loss is normalised by the counts of
 the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few

@@ -151,6 +151,9 @@ class PromptLimit:
         known = {name: limit for name, limit in limits.items() if limit is not None}
         self._by = min(known, key=lambda name: known[name], default="")
         self.tokens = known[self._by] - args.max_completion_length if known else None
+        self._too_long = f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
+        larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
+        self._fix = f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
         self.longest = 0  # tokens of the longest prompt so far
         self._drops, self._vocabulary = args.long_prompts == "drop", vocabulary
         self._tokenizer, self._template = tokenizer, args.chat_template_kwargs
@@ -178,7 +181,7 @@ class PromptLimit:
         """
         if self._encode([row], [number], drops=self._drops)[0]:
             return True
-        warn_once(f"got prompts {self._too_long()}, which are left out; prompts/dropped counts them; {self._fix()}")
+        warn_once(f"got prompts {self._too_long}, which are left out; prompts/dropped counts them; {self._fix}")
         return False
 
     def applied(self, dataset: Any, *, name: str) -> Any:
@@ -200,10 +203,10 @@ class PromptLimit:
             kept += [number for number, ids in encoded if ids]
         if len(kept) == len(dataset):
             return dataset
-        got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long()}"
+        got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long}"
         if not kept:
-            raise DataError(f"{got}, want at least one that is shorter; {self._fix()}")
-        warn_once(f"{got}, which are left out; {self._fix()}")
+            raise DataError(f"{got}, want at least one that is shorter; {self._fix}")
+        warn_once(f"{got}, which are left out; {self._fix}")
         # The sampler treats a `datasets.Dataset` in its own way.
         return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
@@ -238,10 +241,3 @@ class PromptLimit:
                 "model's embedding; fix: the tokenizer of the model, or a model after its "
                 "resize_token_embeddings(len(tokenizer))"
             )
-
-    def _too_long(self) -> str:
-        return f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
-
-    def _fix(self) -> str:
-        larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
-        return f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"

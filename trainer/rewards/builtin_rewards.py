@@ -67,7 +67,8 @@ def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
     Equals TRL's `think_format_reward`.
     """
-    return [float(_thinks_first(text_of(completion))) for completion in completions]
+    texts = map(text_of, completions)
+    return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
 
 def length_reward(target_length: int) -> Callable[..., list[float]]:
@@ -159,10 +160,6 @@ def builtin_reward(given: str) -> Callable[..., Any] | None:
 def text_of(completion: Any) -> str:
     """The text of a completion: itself, or the content of its last message."""
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
-
-
-def _thinks_first(text: str) -> bool:
-    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
 
 
 @functools.cache
