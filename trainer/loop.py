@@ -358,7 +358,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
             self._undo.pop_all()  # the run has made something
-            self.output.rollouts(self.step + 1, collected.records)
+            self.output.rollouts(self.step + 1, partial(collected.scored.records, collected.advantages))
         return self.collector.buffer(collected, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:

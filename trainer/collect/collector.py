@@ -73,10 +73,6 @@ class Collected(NamedTuple):
     advantages: Tensor
     metrics: dict[str, float]
 
-    def records(self) -> list[dict[str, Any]]:
-        """One record for each completion."""
-        return self.scored.records(self.advantages)
-
 
 class Prefetched(NamedTuple):
     """Rollouts that the engine is sampling."""

@@ -347,11 +347,7 @@ class Evaluation(NamedTuple):
 
 
 def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
-    """Check that an evaluation has the metric that `metric_for_best_model` names, with or without "eval_".
-
-    Raises:
-        InputError: it does not.
-    """
+    """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_"."""
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
         some = ", ".join(known for known in metrics if "reward" in known or "length" in known)
         raise InputError(

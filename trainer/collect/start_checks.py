@@ -106,11 +106,7 @@ class Start:
 
 
 def check_start(start: Start) -> None:
-    """Go through all checks.
-
-    Raises:
-        FusedGRPOError: the first one that fails.
-    """
+    """Go through all checks; the first one that fails raises a FusedGRPOError."""
     for check in CHECKS:
         check(start)
 

@@ -145,11 +145,7 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
 
 
 def refuse_images(columns: Iterable[Any], *, name: str) -> None:
-    """Refuse a dataset with a column of images: the model would be trained on the text alone.
-
-    Raises:
-        DataError: a column that TRL takes images from.
-    """
+    """DataError for a column that TRL takes images from: the model would be trained on the text alone."""
     for column in columns:
         if column in IMAGES:
             raise DataError(

@@ -270,11 +270,7 @@ def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: 
 
 
 def _reference(function: RewardFunction) -> str:
-    """The name by which a new process imports the function.
-
-    Raises:
-        InputError: it has none.
-    """
+    """The name by which a new process imports the function; InputError where it has none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     source = sys.modules.get(module or "")
     if source is None or getattr(source, name, None) is not function:

@@ -133,11 +133,7 @@ class RewardCaller:
         return scores
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that these columns are all that the function needs.
-
-        Raises:
-            InputError: the function has a parameter without a default that no column fills.
-        """
+        """InputError where the function has a parameter without a default that none of these columns fills."""
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
             raise InputError(
                 f"got reward function {self.name!r}, which wants {', '.join(map(repr, missing))}, and data with "

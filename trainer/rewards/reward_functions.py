@@ -125,11 +125,7 @@ class Rewards:
         ]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Check that a dataset with these columns has what the functions need.
-
-        Raises:
-            InputError: a function has a parameter without a default that no column fills.
-        """
+        """InputError unless a dataset with these columns has what the functions need."""
         names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}
         for caller in self._callers:
             caller.check_columns(names)
@@ -216,11 +212,7 @@ class Rewards:
 
 
 def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
-    """The scores of the first of `1 + retries` calls that succeeds.
-
-    Raises:
-        RewardError: the error of the last call.
-    """
+    """The scores of the first of `1 + retries` calls that succeeds, or the error of the last one."""
     for attempt in itertools.count(1):
         try:
             return call(inputs, pinpoint=attempt > retries)
