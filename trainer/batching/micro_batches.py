@@ -55,7 +55,6 @@ from fused_grpo.trainer.distributed.failures import any_rank
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 BISECTIONS = 12
-Metrics = dict[str, float]
 
 
 def micro_batches(
@@ -300,7 +299,7 @@ def skipped_lengths(batch: EffectiveBatch) -> list[int]:
     return [len(batch.completion_ids[index]) for index in skipped]
 
 
-def skipped_metrics(batch: EffectiveBatch, config: GRPOLossConfig) -> tuple[Metrics, Metrics]:
+def skipped_metrics(batch: EffectiveBatch, config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
     """What is known of this rank's skipped completions without their log-probs: none of their tokens is clipped.
 
     Returns:

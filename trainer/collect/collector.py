@@ -193,9 +193,8 @@ class Collector:
         """
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         count, seed = self.args.num_generations_eval, self.args.seed
-        greedy = self.sampling(seed=seed, n=1, temperature=0.0)
-        sampling = greedy if count is None else self.sampling(seed=seed, n=count)
-        sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
+        how: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
+        sampling = replace(self.sampling(seed=seed, **how), sampling_support="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"):
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.

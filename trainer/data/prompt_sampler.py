@@ -375,9 +375,9 @@ class WithDataLoaders:
         if len(sets) > 1:
             raise DataError(f"got the eval sets {list(sets)}, want one; fix: get_eval_dataloader(name)")
         (rows,) = sets.values()
-        workers = 0 if is_stream(rows) else self.args.dataloader_num_workers
+        workers = self.args.dataloader_num_workers
         if is_stream(rows):
-            rows = all_rows(rows, name="eval_dataset")
+            rows, workers = all_rows(rows, name="eval_dataset"), 0
         size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
         numbers = [number for number in range(len(rows)) for _ in range(repeats)]
         batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]

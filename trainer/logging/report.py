@@ -78,10 +78,11 @@ def write_report(output_dir: Path) -> Path:
     """
     output_dir = Path(output_dir)
     records = _read_steps(output_dir)
-    run = _read_run(output_dir / RUN_FILE)
+    described = output_dir / RUN_FILE
+    run = json.loads(described.read_bytes()) if described.is_file() else {}
     samples = first_and_last_rows(output_dir / OLD_ROLLOUTS_FILE, output_dir / ROLLOUTS_FILE)
     path = output_dir / REPORT_FILE
-    path.write_text(page(records, run, samples), encoding="utf-8")
+    path.write_text(page(records, run if isinstance(run, dict) else {}, samples), encoding="utf-8")
     (output_dir / REWARD_FILE).write_text(render("chart.svg", chart=reward_chart(records)), encoding="utf-8")
     return path
 
@@ -210,11 +211,6 @@ def _read_steps(output_dir: Path) -> Records:
             "has begun; fix: pass that directory"
         )
     return records
-
-
-def _read_run(path: Path) -> dict[str, Any]:
-    run = json.loads(path.read_bytes()) if path.is_file() else {}
-    return run if isinstance(run, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

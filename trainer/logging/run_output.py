@@ -122,8 +122,8 @@ class RunOutput:
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
             shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
-            phases = {name: mean for name, mean in shown.items() if name.startswith("time/")}
-            self.console.step(step, shown, {name.removeprefix("time/"): mean for name, mean in phases.items()})
+            phases = {name.removeprefix("time/"): mean for name, mean in shown.items() if name.startswith("time/")}
+            self.console.step(step, shown, phases)
         for text in self.advice(record):
             self.console.warn(text)
 

@@ -135,8 +135,12 @@ class IsolatedReward:
         except (OSError, EOFError, ValueError, RecursionError) as error:
             self._end_worker()
             first = sample.get("prompts", next(iter(sample.values())))[0]
-            what = f"the process of the isolated {self.reference} {self._failure(error)}"
-            reply = {"error": f"{what}; at {quoted(first)}; fix the function"}
+            if isinstance(error, TimeoutError):
+                how = f"took longer than {self.timeout} s and was killed"
+            else:
+                how = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
+            what = f"the process of the isolated {self.reference} {how}; at {quoted(first)}; fix the function"
+            reply = {"error": what}
         if "error" not in reply:
             return reply
         if self.on_failure == "raise":
@@ -166,11 +170,6 @@ class IsolatedReward:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
-
-    def _failure(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"took longer than {self.timeout} s and was killed"
-        return "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
 
 
 class Worker:

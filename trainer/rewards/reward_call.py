@@ -25,7 +25,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
@@ -155,7 +155,8 @@ class RewardCaller:
         directly = self.timeout is None or self.is_async
         returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
-            returned = self._wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), inputs)
+            awaited = asyncio.wait_for(returned, None)  # a coroutine, whatever is awaited
+            returned = self._wait(asyncio.run_coroutine_threadsafe(awaited, event_loop()), inputs)
         return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
@@ -238,10 +239,6 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
     return loop
-
-
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None]:
