@@ -18,6 +18,9 @@ a server, the exception of a reward function), so control characters in a messag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fused_grpo._text import is_shown, shown
 
 
@@ -95,3 +98,13 @@ def show_causes(error: BaseException) -> None:
             stand_in.__suppress_context__ = cause.__suppress_context__
             setattr(error, link, stand_in)
         error = getattr(error, link)
+
+
+@contextmanager
+def causes_shown() -> Iterator[None]:
+    """Around what a script calls, or as its decorator: `show_causes` of an error that leaves it."""
+    try:
+        yield
+    except FusedGRPOError as error:
+        show_causes(error)
+        raise

@@ -24,7 +24,6 @@ ROOMS = (
     "loop",
     "collect",
     "learner",
-    "distillation",
     "self_check",
     "policy",
     "checkpoint",

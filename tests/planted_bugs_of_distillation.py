@@ -12,19 +12,19 @@ RESUMED = [RUNS, "-k", "another_teacher"]
 
 BUGS = {
     "the teacher's hidden states are shifted by a token": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         "return Distillation(hidden,",
         "return Distillation(hidden.roll(1, 0),",
         STEPS,
     ),
     "the coefficient of the divergence is ignored": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         '"coef": args.distillation_coef,',
         '"coef": 1.0,',
         STEPS,
     ),
     "the kind of the divergence is ignored": (
-        "trainer/distillation.py",
+        "trainer/policy.py",
         '"kind": args.distillation_kind,',
         '"kind": "reverse_kl",',
         STEPS,
@@ -36,7 +36,7 @@ BUGS = {
         ADAPTER,
     ),
     "completions without an advantage do not learn from the teacher": (
-        "trainer/batching/zero_advantages.py",
+        "trainer/batching/micro_batches.py",
         "(args.beta, args.distillation_coef, args.entropy_coef,",
         "(args.beta, args.entropy_coef,",
         EQUAL,

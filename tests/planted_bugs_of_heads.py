@@ -165,7 +165,7 @@ BUGS = {
         [TRUNCATED, "-k", "stale"],
     ),
     "a checkpoint without supports": (
-        "trainer/batching/ragged.py",
+        "trainer/batching/rollout_buffer.py",
         '    "support_ids": torch.int32,\n    "support_sizes": torch.int32,\n',
         "",
         ["tests/trainer/checkpoint/test_resume.py", "-k", "same_run and kept"],

@@ -32,15 +32,16 @@ from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
-from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
-from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
-from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.batching.ragged import joined_rows
-from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
-from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors
-from fused_grpo.trainer.batching.zero_advantages import can_skip, skipped_lengths, skipped_metrics
+from fused_grpo.trainer.batching.micro_batch_metrics import (
+    merge_floats,
+    merge_metrics,
+    ratio_metrics,
+    ratio_sums,
+    with_covariance_selection,
+)
+from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_lengths, skipped_metrics
+from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, joined_rows
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distillation import Teacher
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
@@ -57,7 +58,7 @@ from fused_grpo.trainer.models.router_loss import router_loss_coefficient
 from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.policy import PolicyLoss, Teacher
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 

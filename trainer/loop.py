@@ -41,20 +41,20 @@ from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PreTrainedModel
 
+from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
 from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
-from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards
 from fused_grpo.trainer.collect.plan import announce
-from fused_grpo.trainer.collect.rollout_metrics import rename_loss_metrics
+from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
+from fused_grpo.trainer.data.prompt_sampler import WithDataLoaders
 from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
@@ -64,10 +64,8 @@ from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.logging.log_entries import LogEntry
-from fused_grpo.trainer.logging.phase_times import Phases
-from fused_grpo.trainer.logging.progress import progress
-from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
+from fused_grpo.trainer.logging.console import Phases, progress
+from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import model_for, uncompiled
 from fused_grpo.trainer.models.teacher import SELF, load_teacher
@@ -110,6 +108,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     collector: Collector
     engine_is_open = True
 
+    @causes_shown()
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
@@ -180,7 +179,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
             self.buffer, self.last_metrics = None, {}
             self.stop, self.lock = StopOnSignal(), RunLock()
-            self.output = RunOutput.silent(args)
+            self.output = RunOutput(args, 0, is_main=False, facts={})  # before a run begins nothing is shown
             self._init_callbacks(callbacks, self.model, self.processing_class)
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(self.accelerator, "starting the engine"):
@@ -229,6 +228,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self._undo.close()
             self.lock.release()
 
+    @causes_shown()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -241,12 +241,12 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
 
         Returns:
             `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
-            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/evaluation.py).
+            them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/scoring.py).
 
         Raises:
             DataError: no eval set, or one that cannot be used.
         """
-        results: dict[str, float] = {}
+        results, means = dict[str, float](), dict[str, float]()
         for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
@@ -259,8 +259,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
             self._log_evaluation(entry, result.num_prompts)
             results |= entry
+            means |= rewards
         if eval_dataset is None and metric_key_prefix == "eval":
-            self.eval_after = mean_rewards(results, eval_sets(self.eval_dataset), self.rewards.names)
+            self.eval_after = means
         return results
 
     def _evaluate(self) -> bool:
@@ -357,7 +358,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
             self._undo.pop_all()  # the run has made something
-            self.output.rollouts(self.step + 1, collected.records)
+            self.output.rollouts(self.step + 1, partial(collected.scored.records, collected.advantages))
         return self.collector.buffer(collected, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
@@ -402,7 +403,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         if self.control.should_log:
             self._log_steps()
         if self.control.should_evaluate and self._evaluate():
-            is_best = self._is_best(self.last_evaluation)
+            is_best = self._determine_best_metric(metrics=self.last_evaluation, trial=None)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         agree(self.accelerator, self.control)
@@ -430,7 +431,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self._log_steps()
         where = self._save_checkpoint(resumable=True)
         self.event("on_save")
-        self.output.note(
+        self.output.console.note(
             f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
         )
         barrier(self.accelerator)

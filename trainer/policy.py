@@ -1,9 +1,17 @@
-"""`PolicyLoss`: the module that Accelerate wraps, so that loss and gradients go through `model(...)`.
+"""`PolicyLoss`, the module that Accelerate wraps so that loss and gradients go through `model(...)`, and its `Teacher`.
 
 The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
 calls the fused loss with the head's weight. That is why DDP sees every gradient and FSDP gathers the head once; a loss
 computed on the unwrapped model beside it would never be reduced over the ranks. Log-probs and entropies without
 gradients go the same way, because that is where FSDP gathers the weights for them.
+
+A teacher, from which the policy is distilled, sees micro-batches of the policy's own completions:
+
+    hidden = teacher's backbone(micro-batch)     # [N, D of the teacher]; no gradients, no logits
+    loss += coef * sum(weight * divergence)      # in the pass of the loss, with its weights (docs/divergence.md)
+
+It is a model of its own, or "self": the reference model. It gets the rows that the policy gets, so both have to keep
+the sequences of a row apart, and it shares the policy's temperature.
 """
 
 from __future__ import annotations
@@ -11,10 +19,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from fused_grpo.config import GRPOLossConfig
@@ -24,6 +34,8 @@ from fused_grpo.integrations.logit_transform import head_transform
 from fused_grpo.integrations.model_head import head_of, to_head, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distributed.sharding import reshard
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.router_loss import router_aux_loss
 from fused_grpo.trainer.models.virtual_tokens import model_inputs
@@ -175,3 +187,47 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str | None]:
     """The names of a function's parameters; None for `**keywords`, which models pass to their attention."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(None if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+
+
+class Teacher:
+    """Hidden states and head of the teacher for a micro-batch, as `fused_linear_grpo_loss` takes them.
+
+    Args:
+        policy: lends the teacher, a `PolicyLoss` that is not trained while it is lent.
+        args: kind and weight of the divergence.
+        vocab_size: the rows of the policy's head; a teacher may have further ones, for padding, which take no part.
+        fingerprint: of the teacher's weights; a resumed run must have the same.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], AbstractContextManager[PolicyLoss]],
+        args: GRPOConfig,
+        *,
+        vocab_size: int,
+        fingerprint: str,
+    ) -> None:
+        self.policy, self.vocab_size = policy, vocab_size
+        self.options: dict[str, Any] = {
+            "coef": args.distillation_coef,
+            "kind": args.distillation_kind,
+            "beta": args.distillation_beta,
+        }
+        self.identity = {**self.options, "model": fingerprint}
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> Distillation:
+        with self.policy() as policy:
+            was_training = policy.training
+            policy.eval()
+            try:
+                hidden, weight, of_head = policy(batch, "head_inputs")
+            finally:
+                policy.train(was_training)
+            bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
+            weight = weight[: self.vocab_size]
+            if isinstance(policy, FSDPModule):  # the gathered head is freed with the rest
+                weight, bias = weight.clone(), None if bias is None else bias.clone()
+                reshard(policy)
+        transform = {name: of_head[name] for name in ("logit_scale", "softcap")}
+        return Distillation(hidden, weight, **self.options, bias=bias, **transform)

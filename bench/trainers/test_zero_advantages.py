@@ -17,7 +17,7 @@ import torch
 from fused_grpo.bench.interleaved import interleaved_seconds, quotient
 from fused_grpo.bench.trainers.training_step import Problem, no_reward, no_rollouts, our_trainer
 from fused_grpo.trainer import GRPOTrainer
-from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import skip_zero_advantages
 from fused_grpo.trainer.types import EffectiveBatch
 
 FULL = Problem(vocab=8000, hidden=256, layers=4, completions=8, longest=96)

@@ -1,14 +1,150 @@
-"""The metrics of an optimizer step, merged from those of its micro-batches and of all ranks."""
+"""What the log-probs of micro-batches say of a whole optimizer step: its metrics, and the tokens that Clip-Cov selects.
+
+`merge_metrics` merges the micro-batches of a step and of all ranks. `ratio_sums` and `ratio_metrics` are what TRL
+measures of ratios that the loss op does not: by sequence, times the ratio, or of the sampler. The ratio of a sequence
+(`importance_sampling_level="sequence"`, "gmpo") counts once, the ratio of a token once for each token.
+
+    clip_ratio/low_min, high_max           extremes over sequences of the share of a sequence's tokens that is clipped
+    kl                                     mean over tokens of the KL estimate (use_bias_correction_kl: times the ratio)
+    vespo/phi_seq_mean                     mean over sequences of their weight phi
+    sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
+    sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
+
+The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
+own. It is the same for any cut into micro-batches and for any number of ranks.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
+from fused_grpo._loss_inputs import LossInputs, loss_inputs
+from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
+from fused_grpo.covariance import select_by_covariance
+from fused_grpo.reference import (
+    bounded_ratio,
+    kl_term,
+    log_rho,
+    ratio_and_clipped,
+    sampling_weights,
+    vespo_weights,
+)
+from fused_grpo.trainer.types import MicroBatch
+
+Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "aux_loss"})
+
+
+@torch.no_grad()
+def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Sums:
+    """Sums and extremes over a micro-batch, 0-d, from the policy's log-probs [N]; empty for one without sequences."""
+    if not len(part.advantages):
+        return {}
+    inputs = inputs_of(part, config)
+    current, tokens, terms = logprobs.float(), inputs.tokens, TokenTerms.of(config)
+    old = current if tokens.old_logprobs is None else tokens.old_logprobs
+    ratio, clipped = ratio_and_clipped(current, inputs, config)
+    sums = _clipped(clipped, inputs, of_sequence=config.ratio_of_sequence)
+    if tokens.ref_logprobs is not None:
+        kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
+        sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
+    if config.loss_type == "vespo":
+        sums["phi_sum"] = inputs.sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
+    if tokens.sampling_logprobs is not None:
+        sums |= _sampling(old, tokens.sampling_logprobs, inputs, config)
+    return sums
+
+
+def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
+    """The inputs of the loss of a micro-batch, without the counts of its step."""
+    names = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
+    return loss_inputs(
+        part.targets.shape,
+        dtype=torch.float32,
+        device=part.targets.device,
+        advantages=part.advantages,
+        mask=None,
+        cu_seqlens=part.cu_seqlens,
+        **{name: getattr(part, name) for name in names},
+        entropy_threshold=None,
+        num_tokens=None,
+        num_sequences=None,
+        num_entropy_tokens=None,
+        config=config,
+    )
+
+
+def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]:
+    """TRL's metrics from the merged sums of a step; none of a step without sequences."""
+    if "sequences_sum" not in sums:
+        return {}
+
+    def mean(name: str, count: str) -> float:
+        return sums[f"{name}_sum"] / max(1.0, sums[f"{count}_sum"])
+
+    metrics: dict[str, float] = {}
+    if loss_type in (*BOUNDED, "gmpo"):
+        low, high = mean("low", "ratios"), mean("high", "ratios")
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/low_min": sums["low_min"]}
+        metrics |= {"clip_ratio/high_mean": high, "clip_ratio/high_max": sums["high_max"]}
+        metrics["clip_ratio/region_mean"] = low + high
+    elif loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = mean("high", "ratios")
+    if "kl_sum" in sums:
+        metrics["kl"] = mean("kl", "tokens")
+    if "phi_sum" in sums:
+        metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
+    if "difference_sum" in sums:
+        prefix = "sampling/sampling_logp_difference"
+        metrics |= {f"{prefix}/mean": mean("difference", "known"), f"{prefix}/max": sums["difference_max"]}
+    if "rho_sum" in sums:
+        prefix = "sampling/importance_sampling_ratio"
+        metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
+        metrics[f"{prefix}/mean"] = mean("rho", "rhos")
+    return metrics
+
+
+def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
+    tokens, sequences = inputs.tokens, inputs.sequences
+    counts = sequences.sum(tokens.mask)
+    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
+    weights = torch.ones_like(counts) if of_sequence else counts
+    return {
+        "low_sum": (low * weights).sum(),
+        "low_min": low.amin(),
+        "high_sum": (high * weights).sum(),
+        "high_max": high.amax(),
+        "ratios_sum": weights.sum(),
+        "tokens_sum": counts.sum(),
+        "sequences_sum": (counts > 0).sum(),
+    }
+
+
+def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
+    difference, known = (old - sampling).abs(), ~sampling.isnan()
+    known_difference = torch.where(known, difference, 0.0)
+    sums = {
+        "difference_sum": known_difference.sum(),
+        "difference_max": known_difference.amax(),
+        "known_sum": known.sum(),
+    }
+    if config.sampling_correction is None:
+        return sums
+    if config.sampling_correction.startswith("sequence"):
+        how = config.sampling_correction.removeprefix("sequence_")
+        bounds = (config.sampling_clip_min, config.sampling_clip_max)
+        rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), how, *bounds)
+    else:
+        rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
+    rhos = torch.tensor(float(len(rho)), device=rho.device)
+    return sums | {"rho_sum": rho.sum(), "rhos_sum": rhos, "rho_min": rho.amin(), "rho_max": rho.amax()}
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -46,3 +182,26 @@ def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
         return values.amin()
     weights = torch.stack([part["num_tokens"].detach().float() for part in parts])
     return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
+
+
+def with_covariance_selection(
+    packed: Sequence[MicroBatch], logprobs: Sequence[Tensor], config: GRPOLossConfig, accelerator: Accelerator
+) -> list[MicroBatch]:
+    """The micro-batches of this rank with `covariance_selected`, from the log-probs [N] of each. A collective."""
+    facts = [_facts(part, values.float(), config) for part, values in zip(packed, logprobs, strict=True)]
+    ranks: list[Tensor] = gather_object([torch.cat(facts, dim=1)])
+    current, advantages, clipped = torch.cat(ranks, dim=1)
+    selected = select_by_covariance(current, advantages, clipped != 0, config)
+    mine = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
+    parts = mine.split([len(part.targets) for part in packed])
+    return [
+        dataclasses.replace(part, covariance_selected=values.to(part.targets.device))
+        for part, values in zip(packed, parts, strict=True)
+    ]
+
+
+def _facts(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Tensor:
+    """Log-probs, advantages and whether a token is clipped, [3, N] on the CPU."""
+    inputs = inputs_of(part, config)
+    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
+    return torch.stack([logprobs, inputs.tokens.advantages, clipped.to(logprobs)]).cpu()

@@ -1,29 +1,57 @@
-"""From an effective batch to packed micro-batches.
+"""From an effective batch to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
-Sequences are laid end to end in rows; attention keeps them apart by their position ids, and only the hidden states
-that predict completion tokens reach the head. How long a row may be depends on the attention. A variable-length kernel
-(flash attention) knows where sequences end and wants one long row without a single padding token. Any other computes a
-square of the row's length, so there a row is as long as the longest sequence and holds as many others as fit: the
-square of padded batches, without most of their padding.
+Left out of the forward pass are completions whose advantage is 0, as it is where all rewards of a group are equal: the
+policy term of every loss is a multiple of it. Such a completion has no gradient, unless something else gives it one or
+lets other tokens depend on it:
+
+    beta > 0                      the KL term is of every token
+    distillation_coef             the divergence from the teacher, too
+    entropy_coef                  the bonus, too
+    use_adaptive_entropy          the next coefficient follows from the entropy of every token
+    top_entropy_quantile < 1      every token decides which entropies are high
+    clip_cov_ratio, kl_cov_ratio  every token is in the means of covariances
+    a router loss                 every token has its share in the load of the experts
+
+Whatever else the loss does stays within a sequence, and normalisers count what is left out, so loss and gradients are
+the same but for the order of sums. In a step without any advantage, each rank keeps one completion: its log-probs show
+whether the engine has the trainer's weights. One without them may well be the reason that all rewards are equal.
+
+Completions differ in length by an order of magnitude, and every rank waits for the slowest in each step. Advantages are
+known by then and the loss is normalised over all ranks, so the update does not depend on which rank learns from what.
+Each rank gets as many sequences as it had (one more or less where they do not divide evenly) at nearly equal cost, by
+the rule "longest processing time first": the costliest goes to the rank with the least work. The price is that token
+ids and log-probs of the whole batch go to every rank once per generation: 16 bytes a token.
+
+Sequences are packed end to end in rows; attention keeps them apart by their position ids, and only the hidden states
+that predict completion tokens reach the head. A variable-length kernel (flash attention) knows where sequences end and
+wants one long row without a single padding token. Any other attention computes a square of the row's length, so there a
+row is as long as the longest sequence and holds as many others as fit: the square of padded batches, without most of
+their padding.
 
 The cut into micro-batches changes memory and speed and nothing else, because the loss is normalised by the counts of
 the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
 micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
 squares, sequences of similar lengths stay together, because a short one in a long row pays for the whole row. Every
-rank runs as many micro-batches as the one that needs most, since their collectives have to match; `balancing` has
-assigned the sequences to ranks before.
+rank runs as many micro-batches as the one that needs most, since their collectives have to match.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
+from fused_grpo.config import GRPOLossConfig
+from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distributed.failures import any_rank
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
 BISECTIONS = 12
@@ -67,25 +95,31 @@ def cut_by_tokens(
     lengths: Sequence[int], max_tokens: int, *, attention: float = 0.0, agree: Callable[[int], int] = int
 ) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
-    # Causal attention looks at half of its square.
-    costs = [length * (1 + attention * length / 2) for length in lengths]
-    order = sorted(range(len(lengths)), key=lambda index: -costs[index])
-
-    def spread(count: int) -> list[list[int]]:
-        cuts, loads = [list[int]() for _ in range(count)], [(0.0, number) for number in range(count)]
-        for index in order:
-            load, number = heapq.heappop(loads)
-            cuts[number].append(index)
-            heapq.heappush(loads, (load + costs[index], number))
-        return cuts
+    costs = _costs(lengths, attention)
 
     def fits(cut: list[int]) -> bool:
         return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
 
     fewest = max(1, -(-sum(lengths) // max_tokens))
-    while not all(map(fits, spread(fewest))):
+    while not all(map(fits, longest_first(costs, range(len(costs)), fewest))):
         fewest += 1
-    return spread(agree(fewest))
+    return longest_first(costs, range(len(costs)), agree(fewest))
+
+
+def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most: int | None = None) -> list[list[int]]:
+    """The chosen indices in so many lists: the costliest first, each to the list of least cost, `most` in each."""
+    lists, loads = [list[int]() for _ in range(bins)], [(0.0, number) for number in range(bins)]
+    for index in sorted(chosen, key=lambda index: -costs[index]):
+        load, number = heapq.heappop(loads)
+        lists[number].append(index)
+        if len(lists[number]) != most:
+            heapq.heappush(loads, (load + costs[index], number))
+    return lists
+
+
+def _costs(lengths: Sequence[int], attention: float) -> list[float]:
+    # Causal attention looks at half of its square.
+    return [length * (1 + attention * length / 2) for length in lengths]
 
 
 def cut_by_length(
@@ -156,8 +190,8 @@ def pack(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
         attention_mask=attention_mask.view(num_rows, row_length).to(device),
-        predictors=_flat(predictors, torch.int64).to(device),
-        targets=_flat(completions, torch.int64).to(device),
+        predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
+        targets=torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
         advantages=some.advantages.to(device),
@@ -217,5 +251,64 @@ def _support(batch: EffectiveBatch, device: torch.device) -> tuple[Tensor, Tenso
     return ids.to(device), torch.cat([zero, *batch.support_sizes]).cumsum(0).to(device)
 
 
-def _flat(lists: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
+def balanced(batch: EffectiveBatch, accelerator: Accelerator, *, attention: float = 0.0) -> EffectiveBatch:
+    """This rank's share of the sequences of all ranks' batches. A collective: every rank must call it.
+
+    Args:
+        attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
+    """
+    if accelerator.num_processes == 1:
+        return batch
+    parts = [batch_from_tensors(tensors) for tensors in gather_object([batch_as_tensors(batch)])]
+    whole = EffectiveBatch.joined(parts)
+    lengths = [len(p) + len(c) for p, c in zip(whole.prompt_ids, whole.completion_ids, strict=True)]
+    counted = zip(_costs(lengths, attention), whole.in_forward.tolist(), strict=True)
+    costs = [cost if counts else 0.0 for cost, counts in counted]
+    return whole.take(sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index]))
+
+
+def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices for each rank: equally many of them, and of those that cost something, within one, and nearly equal sums
+    of costs."""
+    costly = [index for index, cost in enumerate(costs) if cost]
+    assigned = longest_first(costs, costly, ranks, -(-len(costly) // ranks))
+    for index in (index for index, cost in enumerate(costs) if not cost):
+        min(assigned, key=len).append(index)
+    return assigned
+
+
+def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
+    """Whether a completion with advantage 0 has no gradient and no effect on others, and may be left out."""
+    weights = (args.beta, args.distillation_coef, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio)
+    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any((*weights, router_coefficient))
+    return args.skip_zero_advantages and not of_every_token
+
+
+def skip_zero_advantages(batch: EffectiveBatch, accelerator: Accelerator) -> EffectiveBatch:
+    """The batch with its completions of advantage 0 `skipped`, all but one where no rank has another. A collective."""
+    in_loss = batch.in_forward
+    skipped = in_loss & (batch.advantages == 0)
+    if not any_rank(accelerator, bool((in_loss & ~skipped).any())):
+        skipped[in_loss.nonzero()[:1, 0]] = False
+    return dataclasses.replace(batch, skipped=skipped)
+
+
+def skipped_lengths(batch: EffectiveBatch) -> list[int]:
+    """Numbers of completion tokens of the sequences that are left out."""
+    skipped = [] if batch.skipped is None else batch.skipped.nonzero()[:, 0].tolist()
+    return [len(batch.completion_ids[index]) for index in skipped]
+
+
+def skipped_metrics(batch: EffectiveBatch, config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """What is known of this rank's skipped completions without their log-probs: none of their tokens is clipped.
+
+    Returns:
+        The metrics and the sums of ratios (`ratio_sums`) of a micro-batch of them.
+    """
+    lengths = skipped_lengths(batch)
+    if not lengths:
+        return {}, {}
+    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
+    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
+    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
+    return {"num_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios

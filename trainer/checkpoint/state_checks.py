@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.trainer.batching.ragged import DTYPES, rows_from_tensors
-from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
+from fused_grpo.trainer.batching.rollout_buffer import DTYPES, RolloutBuffer, rows_from_tensors
 from fused_grpo.trainer.engines.support import Support, wrong_support
 
 Tensors = Mapping[str, Tensor]

@@ -221,7 +221,7 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
         DataError: a source that cannot be read, or has not the columns that the options name.
         InputError: a function that cannot be loaded.
     """
-    from fused_grpo.trainer.data.columns import first_rows, with_system_prompt
+    from fused_grpo.trainer.data.datasets import first_rows, with_system_prompt
 
     option, source, split, limit = (
         ("--eval-dataset", options.eval_dataset, options.eval_dataset_split, options.eval_limit)
@@ -242,7 +242,7 @@ def load_source(source: str, split: str, config: str | None) -> Any:
     from datasets import disable_progress_bars
 
     from fused_grpo.trainer.data.datasets import load_rows
-    from fused_grpo.trainer.rewards.named_reward import load_reward
+    from fused_grpo.trainer.rewards.reward_call import load_reward
 
     disable_progress_bars()  # a file of prompts is read quickly
     if ":" in source and not Path(source).exists():
@@ -260,7 +260,7 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     Raises:
         DataError: a column of `prompt_column`, `answer_column` or a reward with a short name is not there.
     """
-    from fused_grpo.trainer.data.columns import columns_of, renamed
+    from fused_grpo.trainer.data.datasets import columns_of, renamed
     from fused_grpo.trainer.rewards.builtin_rewards import NAMED
 
     have = columns_of(rows)

@@ -13,6 +13,12 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are
 counted, but none of their tokens is in the loss.
+
+With `generate_ahead`, a vLLM server samples while the optimizer learns. Each collection waits for the rollouts that the
+last one requested, sends the current weights to the engine, requests the next rollouts, and scores. So every batch but
+the first was sampled from weights that are one generation old, never older, and the loss corrects for it
+(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
+sampled. The metric `off_policy_steps` is the age of the weights in steps.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,33 +36,34 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.errors import InputError, RewardError, UnavailableError
-from fused_grpo.trainer.batching.balancing import balanced
-from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, split_groups
-from fused_grpo.trainer.batching.zero_advantages import skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
+from fused_grpo.trainer.batching.rollout_buffer import (
+    RolloutBuffer,
+    rollouts_as_tensors,
+    rollouts_from_tensors,
+    split_groups,
+)
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.evaluation import Evaluation
-from fused_grpo.trainer.collect.prefetched import Prefetched, finished, rollouts_as_tensors, rollouts_from_tensors
-from fused_grpo.trainer.collect.rollout_metrics import EQUAL_REWARDS, RolloutFacts, rollout_metrics
-from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
+from fused_grpo.trainer.collect.scoring import (
+    EQUAL_REWARDS,
+    Evaluation,
+    RolloutFacts,
+    ScoredRollouts,
+    rollout_metrics,
+    score_rollouts,
+)
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.logging.phase_times import Phases
+from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
-
-
-class Drawn(NamedTuple):
-    """Rows of the dataset and the rollouts of their prompts."""
-
-    rows: list[Row]
-    rollouts: Rollouts
 
 
 class Collected(NamedTuple):
@@ -66,12 +73,16 @@ class Collected(NamedTuple):
     advantages: Tensor
     metrics: dict[str, float]
 
-    def records(self) -> list[dict[str, Any]]:
-        """One record for each completion."""
-        return self.scored.records(self.advantages)
+
+class Prefetched(NamedTuple):
+    """Rollouts that the engine is sampling."""
+
+    rows: list[Row]
+    rollouts: Future[Rollouts]
+    before: dict[str, Any]  # the position of the collector before the rows were drawn
 
 
-OldLogprobs = Callable[[EffectiveBatch], EffectiveBatch]
+Drawn = tuple[list[Row], Rollouts]  # rows of the dataset and the rollouts of their prompts
 
 
 class Collector:
@@ -95,7 +106,7 @@ class Collector:
         prompt_limit: PromptLimit,
         *,
         vocab_size: int,
-        with_old_logprobs: OldLogprobs,
+        with_old_logprobs: Callable[[EffectiveBatch], EffectiveBatch],
         attention: float,
         can_skip: bool,
     ) -> None:
@@ -114,12 +125,12 @@ class Collector:
         """Rows of the dataset and their completions: the prefetched ones, or new ones."""
         with phases("generate"):
             if self.prefetched is not None:
-                drawn = Drawn(self.prefetched.rows, self.prefetched.rollouts.result())
+                drawn = self.prefetched.rows, self.prefetched.rollouts.result()
                 self.prefetched = None
                 return drawn
             rows = self.sampler.next_batch()
             sampling = self.sampling(seed=self._next_seed())
-            return Drawn(rows, self._complete(engine, rows, sampling, self.sampler.row_numbers))
+            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers)
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
@@ -182,9 +193,8 @@ class Collector:
         """
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         count, seed = self.args.num_generations_eval, self.args.seed
-        greedy = self.sampling(seed=seed, n=1, temperature=0.0)
-        sampling = greedy if count is None else self.sampling(seed=seed, n=count)
-        sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
+        how: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
+        sampling = replace(self.sampling(seed=seed, **how), sampling_support="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"):
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
@@ -200,14 +210,6 @@ class Collector:
         advantages = self._advantages([process.per_function for process in processes], sampling.n)
         return Evaluation(metrics, len(rows), started, self._evaluated_batch(scored, advantages))
 
-    def encode(self, rows: list[Row], row_numbers: Sequence[int]) -> list[list[int]]:
-        """Token ids of the rows' prompts.
-
-        Raises:
-            DataError: a prompt that cannot be encoded, or leaves no room for a completion; named by the row's number.
-        """
-        return self.prompt_limit.encode(rows, row_numbers)
-
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
         """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
         return self.args.sampling(seed=seed, **{"n": self.group_part, **changes})
@@ -216,11 +218,11 @@ class Collector:
         """Start to sample the next batch in the background, from the weights that the engine has now."""
         before = self._position()
         rows = self.sampler.next_batch()
-        prompts = self.encode(rows, self.sampler.row_numbers)
+        prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
         rollouts = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
-        self.prefetched = Prefetched(rows=rows, rollouts=rollouts, before=before)
+        self.prefetched = Prefetched(rows, rollouts, before)
 
     def wait_for_prefetched(self) -> None:
         """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
@@ -247,9 +249,10 @@ class Collector:
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position.get("num_tokens", 0)  # older checkpoints have none
         if tensors:
-            before, rows = self._position(), self.sampler.next_batch()
+            before, rows, rollouts = self._position(), self.sampler.next_batch(), Future[Rollouts]()
             self.generate_calls += 1
-            self.prefetched = Prefetched(rows=rows, rollouts=finished(rollouts_from_tensors(tensors)), before=before)
+            rollouts.set_result(rollouts_from_tensors(tensors))
+            self.prefetched = Prefetched(rows, rollouts, before)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
@@ -329,7 +332,7 @@ class Collector:
     ) -> Rollouts:
         prompts = [row["prompt"] for row in rows]
         options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
-        return checked_generate(engine, self.encode(rows, row_numbers), sampling, **options)
+        return checked_generate(engine, self.prompt_limit.encode(rows, row_numbers), sampling, **options)
 
     def _advantages(self, parts: Sequence[Tensor], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""

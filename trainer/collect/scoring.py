@@ -1,19 +1,29 @@
-"""`ScoredRollouts`: completions, their rewards, and the batch of those groups that may be learned from."""
+"""Completions, their rewards, the batch of those that may be learned from, and what they say about the run.
+
+`rollout_metrics` has the names that TRL's users plot, for a step's rollouts and for those of an evaluation. Of the
+latter `GRPOTrainer.evaluate` returns all as transformers does, `<prefix>_<metric>`, and `<prefix>_<set>_<metric>` where
+eval sets have names. `metrics.jsonl` and `TrainResult` have the mean rewards, as `eval/<metric>` and `<metric>`.
+
+`eval_loss` is there as in TRL: the loss of a step with these completions, on policy, without the correction for the
+sampler. That is about 0 plus the KL term less the entropy bonus, whatever the policy is: the metric to choose a model
+by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import speed_metrics
 
 from fused_grpo._text import shown
-from fused_grpo.errors import RewardError
-from fused_grpo.trainer.collect.advantages import total_rewards
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.collect.advantages import nanstd, total_rewards
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
@@ -24,24 +34,28 @@ from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
 _log = logging.getLogger(__name__)
 _COLUMNS = ("rows", "completions", "rewards", "per_function", "dropped", "extra")
 _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
+EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
+
+# The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
+LOSS_METRICS = {
+    "num_tokens": "completion_tokens",
+    "policy_loss": "policy_term",
+    "loss_without_bonus": "policy_loss",
+    **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_region")),
+    **dict.fromkeys(("sampling_difference_mean", "sampling_difference_max")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredRollouts:
-    """Rollouts and their rewards."""
+class ScoredRollouts(RewardOutput):
+    """Rollouts and their rewards. Groups for which the engine failed are dropped, too."""
 
     rollouts: Rollouts
     rows: list[Row]  # B, the dataset row of each completion
     completions: list[str]  # B, decoded without special tokens
     rewards: Tensor  # [B], weighted sums; NaN: no function scored it
-    per_function: Tensor  # [B, F]; NaN: not scored by that function
     reward_names: list[str]  # F
-    dropped: Tensor  # [B] bool, whole groups for which engine or reward function failed: they are left out of the loss
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
-    seconds: dict[str, float] = field(default_factory=dict)  # of each reward function
-    metrics: dict[str, float] = field(default_factory=dict)  # logged by reward functions
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, logged by reward functions
-    failure: RewardError | None = None  # the first, where groups were dropped
 
     @property
     def num_groups(self) -> int:
@@ -149,18 +163,13 @@ def score_rollouts(
             len(columns),
         )
     return ScoredRollouts(
+        **vars(output),
         rollouts=rollouts,
         rows=rows,
         completions=completions,
         rewards=total_rewards(output.per_function, rewards.weights),
-        per_function=output.per_function,
         reward_names=rewards.names,
-        dropped=output.dropped,
         num_failed=len(rollouts.failures) * rollouts.num_generations,
-        seconds=output.seconds,
-        metrics=output.metrics,
-        extra=output.extra,
-        failure=output.failure,
     )
 
 
@@ -207,3 +216,141 @@ def _asked(
     placed = {name: dict(zip(sound, values, strict=True)) for name, values in output.extra.items()}
     extra = {name: [values.get(index) for index in range(total)] for name, values in placed.items()}
     return replace(output, per_function=per_function, dropped=dropped, extra=extra)
+
+
+class RolloutFacts(NamedTuple):
+    """What one process knows of its B completions, small enough to send to the others."""
+
+    rewards: Tensor  # [B]
+    per_function: Tensor  # [B, F]
+    lengths: Tensor  # [b] tokens, without the groups for which the engine failed
+    ended: Tensor  # [b] bool
+    dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
+    failed: int  # completions of groups for which the engine failed
+    seconds: dict[str, float]  # by reward function
+    logged: dict[str, float]  # by reward functions
+    supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
+
+    @classmethod
+    def of(cls, scored: ScoredRollouts) -> RolloutFacts:
+        rollouts, size = scored.rollouts, scored.rollouts.num_generations
+        kept = [index for index in range(len(rollouts.completion_ids)) if index // size not in rollouts.failures]
+        return cls(
+            rewards=scored.rewards,
+            per_function=scored.per_function,
+            lengths=torch.tensor([len(rollouts.completion_ids[index]) for index in kept], dtype=torch.float32),
+            ended=torch.tensor([rollouts.finish_reasons[index] == "stop" for index in kept], dtype=torch.bool),
+            dropped=scored.dropped,
+            failed=scored.num_failed,
+            seconds=scored.seconds,
+            logged=scored.metrics,
+            supports=_sizes(rollouts.support_sizes or []),
+        )
+
+    @classmethod
+    def none(cls, functions: int) -> RolloutFacts:
+        """Of a process without completions."""
+        nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, {}, {}, _sizes([]))
+
+
+def rollout_metrics(
+    processes: Sequence[RolloutFacts], reward_names: Sequence[str], *, num_generations: int, of_batch: bool = False
+) -> dict[str, float]:
+    """Reward and length metrics of one generated batch, over all processes.
+
+    Args:
+        processes: in the order of their ranks: a group may be on several.
+        reward_names: names of the F reward functions.
+        num_generations: completions per group.
+        of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
+    """
+    rewards, per_function, lengths, ended, dropped = (
+        torch.cat([getattr(facts, name) for facts in processes])
+        for name in ("rewards", "per_function", "lengths", "ended", "dropped")
+    )
+    groups = rewards.view(-1, num_generations)
+    within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
+    # A single completion has no spread; of a larger group, one score says nothing about it.
+    known = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
+    metrics = {
+        "reward": rewards.nanmean(),
+        "reward_std": overall,
+        "reward_std_within_groups": within.mean(),
+        "frac_reward_zero_std": ((overall if of_batch else within) < EQUAL_REWARDS).logical_and(known).float().mean(),
+        "groups_with_equal_rewards": (within < EQUAL_REWARDS).float().mean(),
+    }
+    for name, values in zip(reward_names, per_function.unbind(1), strict=True):
+        scored = values[~values.isnan()]
+        metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
+        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
+    for kind, some in (("length", lengths), ("terminated_length", lengths[ended])):
+        some = some if len(some) else torch.zeros(1)
+        metrics |= {f"completions/{stat}_{kind}": getattr(some, stat)() for stat in ("mean", "min", "max")}
+    metrics["completions/clipped_ratio"] = (~ended).float().mean()
+    # What a function logs is taken for a mean over the completions that it was given.
+    logged: dict[str, list[tuple[float, float]]] = {}
+    for facts in processes:
+        for name, value in facts.logged.items():
+            logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
+    failed = sum(facts.failed for facts in processes)
+    supports = torch.stack([facts.supports for facts in processes])
+    if tokens := supports[:, 0].sum():
+        metrics |= {"sampling/kept_tokens/mean": supports[:, 1].sum() / tokens}
+        metrics |= {"sampling/kept_tokens/max": supports[:, 2].amax()}
+    return {
+        **{name: value.item() for name, value in metrics.items()},
+        **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
+        **({"rollouts/dropped": float(failed)} if failed else {}),
+        **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
+    }
+
+
+def _sizes(supports: Sequence[Tensor]) -> Tensor:
+    sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *supports])
+    return torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
+
+
+def _std(values: Tensor) -> Tensor:
+    """With Bessel's correction; NaN for fewer than two values."""
+    return values.std() if len(values) > 1 else torch.tensor(torch.nan)
+
+
+def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an optimizer step under TRL's names."""
+    named = ((LOSS_METRICS.get(name, name), value) for name, value in metrics.items())
+    return {name: value for name, value in named if name is not None}
+
+
+class Evaluation(NamedTuple):
+    """The evaluation of one set."""
+
+    metrics: dict[str, float]  # names of `rollout_metrics`
+    num_prompts: int
+    started: float  # by time.time
+    batch: EffectiveBatch  # of this rank
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """All numbers as `<prefix>_<metric>`, with `<prefix>_runtime` (s), `_samples_per_second` (prompts) and
+        `_steps_per_second` (generate calls)."""
+        speed: dict[str, float] = speed_metrics(prefix, self.started, num_samples=self.num_prompts, num_steps=1)
+        kept = {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
+        return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
+
+    def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
+        """The mean reward, and that of each of the functions `names`: what `TrainResult` has.
+
+        They are "reward" and "rewards/<function>/mean", after "<set>_" where the set has a name.
+        """
+        keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
+        return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
+
+
+def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
+    """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_"."""
+    if name is not None and not {name, f"eval_{name}"} & metrics.keys():
+        some = ", ".join(known for known in metrics if "reward" in known or "length" in known)
+        raise InputError(
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {some}; "
+            "fix: metric_for_best_model='eval_reward', greater_is_better=True"
+        )

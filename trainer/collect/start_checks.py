@@ -26,26 +26,26 @@ from fused_grpo.errors import DataError, FusedGRPOError, InputError, Unavailable
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
-from fused_grpo.trainer.collect.rollout_metrics import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
-from fused_grpo.trainer.data.epochs import Epochs, planned_steps
-from fused_grpo.trainer.data.long_prompts import PromptLimit
+from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
+from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
 from fused_grpo.trainer.engines.server.urls import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.logging.model_card import is_hub_id
-from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
 from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
-from fused_grpo.trainer.rewards.named_reward import names_a_function
+from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _OF_CONFIG = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
@@ -107,11 +107,7 @@ class Start:
 
 
 def check_start(start: Start) -> None:
-    """Go through all checks.
-
-    Raises:
-        FusedGRPOError: the first one that fails.
-    """
+    """Go through all checks; the first one that fails raises a FusedGRPOError."""
     for check in CHECKS:
         check(start)
 

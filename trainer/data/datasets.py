@@ -1,9 +1,12 @@
-"""Datasets: load them by name, and check that every row has a prompt.
+"""Datasets: load them by name, check that every row has a prompt, and fit them to the trainer.
 
 A dataset is one of three things: a list of dicts; a `datasets.Dataset`, which stays on disk, and whose rows are read
 when they are drawn; or a stream, which is any other iterable that can be iterated again (`datasets.IterableDataset`),
 and whose rows are checked when they are drawn. Every row has a "prompt", a string or a list of messages. Reward
 functions get the other columns.
+
+`renamed`, `with_system_prompt` and `first_rows` are the options `--prompt-column`, `--answer-column`, `--system-prompt`
+and `--limit` of the command line. A `datasets.Dataset` stays one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError, DatasetTypeError
-from fused_grpo.trainer.data.prompts import clean_prompt, is_conversational, prompt_problem
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -27,6 +29,7 @@ _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
 
 
 def is_stream(dataset: Any) -> bool:
@@ -142,11 +145,7 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
 
 
 def refuse_images(columns: Iterable[Any], *, name: str) -> None:
-    """Refuse a dataset with a column of images: the model would be trained on the text alone.
-
-    Raises:
-        DataError: a column that TRL takes images from.
-    """
+    """DataError for a column that TRL takes images from: the model would be trained on the text alone."""
     for column in columns:
         if column in IMAGES:
             raise DataError(
@@ -318,3 +317,111 @@ def is_plain_arrow(dataset: Any) -> bool:
     from datasets import Dataset
 
     return isinstance(dataset, Dataset) and dataset.format["type"] is None
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """Names of the columns, of the first row where the dataset does not know them; none where there is no row."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and (isinstance(dataset, Iterable) or not is_stream(dataset)):
+        names = next((list(row) for row in first_rows(dataset, 1) if isinstance(row, Mapping)), None)
+    return list(names or [])
+
+
+def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
+    """The dataset with columns renamed; one that has a new name already is left out.
+
+    Args:
+        dataset: its rows.
+        names: the present name by the new one.
+
+    Raises:
+        DataError: a column that the dataset does not have.
+    """
+    have = columns_of(dataset)
+    if missing := sorted(set(names.values()) - set(have)):
+        raise DataError(f"got no column {missing[0]!r} in data with {', '.join(map(repr, have))}")
+    moved = {old: new for new, old in names.items() if old != new}
+    replaced = [name for name in moved.values() if name in have and name not in moved]
+    if not moved:
+        return dataset
+    rows = read_rows(dataset, name="the dataset")
+    if hasattr(dataset, "rename_columns"):
+        return (dataset.remove_columns(replaced) if replaced else dataset).rename_columns(moved)
+    return [{moved.get(name, name): value for name, value in row.items() if name not in replaced} for row in rows]
+
+
+def with_system_prompt(dataset: Any, text: str) -> Any:
+    """The dataset with prompts of text as conversations: the system message `text`, if not empty, and the prompt."""
+
+    def as_conversation(row: Mapping[str, Any]) -> Row:
+        if not isinstance(row["prompt"], str):
+            return dict(row)
+        system = [{"role": "system", "content": text}] if text else []
+        return {**row, "prompt": [*system, {"role": "user", "content": row["prompt"]}]}
+
+    if hasattr(dataset, "map"):
+        return dataset.map(as_conversation)
+    return [as_conversation(row) for row in read_rows(dataset, name="the dataset")]
+
+
+def first_rows(dataset: Any, count: int) -> Any:
+    """The first `count` rows, or all where there are fewer."""
+    if not hasattr(dataset, "take"):
+        return list(islice(read_rows(dataset, name="the dataset"), count))
+    return dataset.take(min(count, len(dataset)) if hasattr(dataset, "__len__") else count)
+
+
+def is_conversational(row: Mapping[str, Any]) -> bool:
+    """True where the prompt is a list of messages, False where it is a string."""
+    return not isinstance(row["prompt"], str)
+
+
+def clean_prompt(prompt: Any) -> Any:
+    """A conversation as chat templates expect it, and any other value as it is.
+
+    Arrow gives all messages of a column the same keys: those that are None were not there. Contents that are parts of
+    text become one string.
+    """
+    if not isinstance(prompt, list):
+        return prompt
+    messages = _without_none(prompt)
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and all(map(_is_text_part, parts)):
+            message["content"] = "".join(part["text"] for part in parts)
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return list(map(_without_none, value)) if isinstance(value, list) else value
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def prompt_problem(prompt: Any) -> str | None:
+    """Why this value, cleaned, cannot be a prompt; None if it can."""
+    if isinstance(prompt, str) and prompt:
+        return None if _is_text(prompt) else _NO_TEXT
+    if not isinstance(prompt, list) or not prompt:
+        return "want a non-empty string or a non-empty list of {'role': ..., 'content': ...} messages"
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return "want messages of the form {'role': ..., 'content': ...}"
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
+        if not _is_text(message.get("content") or ""):
+            return _NO_TEXT
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""`PromptSampler`: the prompts of each batch, in an order that only the seed decides.
+"""`PromptSampler`: the prompts of each batch, in an order that only the seed decides. `Epochs` counts the passes.
 
 There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
 `prompts_per_batch * world_size / repeats` of it, and each rank takes its share. The order of a pass depends on the seed
@@ -8,21 +8,41 @@ same with any number of ranks and any batch size.
 A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
 skips the rows that were used. `datasets` can jump to a position in a stream instead, but loses the rows in a shuffle
 buffer, so this is done only for streams that are not shuffled.
+
+`WithDataLoaders` shows the rows as torch's `DataLoader`s, under transformers' names, for scripts that read them. The
+loop does not use these: an engine repeats prompts itself, and the position in the data is the sampler's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import reprlib
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
-from fused_grpo.errors import CheckpointError, DataError
-from fused_grpo.trainer.data.datasets import Row, RowCheck, as_row, is_stream, read_rows, unreadable
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Sampler
+
+from fused_grpo.errors import CheckpointError, DataError, InputError, UnsupportedError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import (
+    Row,
+    RowCheck,
+    all_rows,
+    as_row,
+    chosen_eval_sets,
+    is_stream,
+    read_rows,
+    unreadable,
+)
 
 Keep = Callable[[Row, int], bool]
 END = object()
@@ -93,20 +113,9 @@ class PromptSampler:
         for batch in range(self.batches_per_pass):
             yield [rows.number_at(batch * self._size + place) for place in self._share]
 
-    @property
-    def row_numbers(self) -> list[int]:
-        """The places in the dataset (of a stream: in its pass) of the rows that were drawn last."""
-        return self._rows.row_numbers
-
-    @property
-    def used(self) -> int:
-        """Prompts drawn so far, by all ranks."""
-        return self._rows.used
-
-    @property
-    def dropped(self) -> int:
-        """Rows of a stream that were passed over so far."""
-        return self._rows.dropped
+    row_numbers: Any = property(attrgetter("_rows.row_numbers"))  # of what was drawn last; of a stream, in its pass
+    used: Any = property(attrgetter("_rows.used"))  # prompts drawn so far, by all ranks
+    dropped: Any = property(attrgetter("_rows.dropped"))  # rows of a stream that were passed over so far
 
     def position(self) -> dict[str, Any]:
         """The position in the sequence, as JSON. It is the same on every rank."""
@@ -317,3 +326,127 @@ class _StreamedRows:
             # A stream starts every pass from the state it was given last: an empty one is its own start.
             self._dataset.load_state_dict(self._place or {})
         self._rows = read_rows(self._dataset, name="train_dataset")
+
+
+class WithDataLoaders:
+    """The part of a trainer that shows its rows.
+
+    A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as often as it
+    has completions there.
+    """
+
+    args: Any  # a `GRPOConfig`; the options of TRL's that are no fields of it are there all the same
+    accelerator: Accelerator
+    dataset: Any
+    eval_dataset: Any
+    sampler: PromptSampler
+
+    def get_train_dataloader(self) -> DataLoader[list[Row]]:
+        """The rows of this process in the first pass over the data, in the order in which a new run draws them.
+
+        As in TRL, a batch has `per_device_train_batch_size * steps_per_generation` rows and comes once for each
+        micro-batch and iteration that uses its completions, so that the length is that of the pass in micro-batches.
+        Prompts that fill no batch are left out. Reading it does not move the run's own position.
+
+        Raises:
+            UnsupportedError: a stream, whose position a second reader would move.
+        """
+        if is_stream(self.dataset):
+            raise UnsupportedError(
+                "got a stream as train_dataset, whose position a second reader would move; want a dataset with a "
+                "length; fix: iterate over your own copy of the stream"
+            )
+        processes = self.accelerator.num_processes
+        times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
+        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
+        workers = self.args.dataloader_num_workers
+        return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
+        """The rows of an eval set that this process has, `per_device_eval_batch_size` at a time; none is left out.
+
+        Args:
+            eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
+
+        Raises:
+            DataError: none, several, or one that cannot be used.
+        """
+        sets = chosen_eval_sets(eval_dataset, self.eval_dataset)
+        if len(sets) > 1:
+            raise DataError(f"got the eval sets {list(sets)}, want one; fix: get_eval_dataloader(name)")
+        (rows,) = sets.values()
+        workers = self.args.dataloader_num_workers
+        if is_stream(rows):
+            rows, workers = all_rows(rows, name="eval_dataset"), 0
+        size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
+        numbers = [number for number in range(len(rows)) for _ in range(repeats)]
+        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        mine = batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        return DataLoader(rows, batch_sampler=mine, collate_fn=list, num_workers=workers)
+
+
+class _RepeatedRows(Sampler[list[int]]):
+    """Each batch of a first pass `times` times, with each of its rows `each` times."""
+
+    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
+        self.sampler, self.each, self.times = sampler, each, times
+
+    def __len__(self) -> int:
+        return self.sampler.batches_per_pass * self.times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for numbers in self.sampler.first_pass():
+            for _ in range(self.times):
+                yield [number for number in numbers for _ in range(self.each)]
+
+
+class Epochs:
+    """The epochs of a run of `max_steps` optimizer steps.
+
+    A step is the share `prompts_per_step / num_prompts` of an epoch. A generated batch of P prompts that K steps use
+    counts as P / K prompts for each of them. No row is dropped: an epoch that ends inside a batch ends with the step
+    that uses its last row. Of a stream, whose length is unknown, the whole run is one epoch, as in transformers.
+
+    Args:
+        num_prompts: rows of the dataset; None for a stream.
+        prompts_per_step: rows that one optimizer step uses, over all processes.
+        max_steps: of the run.
+    """
+
+    def __init__(self, num_prompts: int | None, prompts_per_step: Fraction, max_steps: int) -> None:
+        self.per_step = Fraction(1, max_steps) if num_prompts is None else prompts_per_step / num_prompts
+        # A stream may be longer than any number of steps.
+        self.total = sys.maxsize if num_prompts is None else math.ceil(max_steps * self.per_step)
+        self.skipped = Fraction(0)
+
+    def at(self, step: int) -> Fraction:
+        """Epochs after `step` optimizer steps."""
+        return step * self.per_step + self.skipped
+
+    def ends_with(self, step: int) -> bool:
+        """Whether the last row of an epoch is used in that step."""
+        return math.floor(self.at(step)) > math.floor(self.at(step - 1))
+
+    def skip(self, step: int) -> None:
+        """Leave the rest of the epoch out: the next step is the first of the next one."""
+        self.skipped += math.ceil(self.at(step)) - self.at(step)
+
+    def resume(self, step: int, epoch: float) -> None:
+        """Continue after `step`, which ended at `epoch`: what was skipped before follows from the two."""
+        parts = self.per_step.denominator
+        self.skipped = Fraction(round((epoch - float(step * self.per_step)) * parts), parts)
+
+
+def planned_steps(args: GRPOConfig, num_prompts: int | None, num_processes: int) -> tuple[int, Epochs]:
+    """The optimizer steps of a run over a dataset of `num_prompts` rows, and how many epochs they are.
+
+    Raises:
+        InputError: neither the length of the dataset nor `max_steps` says it.
+    """
+    if num_prompts is None and args.max_steps <= 0:
+        raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
+    batch = args.prompts_per_generation(num_processes)
+    steps = args.optimizer_steps_per_generation(num_processes) * args.num_iterations
+    generations = math.ceil((num_prompts or 0) * args.num_train_epochs / batch)
+    max_steps = args.max_steps if args.max_steps > 0 else generations * steps
+    return max_steps, Epochs(num_prompts, Fraction(batch, steps), max_steps)

@@ -1,78 +1,36 @@
-"""Plain and conversational prompts: checks, text, token ids.
+"""Prompts as the model gets them: text, token ids, and whether there is room for a completion.
 
 A plain prompt is a string, and so is its completion. A conversational prompt is a list of {"role": ..., "content": ...}
 messages: the tokenizer's chat template renders it, and its completion is a list with the assistant's message. These are
 TRL's formats.
+
+Every prompt of a run is encoded once, before anything slow. Those that leave no room for a completion are dropped with
+a count, or an error. A dataset with random access is read before the run begins, so that order, epochs and resume are
+those of the dataset without its long prompts. Of a stream, the sampler passes over them as it reads. Where no prompt is
+too long, nothing changes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
-from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.logging.formatting import message_text
+from torch.utils.data import Subset
 
-_NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
+from fused_grpo.errors import DataError, InputError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.data.datasets import clean_prompt, is_conversational, is_plain_arrow, is_stream, read_rows
+from fused_grpo.trainer.logging.formatting import message_text
 
 # Options of `apply_chat_template` that encode_prompts sets.
 SET_HERE = {"tokenize", "return_dict", "return_tensors", "padding", "add_generation_prompt"}
-
-
-def is_conversational(row: Mapping[str, Any]) -> bool:
-    """True where the prompt is a list of messages, False where it is a string."""
-    return not isinstance(row["prompt"], str)
-
-
-def clean_prompt(prompt: Any) -> Any:
-    """A conversation as chat templates expect it, and any other value as it is.
-
-    Arrow gives all messages of a column the same keys: those that are None were not there. Contents that are parts of
-    text become one string.
-    """
-    if not isinstance(prompt, list):
-        return prompt
-    messages = _without_none(prompt)
-    for message in messages:
-        parts = message.get("content") if isinstance(message, dict) else None
-        if isinstance(parts, list) and all(map(_is_text_part, parts)):
-            message["content"] = "".join(part["text"] for part in parts)
-    return messages
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return list(map(_without_none, value)) if isinstance(value, list) else value
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def prompt_problem(prompt: Any) -> str | None:
-    """Why this value, cleaned, cannot be a prompt; None if it can."""
-    if isinstance(prompt, str) and prompt:
-        return None if _is_text(prompt) else _NO_TEXT
-    if not isinstance(prompt, list) or not prompt:
-        return "want a non-empty string or a non-empty list of {'role': ..., 'content': ...} messages"
-    for message in prompt:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return "want messages of the form {'role': ..., 'content': ...}"
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
-        if not _is_text(message.get("content") or ""):
-            return _NO_TEXT
-    return None
-
-
-def _is_text(value: Any) -> bool:
-    """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+_ROWS_AT_ONCE = 1000
+# More than a tokenizer puts into a token on average. What is longer is not encoded: that takes 100 bytes a character.
+_CHARACTERS_OF_A_TOKEN = 128
 
 
 def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
@@ -171,3 +129,115 @@ def _fails(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, An
     except Exception:
         return True
     return False
+
+
+class PromptLimit:
+    """The longest prompt of a run, and what happens to longer ones.
+
+    Args:
+        args: `vllm_max_model_length`, or `positions` if that is less, minus `max_completion_length` is the limit.
+        tokenizer: that of the model.
+        positions: what the model has places for. None: unknown, or of no matter.
+        vocabulary: rows of the model's embedding. None: unknown, or of no matter.
+
+    Raises:
+        InputError: no room for any prompt, or an end-of-sequence token that the model does not have.
+    """
+
+    def __init__(
+        self, args: GRPOConfig, tokenizer: Any, *, positions: int | None = None, vocabulary: int | None = None
+    ) -> None:
+        limits = {"vllm_max_model_length": args.vllm_max_model_length, "the model's positions": positions}
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        self._by = min(known, key=lambda name: known[name], default="")
+        self.tokens = known[self._by] - args.max_completion_length if known else None
+        self._too_long = f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
+        larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
+        self._fix = f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
+        self.longest = 0  # tokens of the longest prompt so far
+        self._drops, self._vocabulary = args.long_prompts == "drop", vocabulary
+        self._tokenizer, self._template = tokenizer, args.chat_template_kwargs
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(
+                f"got max_completion_length={args.max_completion_length} and {self._by}={known[self._by]}, want room "
+                "for a prompt; fix: a smaller max_completion_length"
+            )
+        self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
+
+    def encode(self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int]) -> list[list[int]]:
+        """Token ids of the rows' prompts.
+
+        Raises:
+            DataError: a prompt that cannot be encoded or is too long; named by the row's number.
+            InputError: one with a token that the model does not have.
+        """
+        return [ids or [] for ids in self._encode(rows, row_numbers, drops=False)]
+
+    def fits(self, row: Mapping[str, Any], number: int) -> bool:
+        """Whether the prompt of row `number` of a stream is short enough.
+
+        Raises:
+            DataError: a prompt that cannot be encoded; or one that is too long, where such prompts are an error.
+        """
+        if self._encode([row], [number], drops=self._drops)[0]:
+            return True
+        warn_once(f"got prompts {self._too_long}, which are left out; prompts/dropped counts them; {self._fix}")
+        return False
+
+    def applied(self, dataset: Any, *, name: str) -> Any:
+        """The dataset without prompts that are too long, with a warning that counts them.
+
+        Of a stream the first prompt is looked at, and the stream returned as it is.
+
+        Raises:
+            DataError: as `fits`; or every prompt is too long.
+        """
+        if is_stream(dataset):
+            self._encode(list(islice(read_rows(dataset, name=name), 1)), [0], name, drops=self._drops)
+            return dataset
+        kept, prompts = list[int](), dataset.select_columns(["prompt"]) if is_plain_arrow(dataset) else dataset
+        numbered = enumerate(read_rows(prompts, name=name))
+        while batch := list(islice(numbered, _ROWS_AT_ONCE)):
+            numbers, rows = zip(*batch, strict=True)
+            encoded = zip(numbers, self._encode(rows, numbers, name, drops=self._drops), strict=True)
+            kept += [number for number, ids in encoded if ids]
+        if len(kept) == len(dataset):
+            return dataset
+        got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long}"
+        if not kept:
+            raise DataError(f"{got}, want at least one that is shorter; {self._fix}")
+        warn_once(f"{got}, which are left out; {self._fix}")
+        # The sampler treats a `datasets.Dataset` in its own way.
+        return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
+
+    def _encode(
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], name: str = "", *, drops: bool
+    ) -> list[list[int] | None]:
+        """Token ids of each prompt; None for one that is too long, where those are left out."""
+        most = math.inf if self.tokens is None else self.tokens
+        short = [
+            place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * _CHARACTERS_OF_A_TOKEN
+        ]
+        options: Any = {"chat_template_kwargs": self._template, "row_numbers": [numbers[place] for place in short]}
+        encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
+        kept = {place: ids for place, ids in zip(short, encoded, strict=True) if len(ids) <= most}
+        for place, row in enumerate(rows):
+            if place in kept:
+                self._check_ids(kept[place], partial(prompt_name, row, numbers[place], name))
+            elif not drops:
+                tokens = len(encoded[short.index(place)]) if place in short else "too many"
+                raise DataError(
+                    f"got {tokens} tokens for {prompt_name(row, numbers[place], name)}, want {self.tokens} at most "
+                    f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
+                )
+        self.longest = max([self.longest, *map(len, kept.values())])
+        return [kept.get(place) for place in range(len(rows))]
+
+    def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
+        if self._vocabulary is not None and max(ids) >= self._vocabulary:
+            token = self._tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(
+                f"got token {max(ids)} ({token!r}) in {where()}, want ids below {self._vocabulary}, the rows of the "
+                "model's embedding; fix: the tokenizer of the model, or a model after its "
+                "resize_token_embeddings(len(tokenizer))"
+            )

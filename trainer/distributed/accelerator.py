@@ -13,7 +13,7 @@ from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.trackers import tracker_arguments
+from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.loading import wants_bf16
 
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")

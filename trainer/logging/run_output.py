@@ -1,23 +1,55 @@
-"""All output of a run: console, metrics, rollouts, trackers, report. Only the main process writes it."""
+"""All output of a run: console, metrics, rollouts, trackers, warnings, report. Only the main process writes it.
+
+`metrics.jsonl` has a line for every step. `trainer.state.log_history` has the entries of transformers and TRL: one for
+every `logging_steps` steps, with the mean of each metric over the steps since the last entry, or over the generated
+batches since then where it describes these. The last entry, made at the end of `train`, has the time of the run.
+
+Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...) are Accelerate's. They get the same numbers as
+`metrics.jsonl`, every step, under transformers' names: `train/loss`, `eval/reward`, and at the end
+`train/train_runtime`. That they are installed is checked before a model is loaded: Accelerate skips a missing one with
+a message at debug level only.
+
+Warnings with a fix name what makes a run learn little or nothing although nothing fails: `at_start` reads the options,
+`Advice` the metrics of each step. Each warning is given once. All thresholds are here.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import ProjectConfiguration
+from transformers.integrations.integration_utils import rewrite_logs
+from transformers.trainer_utils import speed_metrics
 
-from fused_grpo.trainer.config.file_names import REPORT_FILE
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.config.file_names import REPORT_FILE, TRACKERS_FOLDER
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.normalise import whole_steps
-from fused_grpo.trainer.logging.advice import Advice
+from fused_grpo.trainer.config.redaction import redacted
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.log_entries import StepMetrics
+from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.report import write_report
-from fused_grpo.trainer.logging.run_log import RunLog
-from fused_grpo.trainer.logging.trackers import Trackers
+from fused_grpo.trainer.logging.run_log import RunLog, metric
+
+# Of these the last step counts, not the mean.
+LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls")
+# The argument of each tracker for the name of a run; packages whose name is not the tracker's.
+NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
+PACKAGES = {"comet_ml": "comet-ml"}
+TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
+EQUAL_STEPS = 10
+GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
+THINKING_TOKENS = 2048  # fewer are seldom enough
+SUGGESTED_PROMPTS = 32  # prompts of an optimizer step, as in the recipes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +101,6 @@ class RunOutput:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
 
-    @classmethod
-    def silent(cls, args: GRPOConfig) -> RunOutput:
-        """The output before a run begins: nothing is shown or written."""
-        return cls(args, 0, is_main=False, facts={})
-
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
         if self.log is None:
@@ -95,8 +122,8 @@ class RunOutput:
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
             shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
-            phases = {name: mean for name, mean in shown.items() if name.startswith("time/")}
-            self.console.step(step, shown, {name.removeprefix("time/"): mean for name, mean in phases.items()})
+            phases = {name.removeprefix("time/"): mean for name, mean in shown.items() if name.startswith("time/")}
+            self.console.step(step, shown, phases)
         for text in self.advice(record):
             self.console.warn(text)
 
@@ -115,10 +142,6 @@ class RunOutput:
         if self.trackers is not None:
             self.trackers.log({"step": step} | numbers)
 
-    def note(self, text: str) -> None:
-        """A line on the console."""
-        self.console.note(text)
-
     def report(self) -> Path:
         """Write report.html, on the main process; its path everywhere."""
         return Path(self.args.output_dir) / REPORT_FILE if self.log is None else write_report(self.log.output_dir)
@@ -134,3 +157,211 @@ class RunOutput:
             self.log.log_metrics(record)
         if self.trackers is not None:
             self.trackers.log(record)
+
+
+class LogEntry(dict[str, Any]):
+    """The numbers of an entry, which are all in metrics.jsonl. What a callback or a subclass adds is not yet there."""
+
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
+        super().__init__(numbers)
+        self.written = frozenset(numbers)
+
+
+class StepMetrics:
+    """Collects the metrics of steps for the next entry, and the mean loss and the time of one call of `train`."""
+
+    def __init__(self) -> None:
+        self.start, self.losses, self.steps = time.time(), list[float](), 0
+        self.unlogged: dict[str, list[Any]] = {}  # since the last entry, and saved with a checkpoint
+        self.generation: Mapping[str, Any] = {}  # the one that was counted last
+
+    def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+        """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
+        self.steps += 1
+        if math.isfinite(record.get("loss", math.nan)):
+            self.losses.append(record["loss"])
+        counted = generation.keys() if generation is self.generation else ()
+        self.generation = generation
+        for name, value in record.items():
+            # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
+            if name not in ("step", "epoch", *counted) and not isinstance(value, str):
+                self.unlogged.setdefault(name, []).append(value)
+
+    def take(self) -> dict[str, Any]:
+        """The means over the steps since the last call; None where a metric had no value, as in TRL."""
+        since, self.unlogged = self.unlogged, {}
+        return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the steps; 0 of none."""
+        return _mean(self.losses) or 0.0
+
+    def closing(self, sequences_per_step: int) -> dict[str, Any]:
+        """transformers' last entry of a run: time, speed and mean loss."""
+        speed: dict[str, Any] = speed_metrics(
+            "train", self.start, num_samples=self.steps * sequences_per_step, num_steps=self.steps
+        )
+        # A number of floating point operations is not counted.
+        return speed | {"total_flos": 0.0, "train_loss": self.train_loss}
+
+
+def _mean(values: list[Any]) -> float | None:
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
+    """The arguments of `Accelerator(...)` for `args.report_to`; none where there is no tracker.
+
+    Raises:
+        UnavailableError: a tracker that does not exist, or that is not installed.
+    """
+    if not args.report_to:
+        return {}
+    installed = {str(name) for name in get_available_trackers()}
+    for name in args.report_to:
+        if isinstance(name, GeneralTracker) or name == "all" or name in installed:
+            continue
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise UnavailableError(f"got report_to={name!r}, want one or several of {known}")
+        raise UnavailableError(
+            f"got report_to={name!r}, which is not installed; fix: pip install {PACKAGES.get(name, name)}"
+        )
+    logs = str(Path(args.output_dir) / TRACKERS_FOLDER)  # for those that write files: TensorBoard
+    return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
+
+
+class Trackers:
+    """The trackers of one run, on its first process. The constructor starts them.
+
+    Args:
+        accelerator: made with `tracker_arguments(args)`.
+        args: the options of the run; trackers get them without secrets and home directories.
+        facts: further entries of the configuration: task, model, engine, ...
+    """
+
+    def __init__(self, accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
+        self.accelerator = accelerator
+        if not args.report_to:
+            return
+        name = args.run_name or Path(args.output_dir).name
+        config = redacted({**args.to_dict(), **facts})
+        assert isinstance(config, dict)
+        accelerator.init_trackers(
+            args.project,
+            config={
+                key: value if isinstance(value, bool | int | float | str) else str(value)
+                for key, value in config.items()
+            },
+            init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
+        )
+
+    def log(self, record: Mapping[str, object]) -> None:
+        """The numbers of a record of metrics.jsonl, at its step. What is not finite is left out."""
+        numbers = {
+            re.sub(r"^(eval|test)/", r"\1_", name): value
+            for name, value in record.items()
+            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+        }
+        self.accelerator.log(rewrite_logs(numbers), step=record["step"])
+
+    def finish(self) -> None:
+        """End the run. Not by `Accelerator.end_training`, which also destroys the process group."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool = False) -> list[str]:
+    """What the options alone say.
+
+    Args:
+        args: the options of the run.
+        processes: number of processes.
+        corrected: whether the loss corrects for the difference between sampler and trainer.
+        thinks: whether the model's chat template is that of a model that thinks before it answers.
+    """
+    found = []
+    sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    if sequences <= args.num_generations:
+        steps = -(-SUGGESTED_PROMPTS * args.num_generations // (args.per_device_train_batch_size * processes))
+        found.append(
+            f"each optimizer step learns from {sequences / args.num_generations:.3g} prompt, so updates are noisy; "
+            f"fix: gradient_accumulation_steps={steps} for {SUGGESTED_PROMPTS} prompts"
+        )
+    no_thinking = (args.chat_template_kwargs or {}).get("enable_thinking") is False
+    if thinks and not no_thinking and args.max_completion_length < THINKING_TOKENS:
+        found.append(
+            f"this model thinks before it answers, and max_completion_length={args.max_completion_length} cuts most of "
+            f"its completions; fix: max_completion_length={THINKING_TOKENS} or more, or "
+            'chat_template_kwargs={"enable_thinking": false} where the template has it'
+        )
+    cuts = {"top_p": (args.top_p or 1.0) < 1.0, "top_k": bool(args.top_k), "min_p": bool(args.min_p)}
+    if corrected and any(cuts.values()) and args.sampling_support == "off":
+        names = " and ".join(f"{name}={getattr(args, name)}" for name, is_set in cuts.items() if is_set)
+        found.append(
+            f"with {names} the sampler's log-probs are normalised over the tokens that it keeps, the trainer's over "
+            "all: the sampling correction is biased, and the check of the weight sync is off; fix: "
+            "sampling_support='auto', which trains on the tokens that are kept"
+        )
+    return found
+
+
+class Advice:
+    """Reads the metrics of each optimizer step."""
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args, self.given = args, set[str]()
+        self.truncated = deque[float](maxlen=TRUNCATED_STEPS)
+        self.equal_steps = 0
+        self.first_differences = list[float]()
+        self.differences = deque[float](maxlen=GROWTH_STEPS)
+
+    def __call__(self, metrics: Mapping[str, object]) -> list[str]:
+        """The warnings that this step is the first to justify."""
+        found = {
+            "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
+            "equal": self._equal(metric(metrics, "groups_with_equal_rewards")),
+            "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
+        }
+        new = {name: text for name, text in found.items() if text is not None and name not in self.given}
+        self.given |= new.keys()
+        return list(new.values())
+
+    def _truncated(self, share: float | None) -> str | None:
+        self.truncated.extend([] if share is None else [share])
+        mean = sum(self.truncated) / len(self.truncated) if self.truncated else 0.0
+        if len(self.truncated) < TRUNCATED_STEPS or mean <= TRUNCATED_SHARE:
+            return None
+        limit = self.args.max_completion_length
+        return (
+            f"{mean:.0%} of the completions of {TRUNCATED_STEPS} steps were cut at max_completion_length={limit}, "
+            f"before they could give an answer; fix: max_completion_length={4 * limit} (thinking models need "
+            "thousands of tokens), or a prompt that asks for short answers"
+        )
+
+    def _equal(self, share: float | None) -> str | None:
+        self.equal_steps = self.equal_steps + 1 if share == 1.0 else 0
+        if self.equal_steps < EQUAL_STEPS or self.args.distillation_coef > 0:
+            return None
+        return (
+            f"in {EQUAL_STEPS} steps all completions of each prompt got the same reward, so nothing was learnt; fix: "
+            "look at rollouts.jsonl: is the reward what it should be, are prompts too easy or too hard? Then "
+            "dynamic_sampling=2 draws others in their place"
+        )
+
+    def _difference(self, mean: float | None) -> str | None:
+        if mean is None:
+            return None
+        self.differences.append(mean)
+        if len(self.first_differences) < GROWTH_STEPS:
+            self.first_differences.append(mean)
+        before, now = (sum(values) / GROWTH_STEPS for values in (self.first_differences, self.differences))
+        if now < LEAST_DIFFERENCE or now < GROWTH * before:
+            return None
+        return (
+            f"the log-probs of sampler and trainer differ by {short_number(now)} nats on average, {now / before:.1f} "
+            "times as much as in the first steps: what is trained and what is sampled grow apart; fix: a lower "
+            "learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
+        )

@@ -21,7 +21,7 @@ from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
-from fused_grpo.trainer.logging.progress import progress
+from fused_grpo.trainer.logging.console import progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

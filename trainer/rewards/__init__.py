@@ -1,12 +1,9 @@
 """Reward functions and reward models: called on completions, with their results checked.
 
-reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups
-reward_call       one function: its arguments, its timeout, checks of what it returns
-named_reward      functions by name
-reward_models     sequence-classification models as reward functions
+reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups; reward models
+reward_call       one function: its name, its arguments, its timeout, checks of what it returns
 isolation         a function in a process of its own (reward_worker.py is that process)
 builtin_rewards   ready-made rewards and their short names (math_answers.py is the part that runs isolated)
-final_answers     the rule of the reward `accuracy`
 """
 
 from __future__ import annotations
@@ -22,15 +19,13 @@ from fused_grpo.trainer.rewards.builtin_rewards import (
     soft_overlong_punishment,
 )
 from fused_grpo.trainer.rewards.isolation import isolated
-from fused_grpo.trainer.rewards.named_reward import load_reward
-from fused_grpo.trainer.rewards.reward_call import RewardFunction
+from fused_grpo.trainer.rewards.reward_call import RewardFunction, load_reward
 
 if TYPE_CHECKING:
-    from fused_grpo.trainer.rewards.reward_functions import RewardOutput, Rewards
-    from fused_grpo.trainer.rewards.reward_models import RewardModel
+    from fused_grpo.trainer.rewards.reward_functions import RewardModel, RewardOutput, Rewards
 
 # Imported when used: they import torch, and the process of an isolated reward imports this package.
-_LAZY = {"RewardModel": "reward_models", "RewardOutput": "reward_functions", "Rewards": "reward_functions"}
+_LAZY = ("RewardModel", "RewardOutput", "Rewards")
 
 __all__ = [
     "RewardFunction",
@@ -50,4 +45,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fused_grpo.trainer.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fused_grpo.trainer.rewards.{_LAZY[name]}"), name)
+    return getattr(importlib.import_module("fused_grpo.trainer.rewards.reward_functions"), name)

@@ -10,20 +10,29 @@ import functools
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer.rewards.final_answers import is_right
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
 MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30  # limits of math-verify for one answer, in seconds and bytes
+NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
+BOXED = "\\boxed{"
 
 
 def accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1.0 if the final answer equals the "answer" column, as a number or as text, else 0.0; None if there is none.
 
-    The rule is in final_answers.py.
+    The answer of a text is the content of its last `\\boxed{...}`; without one, what follows its last `####` (the form
+    of GSM8K); without both, the whole text. The column is read in the same way, so whole solutions will do.
+
+    - Where the correct answer is a number, a completion is right if the last number in its answer has the same value.
+      "1,030", "$1030", "1030.0" and "#### 1030" are the same number.
+    - Any other correct answer has to be the answer's text, without regard to case, outer spaces and a final period.
+
+    For formulas there is `accuracy_reward`, which uses math-verify.
     """
     return [is_right(text_of(completion), correct) for completion, correct in zip(completions, answer, strict=True)]
 
@@ -58,7 +67,8 @@ def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
     Equals TRL's `think_format_reward`.
     """
-    return [float(_thinks_first(text_of(completion))) for completion in completions]
+    texts = map(text_of, completions)
+    return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
 
 def length_reward(target_length: int) -> Callable[..., list[float]]:
@@ -152,11 +162,47 @@ def text_of(completion: Any) -> str:
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 
-def _thinks_first(text: str) -> bool:
-    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
-
-
 @functools.cache
 def _grader() -> IsolatedReward:
     grade = f"{__package__}.math_answers:grade"
     return IsolatedReward(grade, timeout=MATH_TIMEOUT, memory=MATH_MEMORY, on_failure=0.0)
+
+
+def is_right(text: str, correct: Any) -> float | None:
+    """1.0 or 0.0; None where there is no correct answer (None, or a text without one)."""
+    wanted = "" if correct is None else final_answer(str(correct))
+    if not wanted:
+        return None
+    found, number = final_answer(text), _sole_number(wanted)
+    if number is None:
+        return float(_plain(found) == _plain(wanted))
+    numbers = NUMBER.findall(found.replace("−", "-"))
+    return float(bool(numbers) and _value(numbers[-1]) == number)
+
+
+def final_answer(text: str) -> str:
+    """The content of the last `\\boxed{}`, what follows the last `####`, or the whole text."""
+    _, is_boxed, after = text.rpartition(BOXED)
+    depth = 1
+    for place, character in enumerate(after if is_boxed else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return after[:place].strip()
+    return text.rpartition("####")[2].strip()
+
+
+def _sole_number(answer: str) -> Decimal | None:
+    """The value of an answer that is one number, apart from symbols such as $ and %."""
+    answer = answer.replace("−", "-")
+    numbers = NUMBER.findall(answer)
+    if len(numbers) != 1 or re.search(r"[\w\\{}/^*=<>]", answer.replace(numbers[0], "", 1)):
+        return None
+    return _value(numbers[0])
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().removesuffix(".").strip().casefold()

@@ -37,8 +37,7 @@ from fused_grpo._text import quoted, shown
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.config.redaction import without_secrets
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards.named_reward import load_reward
-from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async
+from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward
 
 WORKER = "fused_grpo.trainer.rewards.reward_worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
@@ -136,8 +135,12 @@ class IsolatedReward:
         except (OSError, EOFError, ValueError, RecursionError) as error:
             self._end_worker()
             first = sample.get("prompts", next(iter(sample.values())))[0]
-            what = f"the process of the isolated {self.reference} {self._failure(error)}"
-            reply = {"error": f"{what}; at {quoted(first)}; fix the function"}
+            if isinstance(error, TimeoutError):
+                how = f"took longer than {self.timeout} s and was killed"
+            else:
+                how = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
+            what = f"the process of the isolated {self.reference} {how}; at {quoted(first)}; fix the function"
+            reply = {"error": what}
         if "error" not in reply:
             return reply
         if self.on_failure == "raise":
@@ -167,11 +170,6 @@ class IsolatedReward:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
-
-    def _failure(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"took longer than {self.timeout} s and was killed"
-        return "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
 
 
 class Worker:
@@ -271,11 +269,7 @@ def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: 
 
 
 def _reference(function: RewardFunction) -> str:
-    """The name by which a new process imports the function.
-
-    Raises:
-        InputError: it has none.
-    """
+    """The name by which a new process imports the function; InputError where it has none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     source = sys.modules.get(module or "")
     if source is None or getattr(source, name, None) is not function:

@@ -1,9 +1,10 @@
-"""Call one reward function and check what it returns.
+"""One reward function: find it by its name, call it, and check what it returns.
 
 A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
 of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values, copies that the
-function may edit. It returns B floats, or None for a completion that it does not score. A function without `**columns`
-gets only the arguments that it names. It may be `async`.
+function may edit (`own_copy`): one row serves all completions of its prompt, so each completion gets its own at each
+call. It returns B floats, or None for a completion that it does not score. A function without `**columns` gets only
+the arguments that it names. It may be `async`.
 
 The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
 function logs is kept only if the call succeeds, so a repeated call does not log twice.
@@ -15,20 +16,26 @@ awaits; a plain function goes on in its daemon thread. `isolated` runs a functio
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
+import importlib
+import importlib.util
 import inspect
 import math
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from fused_grpo._text import quoted, shown
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError
 from fused_grpo.trainer.config.redaction import to_json
-from fused_grpo.trainer.data.copies import own_copy
 from fused_grpo.trainer.distributed.threads import in_thread
 
 RewardFunction = Callable[..., Any]
@@ -36,6 +43,7 @@ T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
+_SHARED = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +133,7 @@ class RewardCaller:
         return scores
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that these columns are all that the function needs.
-
-        Raises:
-            InputError: the function has a parameter without a default that no column fills.
-        """
+        """InputError where the function has a parameter without a default that none of these columns fills."""
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
             raise InputError(
                 f"got reward function {self.name!r}, which wants {', '.join(map(repr, missing))}, and data with "
@@ -151,7 +155,8 @@ class RewardCaller:
         directly = self.timeout is None or self.is_async
         returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
-            returned = self._wait(asyncio.run_coroutine_threadsafe(_awaited(returned), event_loop()), inputs)
+            awaited = asyncio.wait_for(returned, None)  # a coroutine, whatever is awaited
+            returned = self._wait(asyncio.run_coroutine_threadsafe(awaited, event_loop()), inputs)
         return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
@@ -236,10 +241,6 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
 def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None]:
     """The parameters without a default, and all parameters; None where the function takes any."""
     try:
@@ -250,3 +251,81 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
     required = frozenset(p.name for p in named if p.default is p.empty)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return required, None if takes_any else frozenset(p.name for p in named)
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The function of that name. Its module is imported, or its file is run.
+
+    Raises:
+        InputError: the name has none of these forms, or there is nothing callable of that name.
+    """
+    source, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not source:
+        raise InputError(f"got reward function {name!r}, want module:name, module.name or path.py:name")
+    _search_working_directory()
+    try:
+        module = _run_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        function: Any = getattr(module, attribute)
+    except Exception as error:  # anything that the module raises when it is imported
+        raise InputError(f"got reward function {name!r}, which cannot be loaded: {error}") from error
+    if not callable(function):
+        raise InputError(f"got reward function {name!r}, which is a {type(function).__name__}, want something callable")
+    loaded: RewardFunction = function
+    return loaded
+
+
+def names_a_function(name: str) -> bool:
+    """True for a string with a colon and for `module.name` of a module that exists, unless it is a path that exists."""
+    module, _, attribute = name.rpartition(".")
+    if Path(name).exists() or ":" in name:
+        return not Path(name).exists()
+    if not (module and name.replace(".", "").isidentifier() and attribute):
+        return False
+    _search_working_directory()
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _run_file(path: Path) -> ModuleType:
+    # A prefix keeps a user's json.py from replacing the module json.
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search_working_directory() -> None:
+    """Import modules from the working directory too, as `python -m` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of data: of containers, arrays, tensors and dataclasses, with what is in them.
+
+    Objects of other classes (images, clients, environments) and what cannot be copied are the same as before.
+    Strings and numbers are shared: 512 completions of 1,000 tokens take 50 ms.
+    """
+    with suppress(RecursionError):  # of a list that is in itself
+        return _copied(value)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    kind, copied = type(value), value
+    if kind is list or kind is dict:
+        copied = value.copy()
+        for place, entry in enumerate(value) if kind is list else value.items():
+            if type(entry) not in _SHARED:
+                copied[place] = _copied(entry)
+    elif is_dataclass(kind) and hasattr(value, "__dict__"):
+        copied = copy.copy(value)
+        vars(copied).update(_copied(vars(value)))
+    elif isinstance(value, list | dict | tuple | set | deque | bytearray) or hasattr(kind, "__array__"):
+        with suppress(Exception):  # of something in it
+            copied = copy.deepcopy(value)
+    return copied

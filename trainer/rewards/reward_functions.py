@@ -1,4 +1,4 @@
-"""All reward functions of a run, called on a batch.
+"""All reward functions of a run, called on a batch, reward models among them.
 
 Plain functions are called one after another, `async` functions concurrently and at the same time. Each call has its
 own timeout. `reward_failure` chooses the policy for a call that fails:
@@ -10,6 +10,10 @@ own timeout. `reward_failure` chooses the policy for a call that fails:
 To find the failing groups, the function is called for each group alone. A group is dropped whole and for all functions:
 an advantage compares the members of a group, and without one member or one function the others would have another
 baseline.
+
+A reward model is a sequence-classification model with one label. It scores the text of prompt + completion, or the
+whole conversation in the model's own chat template, without further special tokens. The model takes the score at the
+last token that is not padding, so its config needs `pad_token_id`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +30,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
@@ -32,21 +38,23 @@ from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
-from fused_grpo.trainer.rewards.named_reward import load_reward, names_a_function
 from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
     RewardFunction,
     RewardInputs,
     Scores,
     event_loop,
+    load_reward,
+    names_a_function,
     reward_name,
 )
-from fused_grpo.trainer.rewards.reward_models import RewardModel, load_reward_model
 
 FailurePolicy = Literal["fail", "retry", "drop"]
 FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
 
 _log = logging.getLogger(__name__)
+BATCH_SIZE = 16  # sequences in one forward pass
+_ONLY_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which Accelerate sets, for transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +125,7 @@ class Rewards:
         ]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Check that a dataset with these columns has what the functions need.
-
-        Raises:
-            InputError: a function has a parameter without a default that no column fills.
-        """
+        """InputError unless a dataset with these columns has what the functions need."""
         names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}
         for caller in self._callers:
             caller.check_columns(names)
@@ -208,11 +212,7 @@ class Rewards:
 
 
 def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
-    """The scores of the first of `1 + retries` calls that succeeds.
-
-    Raises:
-        RewardError: the error of the last call.
-    """
+    """The scores of the first of `1 + retries` calls that succeeds, or the error of the last one."""
     for attempt in itertools.count(1):
         try:
             return call(inputs, pinpoint=attempt > retries)
@@ -262,15 +262,11 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
 
 
 def _check_options(functions: list[Any], *, failure: str, retries: int, timeout: float | None) -> None:
-    if functions == [None]:
-        raise InputError(
-            "No reward source provided: got reward_funcs=None, want a function or a non-empty list of functions, names "
-            "or reward models"
-        )
     if not functions or not all(callable(function) or isinstance(function, str) for function in functions):
         what = functions[0] if len(functions) == 1 else functions
         raise InputError(
-            f"got reward_funcs={what!r}, want a function or a non-empty list of functions, names or reward models"
+            f"{'No reward source provided: ' * (what is None)}got reward_funcs={what!r}, want a function or a "
+            "non-empty list of functions, names or reward models"
         )
     if failure not in get_args(FailurePolicy):
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")
@@ -309,3 +305,115 @@ def _unique(names: Iterable[str]) -> list[str]:
         candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
         unique.append(next(candidate for candidate in candidates if candidate not in unique))
     return unique
+
+
+class RewardModel:
+    """A reward function that returns the scores of a model.
+
+    Args:
+        model: a sequence-classification model of transformers, with one label.
+        processing_class: its tokenizer. None: the tokenizer saved with the model.
+        device: the model is moved to this device. None, or loaded with a device map: it stays where it is.
+        chat_template_kwargs: variables for the chat template, in conversations.
+        trust_remote_code: run tokenizer code that comes with the model.
+        revision: of the tokenizer saved with the model.
+
+    Raises:
+        InputError: there is no tokenizer with the model, or it has no padding token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        revision: str = "main",
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        config: Any = getattr(model, "config", None)
+        source = str(getattr(config, "_name_or_path", ""))
+        self.__name__ = source.rstrip("/").split("/")[-1] or type(model).__name__
+        if processing_class is None:
+            if not source:
+                raise InputError(
+                    f"got the reward model {self.__name__} without a path and no tokenizer; "
+                    "fix: pass reward_processing_classes=<tokenizer>"
+                )
+            options = {"trust_remote_code": trust_remote_code, "revision": revision}
+            processing_class = AutoTokenizer.from_pretrained(source, **options)
+        if processing_class.pad_token_id is None:
+            if processing_class.eos_token is None:
+                raise InputError(f"got a tokenizer of the reward model {self.__name__} that has no padding token")
+            processing_class.pad_token = processing_class.eos_token
+        if config is not None:
+            config.get_text_config().pad_token_id = processing_class.pad_token_id
+        stays = device is None or getattr(model, "hf_device_map", None)
+        self.model = model.eval() if stays else model.eval().to(device)
+        self.tokenizer, self.template_options = processing_class, dict(chat_template_kwargs or {})
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """The model's score of each completion."""
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return [
+            score
+            for start in range(0, len(texts), BATCH_SIZE)
+            for score in self._scores(texts[start : start + BATCH_SIZE])
+        ]
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + str(completion)
+        messages = [*prompt, *completion]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options))
+
+    @torch.inference_mode()
+    def _scores(self, texts: list[str]) -> list[float]:
+        device = next(self.model.parameters()).device
+        encoded = self.tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        ).to(device)
+        scores: list[float] = self.model(**encoded).logits[:, 0].float().tolist()
+        return scores
+
+
+def load_reward_model(
+    name: str,
+    processing_class: Any = None,
+    *,
+    trust_remote_code: bool = False,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> RewardModel:
+    """A reward model from a path or hub id, with the `options` of `RewardModel`.
+
+    `model_init_kwargs` are for `from_pretrained`, as in TRL those of the policy; the tokenizer has the same revision.
+
+    Raises:
+        InputError: there is no such model, or its score layer has no trained weights.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    given = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
+    try:
+        # Under FSDP, rank 0 may be the only one to read weights: the others would have zeros, and nothing shards these.
+        with patch_environment(**{_ONLY_RANK_0: ""}):
+            del os.environ[_ONLY_RANK_0]  # until the end of the block
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=1, output_loading_info=True, **given
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"got reward {name!r}, which names no function (module:name, module.name or path.py:name) "
+            f"and no model with one score that can be loaded: {error}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise InputError(
+            f"got the reward model {name!r} without trained weights for {', '.join(missing)}, "
+            "want a sequence-classification model with one label"
+        )
+    options |= {"trust_remote_code": trust_remote_code, "revision": given.get("revision", "main")}
+    return RewardModel(model, processing_class, **options)

@@ -18,8 +18,7 @@ import sys
 from typing import Any
 
 from fused_grpo._text import shown
-from fused_grpo.trainer.rewards.named_reward import load_reward
-from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, reward_name
+from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, load_reward, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
 

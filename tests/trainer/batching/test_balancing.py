@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_grpo.trainer.batching.balancing import assignments
+from fused_grpo.trainer.batching.micro_batches import assignments
 from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
 from fused_grpo.trainer.types import EffectiveBatch
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics
+from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics, ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.batching.ratio_metrics import ratio_metrics, ratio_sums
 from fused_grpo.trainer.types import EffectiveBatch
 
 NAN = float("nan")

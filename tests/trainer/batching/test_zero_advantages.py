@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from fused_grpo import GRPOLossConfig, grpo_loss
 from fused_grpo.config import LOSS_TYPES
 from fused_grpo.errors import WeightSyncError
-from fused_grpo.trainer.batching.zero_advantages import can_skip, skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import can_skip, skip_zero_advantages
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.types import EffectiveBatch
 

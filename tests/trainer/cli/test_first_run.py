@@ -14,7 +14,7 @@ from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import load_prompts, main
 from fused_grpo.trainer.cli.options import RECIPES, TrainOptions, read_yaml
 from fused_grpo.trainer.engines import engine_choice
-from fused_grpo.trainer.logging import progress
+from fused_grpo.trainer.logging import console
 
 QUESTIONS = [{"question": f"{n}+{n}=", "answer": f"I add.\n#### {2 * n}"} for n in range(10, 16)]
 
@@ -43,7 +43,7 @@ def test_the_first_command_works_as_typed_and_has_its_plan_before_the_engine(que
             super().__init__(*args, **options)
 
     monkeypatch.setattr(engine_choice, "TransformersEngine", SlowEngine)
-    monkeypatch.setattr(progress, "SLOW", 0.1)
+    monkeypatch.setattr(console, "SLOW", 0.1)
     command = "train --model model --dataset questions.jsonl --prompt-column question --answer-column answer"
     quick = "--use-vllm False --max-steps 2 --max-completion-length 4 --save-strategy no"
     main([*command.split(), "--reward-funcs", "accuracy", *quick.split()])

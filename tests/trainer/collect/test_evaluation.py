@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import traceback
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.collect.evaluation import check_best_metric
+from fused_grpo.trainer.collect.scoring import check_best_metric
 from fused_grpo.trainer.learner import Learner
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]
@@ -113,3 +114,21 @@ def test_a_metric_to_choose_by_that_no_evaluation_has_is_refused(trainer):
         check_best_metric(name, metrics)
     with pytest.raises(InputError, match=r"got metric_for_best_model='eval_accuracy', .*; fix: .*'eval_reward'"):
         check_best_metric("eval_accuracy", metrics)
+
+
+class Torn(list):
+    """Rows that raise what others wrote when they are read."""
+
+    def __iter__(self):
+        yield from ()
+        raise OSError("\x1b[2J" * 10_000)
+
+
+def test_the_cause_of_an_error_is_as_harmless_and_bounded_as_the_error(trainer, make_trainer):
+    for use in (trainer.evaluate, lambda rows: make_trainer(dataset=rows)):
+        with pytest.raises(DataError, match="got OSError when reading row 0 of") as raised:
+            use(Torn(ROWS))
+        printed = "".join(traceback.format_exception(raised.value))
+        assert "OSError: \\x1b[2J" in printed
+        assert "\x1b" not in printed
+        assert len(printed) < 20_000

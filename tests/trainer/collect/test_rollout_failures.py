@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.collect.prefetched import rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import rollouts_as_tensors, rollouts_from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 

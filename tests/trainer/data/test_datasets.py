@@ -15,10 +15,17 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, dictionaries, integers, lists, none, recursive, text, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
-from fused_grpo.trainer.data.columns import first_rows, renamed, with_system_prompt
-from fused_grpo.trainer.data.datasets import all_rows, check_dataset, load_rows
+from fused_grpo.trainer.data.datasets import (
+    all_rows,
+    check_dataset,
+    clean_prompt,
+    first_rows,
+    load_rows,
+    renamed,
+    with_system_prompt,
+)
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
-from fused_grpo.trainer.data.prompts import as_completion, clean_prompt, encode_prompts
+from fused_grpo.trainer.data.prompts import as_completion, encode_prompts
 from fused_grpo.trainer.logging.formatting import message_text
 
 TEMPLATE = (

@@ -12,8 +12,8 @@ from datasets import Dataset, IterableDataset
 from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.config import trl_fields
-from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompts import PromptLimit
 
 LONG = "1+1+1+1+1="
 PROMPTS = ["1=", LONG, "2=", "3=", LONG, "4=", "5="]

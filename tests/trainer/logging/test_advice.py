@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.advice import Advice, at_start
+from fused_grpo.trainer.logging.run_output import Advice, at_start
 
 HEALTHY = {
     "completions/clipped_ratio": 0.1,

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import characters, dictionaries, floats, from_regex, none, one_of, sampled_from, text
 
 from fused_grpo.trainer.collect.scoring import score_rollouts
-from fused_grpo.trainer.logging.charts import PANELS
-from fused_grpo.trainer.logging.report import write_report
+from fused_grpo.trainer.logging.report import PANELS, write_report
 from fused_grpo.trainer.logging.run_log import SPELLINGS, TAKEN, RunLog, free_name, read_metrics
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts

@@ -9,10 +9,8 @@ from contextlib import redirect_stdout, suppress
 
 import pytest
 
-from fused_grpo.trainer.logging import progress as module
-from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.phase_times import Phases
-from fused_grpo.trainer.logging.progress import CLEAR, live, progress
+from fused_grpo.trainer.logging import console as module
+from fused_grpo.trainer.logging.console import CLEAR, Console, Phases, live, progress
 
 
 class Terminal(io.StringIO):

@@ -13,21 +13,23 @@ from xml.etree import ElementTree
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.logging.charts import (
+from fused_grpo.trainer.logging.formatting import duration
+from fused_grpo.trainer.logging.report import (
     PHASE,
     REWARD_FUNCTION,
     Chart,
+    first_and_last_rows,
     function_chart,
     moving_mean,
     named_series,
     panel_charts,
     phase_chart,
+    pick_samples,
+    render,
     reward_chart,
     series,
+    write_report,
 )
-from fused_grpo.trainer.logging.formatting import duration
-from fused_grpo.trainer.logging.render import render
-from fused_grpo.trainer.logging.report import first_and_last_rows, pick_samples, write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics
 
 HOSTILE = "<script>alert(1)</script>[bold]</pre><img src=http://x onerror=alert(2)>\x1b[31m"

@@ -10,8 +10,7 @@ from accelerate.tracking import GeneralTracker
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.run_output import RunOutput
-from fused_grpo.trainer.logging.trackers import Trackers, tracker_arguments
+from fused_grpo.trainer.logging.run_output import RunOutput, Trackers, tracker_arguments
 
 
 class Memory(GeneralTracker):
@@ -89,7 +88,7 @@ def test_no_tracker_is_no_argument_and_no_work(tmp_path):
      ("tensorbord", r"got report_to='tensorbord', want one or several of .*tensorboard, .*wandb")],
 )  # fmt: skip
 def test_a_tracker_that_is_missing_or_unknown_is_named_before_the_run(name, message, monkeypatch):
-    monkeypatch.setattr("fused_grpo.trainer.logging.trackers.get_available_trackers", list)
+    monkeypatch.setattr("fused_grpo.trainer.logging.run_output.get_available_trackers", list)
     with pytest.raises(UnavailableError, match=message):
         tracker_arguments(GRPOConfig(report_to=name))
 

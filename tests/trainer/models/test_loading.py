@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from fused_grpo.errors import InputError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.models import loading
-from fused_grpo.trainer.rewards.reward_models import load_reward_model
+from fused_grpo.trainer.rewards.reward_functions import load_reward_model
 
 
 @pytest.mark.parametrize(

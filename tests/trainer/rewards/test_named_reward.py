@@ -9,7 +9,7 @@ import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.rewards import builtin_rewards, load_reward
-from fused_grpo.trainer.rewards.named_reward import names_a_function
+from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 
 @pytest.mark.parametrize(

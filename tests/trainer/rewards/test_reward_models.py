@@ -8,7 +8,7 @@ from transformers import Qwen2ForCausalLM
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.rewards import RewardModel, Rewards
-from fused_grpo.trainer.rewards import reward_models as models_module
+from fused_grpo.trainer.rewards import reward_functions as models_module
 
 
 def expected(model, tokenizer, texts) -> torch.Tensor:

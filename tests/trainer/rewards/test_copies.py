@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import dictionaries, lists, one_of, recursive, sampled_from, sets, text, tuples
 
-from fused_grpo.trainer.data.copies import own_copy
+from fused_grpo.trainer.rewards.reward_call import own_copy
 
 MUTABLE = (list, dict, set, bytearray, deque, np.ndarray, torch.Tensor)
 leaves = one_of(
