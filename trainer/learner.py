@@ -28,7 +28,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.precision import widest
@@ -451,12 +451,18 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:
-    """The schedule called `args.lr_scheduler_type`."""
+    """The schedule called `args.lr_scheduler_type`.
+
+    Raises:
+        InputError: `args.lr_scheduler_kwargs` are not its arguments.
+    """
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=math.ceil(warmup),
-        num_training_steps=max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    options = args.lr_scheduler_kwargs
+    steps = {"num_warmup_steps": math.ceil(warmup), "num_training_steps": max_steps}
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, scheduler_specific_kwargs=options, **steps)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"got lr_scheduler_type={args.lr_scheduler_type!r} with lr_scheduler_kwargs={options!r}, want arguments of "
+            f"that scheduler of transformers ({error}); fix: lr_scheduler_kwargs"
+        ) from error

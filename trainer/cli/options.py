@@ -214,12 +214,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: no such file, not a mapping, or an option that does not exist.
         UnsupportedError: an option of TRL's that this trainer does not have, not at its default.
     """
-    if not path.is_file():
+    if not (path.is_file() or path.is_fifo()):  # as of --config <(...)
         recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
         raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
     try:
         values = _plain_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:  # no text, days that no month has, levels
         raise InputError(f"got {path}, which is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from huggingface_hub import get_token
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, TrainerCallback
 
-from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnavailableError, WrongTypeError
+from fused_grpo.errors import DataError, InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
@@ -40,7 +41,7 @@ from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
-from fused_grpo.trainer.models.loading import tokenizer_for
+from fused_grpo.trainer.models.loading import loading, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
 from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
@@ -159,7 +160,8 @@ def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> Non
     folder = Path(name, (options or {}).get("subfolder") or "")
     problem = "which is a file" if folder.is_file() else None
     if folder.is_dir():
-        problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
+        with loading(f"{what} {str(name)!r}, whose index"):
+            problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
     elif not folder.exists() and not is_hub_id(str(name)):
         problem = "a path that does not exist"
     if problem:
@@ -193,11 +195,8 @@ def check_services(start: Start) -> None:
     """Trackers, the hub's login, vLLM and the addresses of its servers; callbacks that are some."""
     args = start.args
     tracker_arguments(args)
-    if args.push_to_hub and get_token() is None:
-        raise UnavailableError(
-            "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "
-            "variable HF_TOKEN"
-        )
+    if args.push_to_hub:
+        check_hub(args.hub_model_id or Path(args.output_dir).resolve().name)
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
     inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
     if (start.engine is None or inner) and start.engine_name != "transformers":
@@ -216,19 +215,22 @@ def check_services(start: Start) -> None:
             )
 
 
-@contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Around what reads a model's files: an error in one line that names them."""
+def check_hub(name: str) -> None:
+    """Check that the final model can be uploaded under that name.
+
+    Raises:
+        UnavailableError: there is no login.
+        InputError: no repository can have the name.
+    """
+    if get_token() is None:
+        raise UnavailableError(
+            "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "
+            "variable HF_TOKEN"
+        )
     try:
-        yield
-    except FusedGRPOError:
-        raise
-    except Exception as error:  # of the network, the hub, a file
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"got {what} cannot be loaded: {first}; want a folder with a model in it, or the name of one on the hub; "
-            "fix: the path or the name, or a network and a login where it is on the hub"
-        ) from error
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(f"got {name!r} as the name on the hub, want another ({error}); fix: hub_model_id") from error
 
 
 def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
@@ -307,7 +309,7 @@ def check_saving(start: Start) -> None:
         parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
     elif start.model_path is not None and start.peft_config is None:
         revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
-        with suppress(OSError):  # there is none, and the model makes one
+        with loading(f"model {start.model_path!r}, whose generation_config"), suppress(OSError):  # the model makes one
             parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, revision=revision)
     directory = gettempdir()
     remove_abandoned(directory)  # of a process that was killed here

@@ -74,12 +74,15 @@ def write_report(output_dir: Path) -> Path:
         The path of report.html.
 
     Raises:
-        CheckpointError: there is no metrics.jsonl with a record in it, or a log is damaged.
+        CheckpointError: there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
     """
     output_dir = Path(output_dir)
     records = _read_steps(output_dir)
     described = output_dir / RUN_FILE
-    run = json.loads(described.read_bytes()) if described.is_file() else {}
+    try:
+        run = json.loads(described.read_bytes()) if described.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"got {described}, which is not JSON; want what the run wrote; fix: remove it") from error
     samples = first_and_last_rows(output_dir / OLD_ROLLOUTS_FILE, output_dir / ROLLOUTS_FILE)
     path = output_dir / REPORT_FILE
     path.write_text(page(records, run if isinstance(run, dict) else {}, samples), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import is_progress_bar_enabled
 
-from fused_grpo.errors import InputError, WrongTypeError
+from fused_grpo.errors import DataError, FusedGRPOError, InputError, WrongTypeError
 from fused_grpo.integrations.model_modes import disable_dropout as disable_dropout
 from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
@@ -25,6 +26,21 @@ from fused_grpo.trainer.logging.console import progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Around what reads a model's files: an error in one line that names them."""
+    try:
+        yield
+    except (FusedGRPOError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of the network, the hub, a file
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"got {what} cannot be loaded: {first}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path or the name, or a network and a login where it is on the hub"
+        ) from error
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
@@ -98,7 +114,8 @@ def load_model(
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
     downloads = not Path(model).exists() and not _is_cached(model)
     # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
-    with progress(f"{'downloading and ' * downloads}loading {model}", bars=downloads or is_progress_bar_enabled()):
+    words = f"{'downloading and ' * downloads}loading {model}"
+    with loading(f"model {model!r}"), progress(words, bars=downloads or is_progress_bar_enabled()):
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
     return loaded
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -60,12 +62,19 @@ def test_a_yaml_file_that_names_a_model_is_no_demo(tmp_path):
     assert (options.reward_funcs, options.scale_rewards) == (["m:f"], "none")
 
 
+def test_options_may_come_through_a_pipe(tmp_path):
+    os.mkfifo(pipe := tmp_path / "run")
+    threading.Thread(target=pipe.write_text, args=("seed: 7",), daemon=True).start()
+    assert read_yaml(pipe) == {"seed": 7}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("lerning_rate: 1", "'lerning_rate'"),
         ("- 1", "want a mapping"),
         ("seed: [", "is not YAML"),
+        ("[" * 20_000, "is not YAML"),
         (None, "that exists"),
     ],
 )

@@ -107,6 +107,44 @@ def test_a_model_folder_that_cannot_be_loaded_or_saved_is_refused_in_one_line(fo
         main([*command, "--dataset", str(tmp_path / "rows.jsonl"), "--reward-funcs", "format"])
 
 
+BROKEN = ["[" * 20_000 + "]" * 20_000, "{", "null", "[]", "5"]
+# Of a config: (changes, message).
+FIELDS = [
+    ({"hidden_size": -1}, "negative dimension"),
+    ({"num_attention_heads": 0}, "modulo by zero"),
+    ({"vocab_size": 10**12}, "GiB"),
+    ({"pad_token_id": 10**6}, "Padding_idx"),
+    ({"model_type": "typo"}, "model type `typo`"),
+    ({"quantization_config": {"bits": 4}}, "quant_method"),
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "an.index.json"]
+)
+def test_a_file_of_a_model_that_holds_something_else_is_refused_in_one_line(folder, start, tmp_path, name):
+    wrong_types = '{"weight_map": {"a": [1]}, "model_type": [1], "added_tokens": 5, "eos_token_id": "x"}'
+    for text in BROKEN if name == "tokenizer_config.json" else [*BROKEN, wrong_types]:
+        write(folder / name, text)
+        # transformers takes a generation_config that is no JSON for none.
+        if (name, text) != ("generation_config.json", "{"):
+            refused(start, r"cannot be loaded: .*; want .*; fix: ", tmp_path)
+
+
+@pytest.mark.parametrize(("changes", "message"), FIELDS)
+def test_a_config_that_no_model_can_have_is_refused_in_one_line(folder, start, tmp_path, changes, message):
+    config = folder / "config.json"
+    write(config, json.dumps(json.loads(config.read_text()) | changes))
+    refused(start, message, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "me/my model", "me/-sums", "x" * 97, "me/sums.git", "me/a--b"])
+def test_a_name_that_no_repository_can_have_is_refused_before_the_upload(start, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    message = "as the name on the hub, want .*; fix: hub_model_id"
+    refused(lambda: start(push_to_hub=True, hub_model_id=name), message, tmp_path)
+
+
 def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
     write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, ROWS)))
     write(tmp_path / "held_out.jsonl", json.dumps({"prompt": "1="}))
@@ -134,6 +172,8 @@ def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
         ({"rewards": "acuracy"}, "did you mean accuracy"),
         ({"callbacks": [print]}, "got <built-in function print> among the callbacks"),
         ({"push_to_hub": True}, "got push_to_hub without a login"),
+        ({"lr_scheduler_kwargs": {"cycles": 2}}, r"got lr_scheduler_type='linear' with .*argument 'cycles'"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "got lr_scheduler_type='polyn"),
         ({"report_to": "nobodys"}, "got report_to='nobodys'"),
         ({"resume_from_checkpoint": "nowhere"}, r"manifest\.json is missing"),
         ({"resume_from_checkpoint": True}, "no complete checkpoint"),

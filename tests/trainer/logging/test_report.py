@@ -178,6 +178,14 @@ def test_a_directory_without_a_run_is_named_and_left_alone(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("text", ["[" * 20_000, "{", "9" * 5000, ""])
+def test_a_damaged_description_of_a_run_is_named(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path, 2)
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"got .*run\.json, which is not JSON; want .*; fix: "):
+        write_report(tmp_path)
+
+
 def test_samples_are_of_the_first_and_the_last_step_only(tmp_path: Path) -> None:
     rows = first_and_last_rows(write_run(tmp_path, 5) / "rollouts.jsonl")
     assert {step: len(samples) for step, samples in rows.items()} == {1: 8, 5: 8}
