@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from huggingface_hub import get_token
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, TrainerCallback

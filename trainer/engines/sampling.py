@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fused_grpo.errors import InputError
@@ -34,11 +35,20 @@ VLLM_EXTRAS = frozenset(
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config."""
+    """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config.
+
+    Raises:
+        InputError: one of them is no number.
+    """
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
     ids = from_model if isinstance(from_model, Iterable) else [from_model]
-    return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
+    try:
+        return sorted({index(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
+    except TypeError as error:
+        raise InputError(
+            f"got eos_token_id={from_model!r} in the model's generation_config, want token ids; fix: that entry of it"
+        ) from error
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_model_len: int | None = None) -> None:
@@ -47,15 +57,15 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_m
     Raises:
         InputError: an empty prompt, or a prompt that leaves no room for `max_tokens` more in `max_model_len`.
     """
-    for index, prompt in enumerate(prompt_ids):
+    for row, prompt in enumerate(prompt_ids):
         if not prompt:
             raise InputError(
-                f"got prompt {index} with no tokens, want at least one; fix: drop the row, or begin prompts "
+                f"got prompt {row} with no tokens, want at least one; fix: drop the row, or begin prompts "
                 "with the tokenizer's beginning-of-sequence token"
             )
         if max_model_len is not None and len(prompt) + max_tokens > max_model_len:
             raise InputError(
-                f"got prompt {index} of {len(prompt)} tokens and max_tokens={max_tokens}, want at most "
+                f"got prompt {row} of {len(prompt)} tokens and max_tokens={max_tokens}, want at most "
                 f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
                 "shorten either"
             )
