@@ -188,7 +188,11 @@ def with_covariance_selection(
     packed: Sequence[MicroBatch], logprobs: Sequence[Tensor], config: GRPOLossConfig, accelerator: Accelerator
 ) -> list[MicroBatch]:
     """The micro-batches of this rank with `covariance_selected`, from the log-probs [N] of each. A collective."""
-    facts = [_facts(part, values.float(), config) for part, values in zip(packed, logprobs, strict=True)]
+    facts = list[Tensor]()  # of each: log-probs, advantages and whether a token is clipped, [3, N] on the CPU
+    for part, values in zip(packed, logprobs, strict=True):
+        inputs, own = inputs_of(part, config), values.float()
+        clipped = ratio_and_clipped(own, inputs, config)[1]
+        facts.append(torch.stack([own, inputs.tokens.advantages, clipped.to(own)]).cpu())
     ranks: list[Tensor] = gather_object([torch.cat(facts, dim=1)])
     current, advantages, clipped = torch.cat(ranks, dim=1)
     selected = select_by_covariance(current, advantages, clipped != 0, config)
@@ -198,10 +202,3 @@ def with_covariance_selection(
         dataclasses.replace(part, covariance_selected=values.to(part.targets.device))
         for part, values in zip(packed, parts, strict=True)
     ]
-
-
-def _facts(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Tensor:
-    """Log-probs, advantages and whether a token is clipped, [3, N] on the CPU."""
-    inputs = inputs_of(part, config)
-    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
-    return torch.stack([logprobs, inputs.tokens.advantages, clipped.to(logprobs)]).cpu()

@@ -262,8 +262,7 @@ def balanced(batch: EffectiveBatch, accelerator: Accelerator, *, attention: floa
     parts = [batch_from_tensors(tensors) for tensors in gather_object([batch_as_tensors(batch)])]
     whole = EffectiveBatch.joined(parts)
     lengths = [len(p) + len(c) for p, c in zip(whole.prompt_ids, whole.completion_ids, strict=True)]
-    counted = zip(_costs(lengths, attention), whole.in_forward.tolist(), strict=True)
-    costs = [cost if counts else 0.0 for cost, counts in counted]
+    costs = [cost * runs for cost, runs in zip(_costs(lengths, attention), whole.in_forward.tolist(), strict=True)]
     return whole.take(sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index]))
 
 

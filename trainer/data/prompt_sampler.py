@@ -140,8 +140,7 @@ class PromptSampler:
             if state.get(name) != here:
                 raise CheckpointError(
                     f"got a train_dataset with {name}={here}, want {name}={reprlib.repr(state.get(name))} as in the "
-                    "checkpoint; "
-                    "fix: the dataset, seed and shuffle_dataset of that run, or a new run"
+                    "checkpoint; fix: the dataset, seed and shuffle_dataset of that run, or a new run"
                 )
         try:
             self._rows.load_state_dict(state)

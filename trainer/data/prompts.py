@@ -75,12 +75,10 @@ def encode_prompts(
 
     prompts = [clean_prompt(row["prompt"]) for row in rows]
     ids: list[list[int]]
-    if not rows:
-        ids = []
-    elif is_conversational(rows[0]):
+    if rows and is_conversational(rows[0]):
         ids = _apply_chat_template(prompts, tokenizer, options, where, name)
     else:
-        ids = tokenizer(prompts)["input_ids"]
+        ids = tokenizer(prompts)["input_ids"] if rows else []
     for index, tokens in enumerate(ids):
         if not tokens:
             raise DataError(f"got no token for {where(index)}, want at least one")

@@ -92,8 +92,7 @@ def write_report(output_dir: Path) -> Path:
 
 def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequence[Mapping[str, object]]]) -> str:
     """The whole document."""
-    ends = _endpoints(records)
-    (name, (before, after)), *others = ends.items()
+    (name, (before, after)), *others = _endpoints(records).items()
     date, _, clock = str(run.get("started", "")).partition("T")  # 2026-11-21T17:27:37Z
     started = f"Started {date}{f' {clock[:5]} UTC' if clock else ''}. " if date else ""
     tenths = "these are means over the first and the last tenth of the training steps."

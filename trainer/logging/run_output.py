@@ -45,6 +45,7 @@ LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generat
 # The argument of each tracker for the name of a run; packages whose name is not the tracker's.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 PACKAGES = {"comet_ml": "comet-ml"}
+# Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats

@@ -285,17 +285,16 @@ def _one_each(name: str, given: Any, count: int, *, default: Any = None) -> list
     return listed
 
 
-def _resolve(
-    function: Any, processing_class: Any, model_options: Mapping[str, Any], model_init_kwargs: Mapping[str, Any] | None
-) -> RewardFunction:
-    if isinstance(function, str) and (named := builtin_reward(function)):
-        return named
-    if isinstance(function, str) and not names_a_function(function):
-        return load_reward_model(function, processing_class, model_init_kwargs=model_init_kwargs, **model_options)
+def _resolve(function: RewardFunction | str, tokenizer: Any, options: dict[str, Any], loading: Any) -> RewardFunction:
     if isinstance(function, nn.Module):
-        return RewardModel(function, processing_class, **model_options)
-    resolved: RewardFunction = load_reward(function) if isinstance(function, str) else function
-    return resolved
+        return RewardModel(function, tokenizer, **options)
+    if not isinstance(function, str):
+        return function
+    if named := builtin_reward(function):
+        return named
+    if names_a_function(function):
+        return load_reward(function)
+    return load_reward_model(function, tokenizer, model_init_kwargs=loading, **options)
 
 
 def _unique(names: Iterable[str]) -> list[str]:
