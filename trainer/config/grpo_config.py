@@ -36,7 +36,7 @@ else:
 
 PYTHON_TYPES: dict[str, Any] = {
     "resume_from_checkpoint": bool | str | None,
-    "scale_rewards": str,
+    "scale_rewards": Literal["group", "batch", "none"],
 }
 
 
