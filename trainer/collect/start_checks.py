@@ -27,8 +27,8 @@ from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, n
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.collect.rollout_metrics import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.epochs import Epochs, planned_steps

@@ -9,9 +9,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.file_names import REPORT_FILE
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.normalise import whole_steps
 from fused_grpo.trainer.logging.advice import Advice
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.log_entries import StepMetrics
