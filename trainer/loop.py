@@ -42,9 +42,8 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
+from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
-from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.evaluation import check_best_metric, mean_rewards

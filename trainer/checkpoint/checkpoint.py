@@ -36,7 +36,6 @@ from fused_grpo.trainer.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from fused_grpo.trainer.checkpoint.run_lock import unwritable
 
 _log = logging.getLogger(__name__)
 
@@ -357,3 +356,11 @@ def refuse_foreign(directory: Path) -> None:
             f"{'' if is_known else f', and no {MANIFEST_FILE}, as an interrupted copy'}; want a new directory or an "
             "earlier checkpoint to replace; fix: move it or those files away"
         )
+
+
+def unwritable(directory: Path, error: OSError) -> CheckpointError:
+    """The error for an output directory in which nothing can be changed."""
+    return CheckpointError(
+        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
+        "fix: choose another --output-dir"
+    )
