@@ -54,7 +54,7 @@ BUGS = {
         EVALUATION,
     ),
     "a run goes on with another teacher": (
-        "trainer/checkpoint/changed_options.py",
+        "trainer/checkpoint/resume.py",
         "None if learner.teacher is None else learner.teacher.identity",
         "None",
         RESUMED,
