@@ -8,7 +8,6 @@ much memory it needs. Below them are the warnings that the run would begin with.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
+from fused_grpo.trainer.data.epochs import planned_steps
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
 
@@ -121,12 +121,11 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         ("used for", f"{steps} optimizer step(s) x {iterations} pass(es) (num_iterations)"),
     ]
     if prompts is not None:
-        each = steps * iterations
-        rows.append(("one epoch", f"{prompts} prompts = {prompts / per_rollout * each:.4g} optimizer steps"))
-        planned = math.ceil(prompts * options.num_train_epochs / per_rollout) * each
-        count, source = (planned, "num_train_epochs") if options.max_steps < 0 else (options.max_steps, "max_steps")
-        rows.append(("the run", f"{count} optimizer steps ({source})"))
-    return _section("the batch", rows)
+        epoch = prompts / per_rollout * steps * iterations
+        rows.append(("one epoch", f"{prompts} prompts = {epoch:.4g} optimizer steps"))
+        source = "num_train_epochs" if options.max_steps < 0 else "max_steps"
+        rows.append(("the run", f"{planned_steps(options, prompts, processes)[0]} optimizer steps ({source})"))
+    return "\n".join(["the batch", *(f"  {name:20} {value}" for name, value in rows)]) + "\n"
 
 
 def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
@@ -145,12 +144,4 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
         lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
     below = textwrap.wrap(LEFT_OUT, 80)
     title = "memory of one device, an estimate"
-    return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
-
-
-def _section(title: str, rows: list[tuple[str, str]]) -> str:
-    return "\n".join([title, *_indented([f"{name:20} {value}" for name, value in rows])]) + "\n"
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *below])
