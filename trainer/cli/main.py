@@ -167,7 +167,7 @@ def train_model(options: TrainOptions) -> None:
 
 
 def load_all(options: TrainOptions) -> tuple[Any, Any]:
-    """The training rows, and the held-out ones or None where no option names them; without a model those of the demo."""
+    """The training rows, and the held-out ones or None where no option names them. Without a model: the demo's."""
     from fused_grpo.trainer.recipes import arithmetic
 
     if options.model is None:
