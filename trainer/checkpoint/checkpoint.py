@@ -80,7 +80,7 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            with weights_stay(partial, model, state_dict, name=_unused(directory)):
+            with weights_stay(partial, model, state_dict, name=free_path(directory, "-rescued")):
                 model.save_pretrained(str(partial), state_dict=state_dict)
                 tokenizer.save_pretrained(str(partial))
                 (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
@@ -127,10 +127,10 @@ def _weight_files(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*.safetensors")}
 
 
-def _unused(directory: Path) -> Path:
-    """A name beside `directory` for the files of a save that failed."""
-    names = (directory.with_name(f"{directory.name}-rescued-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())
+def free_path(path: Path, kind: str) -> Path:
+    """The first of `<path><kind>-1`, `-2`, ... that does not exist."""
+    names = (path.with_name(f"{path.name}{kind}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
@@ -197,8 +197,7 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
         unusable: list[Path] = []
         found = newest_checkpoint(output_dir, unusable=unusable)
         for path in unusable:
-            name = f"checkpoint-{step_of(path)}.unusable"
-            free = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{name}-{n}")))
+            free = free_path(path.with_name(f"checkpoint-{step_of(path)}"), ".unusable")
             try:
                 path.rename(free)
             except OSError as error:
@@ -280,10 +279,10 @@ def check_space(directory: Path, wanted: int) -> None:
     Raises:
         CheckpointError: there is not.
     """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if shutil.disk_usage(there).free < wanted:
+    free = shutil.disk_usage(there := existing(directory)).free
+    if free < wanted:
         raise CheckpointError(
-            f"got {_free(directory / 'final')} free at {there}, want about {_readable(wanted)} for the final model and "
+            f"got {_readable(free)} free at {there}, want about {_readable(wanted)} for the final model and "
             "checkpoints; fix: free some space (save_only_model, save_strategy='no'), or another output_dir"
         )
 
@@ -303,15 +302,19 @@ def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool
 
 
 def _free(directory: Path) -> str:
-    there = next((path for path in directory.parents if os.path.exists(path)), directory.parent)
     try:
-        return _readable(shutil.disk_usage(there).free)
+        return _readable(shutil.disk_usage(existing(directory.parent)).free)
     except OSError:
         return "an unknown number of bytes"
 
 
 def _readable(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
 
 
 def step_of(path: Path) -> int:

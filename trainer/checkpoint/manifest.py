@@ -133,12 +133,12 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
     if (total := sum(size for size, _ in files.values())) > shutil.disk_usage(directory).total:
         raise damaged(directory, MANIFEST_FILE, f"has {total} bytes of files, more than the disk")
     for name, (size, sha256) in files.items():
-        path = directory / name
-        got = _size_of(directory, name)
+        with _opened(directory, name) as file:
+            got = os.fstat(file.fileno()).st_size
         if got != size:
             kind = "truncated" if got < size else "changed"
             raise damaged(directory, name, f"is {kind} ({got} bytes, {size} when saved)")
-        if sums and sha256_of(path) != sha256:
+        if sums and sha256_of(directory / name) != sha256:
             raise damaged(directory, name, "is changed (its sha256 is not the one it was saved with)")
     for path in sorted(directory.rglob("*")):
         if path.suffix.lower() in _PICKLES:
@@ -149,10 +149,11 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
             )
 
 
-def _size_of(directory: Path, name: str) -> int:
+@contextmanager
+def _opened(directory: Path, name: str) -> Iterator[BufferedReader]:
     try:
         with open_regular(directory / name) as file:
-            return os.fstat(file.fileno()).st_size
+            yield file
     except FileNotFoundError:
         raise damaged(directory, name, "is missing") from None
     except OSError as error:  # of the disk, or of another user's directory
@@ -191,8 +192,5 @@ def sha256_of(path: Path) -> str:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from error
+    with _opened(path.parent, path.name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

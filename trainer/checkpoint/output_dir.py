@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import (
     TEMPORARY,
     checkpoints,
+    existing,
+    free_path,
     is_removable,
     refuse_foreign,
     remove,
@@ -74,7 +75,7 @@ def check_output_dir(
 
 
 def _moved(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
-    there = next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
+    there = existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
@@ -169,7 +170,7 @@ def _take_back(path: Path, former: Path, before: set[Path]) -> None:
 
 def former_run(path: Path) -> Path:
     """The folder that a run in `path` would be moved to."""
-    return next(folder for number in count(1) if not (folder := Path(path) / f"former-run-{number}").exists())
+    return free_path(Path(path) / "former-run", "")
 
 
 def _run_files(path: Path) -> list[Path]:
