@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fused_grpo.errors import InputError
-from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments, warn_once
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS, warn_once
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
@@ -96,7 +96,9 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_
         UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
         InputError: `rollout_func` with `generate_ahead`, evaluations without a dataset, or as `check_teacher`.
     """
-    refuse_trainer_arguments(**missing)
+    for name, value in missing.items():
+        if value:
+            raise UnsupportedError(f"got {name}, which this trainer does not have; fix: {MISSING_ARGUMENTS[name]}")
     check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")

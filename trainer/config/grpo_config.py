@@ -18,7 +18,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types, is_of, readable
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
-from fused_grpo.trainer.config.trl_fields import MISSING, check_missing, warn_once, with_trl_fields
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, warn_once, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
@@ -411,7 +411,8 @@ class GRPOConfig(DerivedOptions):
         for name, kind in PYTHON_TYPES.items():
             if not is_of(getattr(self, name), kind):
                 raise InputError(f"got {name}={repr(getattr(self, name))[:200]}, want {readable(kind)}")
-        check_missing(self)
+        for name in MISSING:
+            refuse_unless_harmless(name, getattr(self, name))
         complete_intervals(self)
         check_config(self)
         self.loss_config(corrected=self.use_vllm is not False)
