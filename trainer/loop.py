@@ -54,8 +54,8 @@ from fused_grpo.trainer.config.checks import check_arguments, fill_loader_option
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.data_loaders import WithDataLoaders
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
+from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
