@@ -49,8 +49,8 @@ BUGS = {
     ),
     "an evaluation has no teacher": (
         "trainer/learner.py",
-        '{"teacher": self.teacher}\n        outputs',
-        '{"teacher": None}\n        outputs',
+        '"loss", packed, **options)',
+        '"loss", packed, **options | {"teacher": None})',
         EVALUATION,
     ),
     "a run goes on with another teacher": (
