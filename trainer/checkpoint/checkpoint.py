@@ -274,11 +274,7 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
 
 
 def check_space(directory: Path, wanted: int) -> None:
-    """Check that there is room for `wanted` bytes.
-
-    Raises:
-        CheckpointError: there is not.
-    """
+    """Raise CheckpointError where there is no room for `wanted` bytes."""
     free = shutil.disk_usage(there := existing(directory)).free
     if free < wanted:
         raise CheckpointError(
@@ -342,11 +338,7 @@ def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Check that every file in a directory that a save would replace is named by its manifest.
-
-    Raises:
-        CheckpointError: there is another one.
-    """
+    """Raise CheckpointError where a directory to be replaced has a file that its manifest does not name."""
     if not directory.exists():
         return
     is_known = has_manifest(directory)

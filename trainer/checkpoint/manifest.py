@@ -59,11 +59,7 @@ def fsync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading, without waiting.
-
-    Raises:
-        OSError: there is none, it cannot be read, or it is a directory, a pipe, a socket or a device.
-    """
+    """Open a regular file for reading, without waiting; OSError for a directory, a pipe, a socket or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -72,11 +68,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_json(path: Path, limit: int = _MAX_JSON) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        OSError, ValueError, RecursionError: it is no regular file, has more than `limit` bytes, or is no JSON.
-    """
+    """The content of a JSON file; an error where it is no regular file or no JSON, or has more than `limit` bytes."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -169,11 +161,7 @@ def damaged(directory: Path, name: str, what: str) -> CheckpointError:
 
 @contextmanager
 def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
-    """Around the use of a file's content: an error of any kind becomes one that names the file.
-
-    Raises:
-        CheckpointError: the content of `name` is not what this run could have saved.
-    """
+    """Around the use of a file's content: any error becomes a CheckpointError that names the file."""
     try:
         yield
     except FusedGRPOError:
@@ -187,10 +175,6 @@ def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 sum of a file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The sha256 sum of a file; CheckpointError where it cannot be read."""
     with _opened(path.parent, path.name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

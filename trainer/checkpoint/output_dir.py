@@ -268,11 +268,7 @@ class RunLock:
 
 
 def refuse_alive(directory: Path) -> None:
-    """Check that no run is alive in `directory`, without locking it.
-
-    Raises:
-        CheckpointError: there is one, or its lock cannot be read.
-    """
+    """Raise CheckpointError where a run is alive in `directory`, or its lock cannot be read; without locking it."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -123,11 +123,7 @@ def check_optimizer_state(
 
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:
-    """Compare the content of training.json with what this run would save there.
-
-    Raises:
-        KeyError, TypeError: a field is missing, of another form, or a number is out of its range.
-    """
+    """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
     check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     form_of_place = {"dropped": 0, "stream": None if place.get("stream") is None else stream_form}
@@ -143,11 +139,7 @@ def _check_log(where: str, log: Any) -> None:
 
 
 def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
-    """Compare numbers that follow from one another: steps, batches, prompts and epochs.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError where numbers do not follow from one another: steps, batches, prompts and epochs."""
     args, processes, step, skips = learner.args, learner.accelerator.num_processes, numbers["step"], numbers["skipped"]
     prompts = args.prompts_per_generation(processes)
     steps = args.optimizer_steps_per_generation(processes) * args.num_iterations

@@ -77,11 +77,7 @@ class TrainingFiles:
 
 
 def read_numbers(directory: Path) -> dict[str, Any]:
-    """The content of training.json; `check_numbers` compares it with the run.
-
-    Raises:
-        CheckpointError: the checkpoint has none, or it cannot be read.
-    """
+    """The content of training.json, which `check_numbers` compares with the run; CheckpointError without one."""
     path = directory / TRAINING_FILE
     if not path.exists():
         raise CheckpointError(
@@ -111,11 +107,7 @@ def read_tensors(directory: Path, name: str, names: dict[str, list[str]] | None 
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
-    """The full weights, under the policy's names.
-
-    Raises:
-        CheckpointError: a weight is missing, unknown, or of another shape or dtype.
-    """
+    """The full weights, under the policy's names; CheckpointError where one is missing, unknown or of another form."""
     saved, here = dict[str, Tensor](), model.state_dict()
     for name in sorted(read_manifest(checkpoint)):
         if fnmatch(name, "model*.safetensors"):
@@ -170,11 +162,7 @@ def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerS
 
 
 def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
-    """The adapter of a checkpoint, for `load_adapter`.
-
-    Raises:
-        CheckpointError: there is none, or it is of another configuration or dtype.
-    """
+    """The adapter of a checkpoint, for `load_adapter`; CheckpointError where there is none, or of another form."""
     path = adapter_path(model, checkpoint)
     if not path.is_file():
         raise CheckpointError(
@@ -258,11 +246,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """The inverse of `random_state`.
-
-    Raises:
-        KeyError, TypeError, ValueError, RuntimeError: it is no state of these generators.
-    """
+    """The inverse of `random_state`; an error of any kind where it is no state of these generators."""
     if other := {name for name in state.keys() ^ random_state().keys() if name != "cuda"}:
         raise ValueError(f"{min(other)} is missing or unknown")
     if not all(tensor.isfinite().all() for tensor in state.values()):

@@ -63,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the command of `arguments`. Each imports what it needs, so that `env` works in any environment.
-
-    Raises:
-        InputError: an unknown command.
-    """
+    """Run a command, or raise InputError. Each imports what it needs, so that `env` works in any environment."""
     match arguments:
         case ["train", *options]:
             train(options)
@@ -123,11 +119,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Check that model, dataset and rewards are all given or all left out; with a teacher, rewards may be.
-
-    Raises:
-        InputError: some are given without the others.
-    """
+    """Raise InputError where only some of model, dataset and rewards are given; with a teacher, rewards may lack."""
     given = {
         "--model": options.model is not None,
         "--dataset": options.dataset is not None,

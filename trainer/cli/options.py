@@ -134,11 +134,7 @@ class TrainOptions(GRPOConfig):
         return GRPOConfig(**{field.name: getattr(self, field.name) for field in own_fields(GRPOConfig)})
 
     def peft_config(self) -> Any:
-        """The `peft.LoraConfig` of these options; None without `use_peft`.
-
-        Raises:
-            UnavailableError: peft is not installed.
-        """
+        """The `peft.LoraConfig` of these options; None without `use_peft`, UnavailableError without peft."""
         if not self.use_peft:
             return None
         try:

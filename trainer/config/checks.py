@@ -71,11 +71,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_config(args: Any) -> None:
-    """Check the range of every option, and that the options go together.
-
-    Raises:
-        InputError: at the first that fails.
-    """
+    """Check the range of every option, and that the options go together; InputError at the first that fails."""
     for wanted, holds, names in RANGES:
         for name in names.split():
             value = getattr(args, name)
@@ -111,11 +107,7 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_
 
 
 def check_teacher(args: Any, teacher_model: Any) -> None:
-    """Check that there is a teacher where its divergence has a weight, and nowhere else.
-
-    Raises:
-        InputError: one without the other.
-    """
+    """Raise InputError for a teacher whose divergence has no weight, or a weight without a teacher."""
     if args.distillation_coef > 0 and teacher_model is None:
         raise InputError(
             f"got distillation_coef={args.distillation_coef} without a teacher_model, want one to distil from; fix: a "

@@ -151,11 +151,7 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
 
 
 def refuse_unless_harmless(name: str, value: Any) -> None:
-    """Check a value of a field that only TRL has. One that is accepted is reported, once.
-
-    Raises:
-        UnsupportedError, InputError: it would change the run.
-    """
+    """Raise where a value of a field that only TRL has would change the run; report any other value, once."""
     missing = MISSING[name]
     if value == missing.default:
         return
