@@ -33,8 +33,6 @@ _PICKLES = (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".
 _MAX_JSON, _MAX_MANIFEST = 256 << 20, 4 << 20
 _MAX_FILES = 10_000
 
-FileSums = dict[str, tuple[int, str]]  # size in bytes and sha256, by file name
-
 
 def write_manifest(directory: Path) -> None:
     """Write the manifest of what is in `directory`, then sync all of it to the disk."""
@@ -84,7 +82,7 @@ def has_manifest(directory: Path) -> bool:
         return False
 
 
-def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
+def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tuple[int, str]]:
     """Size and sha256 by file name, as saved. With `any_version`, also of other versions of this package.
 
     Raises:

@@ -8,7 +8,6 @@ much memory it needs. Below them are the warnings that the run would begin with.
 from __future__ import annotations
 
 import dataclasses
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
     Raises:
         FusedGRPOError: what the run would raise before it loads anything.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = options.world_size
     yield resolved(options)
     try:
         rows, held_out = load_rows()
@@ -56,7 +55,11 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
         yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
     advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
-    for text in [*advice, *output_warnings(start)]:
+    if start.replaced:
+        names = ", ".join(sorted(entry.name for entry in start.replaced))
+        fate = "removed" if options.overwrite_output_dir else f"moved to {former_run(Path(options.output_dir))}"
+        advice.append(f"{Path(options.output_dir)} holds another run ({names}), which would be {fate}")
+    for text in advice:
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
@@ -79,15 +82,6 @@ def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
         teacher=options.teacher_model,
         **demo,
     )
-
-
-def output_warnings(start: Start) -> Iterator[str]:
-    """What the run would do with another run in its output directory."""
-    path = Path(start.args.output_dir)
-    if start.replaced:
-        names = ", ".join(sorted(entry.name for entry in start.replaced))
-        fate = "removed" if start.args.overwrite_output_dir else f"moved to {former_run(path)}"
-        yield f"{path} holds another run ({names}), which would be {fate}"
 
 
 def resolved(options: TrainOptions) -> str:

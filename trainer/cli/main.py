@@ -81,7 +81,10 @@ def run(arguments: Sequence[str]) -> None:
             # By name, because bench/ is above this floor; it needs pytest.
             sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
         case ["env"]:
-            print_environment()
+            from fused_grpo.env import environment
+
+            for name, value in environment().items():
+                print(f"{name:14} {value}")
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
         case [unknown, *_]:
@@ -101,12 +104,12 @@ def train(arguments: Sequence[str]) -> None:
     if sys.stderr.isatty():
         enable_progress_bars()  # of downloads
     # Before anything slow: the output directory is checked before a model is loaded.
-    options.prompts_per_process(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    options.prompts_per_process(num_processes=options.world_size)
     check_combination(options)
     if options.dry_run:
         from fused_grpo.trainer.cli.dry_run import dry_run
 
-        for part in dry_run(options, lambda: load_all(options)) if is_first_process() else ():
+        for part in dry_run(options, lambda: load_all(options)) if options.should_log else ():
             say(part)
         return
     check_output_dir(
@@ -238,14 +241,9 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     return renamed(rows, names)
 
 
-def is_first_process() -> bool:
-    """Whether this is rank 0 by the launcher's variables, before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(text: str) -> None:
-    """Print a line, on the first process only."""
-    if is_first_process():
+    """Print a line on the first process alone, which the launcher names: there may be no process group yet."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 
 
@@ -268,10 +266,3 @@ def print_rewards() -> None:
         print(f"{usage_of(name):20} {reward.scores}")
         if reward.column:
             print(f"{'':20} reads the column {reward.column!r} (--answer-column)")
-
-
-def print_environment() -> None:
-    from fused_grpo.env import environment
-
-    for name, value in environment().items():
-        print(f"{name:14} {value}")

@@ -82,7 +82,9 @@ def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False
     name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
     if shape is None:
         return name
-    return f"{name} ({short_number(shape.parameters)} parameters{'' if is_teacher else _trained(shape)})"
+    is_part = shape.trained < shape.parameters and not is_teacher
+    trained = f", {short_number(shape.trained)} of them trained" if is_part else ""
+    return f"{name} ({short_number(shape.parameters)} parameters{trained})"
 
 
 def _kind(dataset: Any, tokenizer: Any) -> str:
@@ -110,10 +112,6 @@ def _batch(args: GRPOConfig, processes: int) -> str:
         f"used {args.num_iterations} times" * (args.num_iterations > 1),
     ]
     return ", ".join(filter(None, parts))
-
-
-def _trained(shape: ModelShape) -> str:
-    return f", {short_number(shape.trained)} of them trained" if shape.trained < shape.parameters else ""
 
 
 def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> str:
