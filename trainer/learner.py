@@ -186,7 +186,8 @@ class Learner:
                 event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = self._metrics(batch, packed, outputs)
-            metrics["grad_norm"] = self._clip()
+            norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
+            metrics["grad_norm"] = float(norm.full_tensor() if is_sharded(norm) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
                 check(metrics)
@@ -338,12 +339,6 @@ class Learner:
             output: GRPOLossOutput = self.policy(part, **options)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output
-
-    def _clip(self) -> float:
-        """Clip the gradient of all ranks to `max_grad_norm`, if there is one. Returns the norm before."""
-        limit = self.args.max_grad_norm or math.inf
-        norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), limit)
-        return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""

@@ -33,7 +33,8 @@ from fused_grpo.trainer.checkpoint.manifest import (
     fsync,
     has_manifest,
     read_manifest,
-    verify_files,
+    sibling,
+    verify_checkpoint,
     write_manifest,
 )
 
@@ -70,7 +71,7 @@ def save_checkpoint(
             weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
     directory = Path(directory)
-    partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
+    partial, previous = sibling(directory, "partial"), sibling(directory, "previous")
     # An adapter's files do not say how large they are.
     weights = sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
     with _disk_errors(directory, weights + getattr(write_more, "nbytes", 0)):
@@ -131,23 +132,6 @@ def free_path(path: Path, kind: str) -> Path:
     """The first of `<path><kind>-1`, `-2`, ... that does not exist."""
     names = (path.with_name(f"{path.name}{kind}-{number}") for number in count(1))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
-    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
-
-    Raises:
-        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
-            the message names it.
-    """
-    directory = Path(directory)
-    previous = _sibling(directory, "previous")
-    if previous.exists() and not directory.exists():
-        raise CheckpointError(
-            f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
-            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
-        )
-    verify_files(directory, sums=sums)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -316,11 +300,6 @@ def existing(path: Path) -> Path:
 def step_of(path: Path) -> int:
     """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
     return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
-
-
-def _sibling(directory: Path, role: str) -> Path:
-    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
-    return directory.with_name(f".{directory.name}.{role}")
 
 
 def _swap_in(partial: Path, directory: Path, previous: Path) -> None:

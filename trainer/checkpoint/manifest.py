@@ -112,12 +112,20 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tu
     return files
 
 
-def verify_files(directory: Path, *, sums: bool = True) -> None:
-    """Compare all files of a checkpoint with its manifest; without `sums`, compare their sizes only.
+def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
+    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or there is a pickle among them.
+        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
+            the message names it.
     """
+    directory = Path(directory)
+    previous = sibling(directory, "previous")
+    if previous.exists() and not directory.exists():
+        raise CheckpointError(
+            f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
+            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
+        )
     files = read_manifest(directory)
     # Files with holes, whose sums would take forever.
     if (total := sum(size for size, _ in files.values())) > shutil.disk_usage(directory).total:
@@ -137,6 +145,11 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
                 "read; want weights as safetensors and state as JSON, as this trainer writes them; "
                 "fix: remove that file if you know where it is from, or use another checkpoint"
             )
+
+
+def sibling(directory: Path, role: str) -> Path:
+    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
+    return directory.with_name(f".{directory.name}.{role}")
 
 
 @contextmanager

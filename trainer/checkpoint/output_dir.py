@@ -64,11 +64,7 @@ _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER
 def check_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> list[Path]:
-    """What `prepare_output_dir` would move aside, or with `overwrite` remove. Nothing is changed.
-
-    Raises:
-        CheckpointError: where `prepare_output_dir` would raise it; or a run is alive there.
-    """
+    """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive."""
     found = _moved(Path(path), resume=resume, overwrite=overwrite, keep=keep)
     refuse_alive(Path(path))
     return found

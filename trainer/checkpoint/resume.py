@@ -184,7 +184,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved, names = numbers["buffers"][str(rank)], numbers.get("tensors")
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
-        weights = _read_weights(_model(learner), checkpoint)
+        weights = files.read_weights(_model(learner), checkpoint)
         mine = files.read_tensors(checkpoint, files.process_file(rank), names)
         tensors = files.read_tensors(checkpoint, files.OPTIMIZER_FILE, names)
         reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE, names)
@@ -230,19 +230,10 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
 
 
 def load_model_of(checkpoint: Path, learner: Any) -> None:
-    """Put the weights of a checkpoint into the policy, and nothing else of it.
-
-    Raises:
-        CheckpointError: they do not fit.
-        PeerError: another rank raised it.
-    """
+    """Put weights of a checkpoint into the policy, and nothing else of it; CheckpointError where they do not fit."""
     with all_ranks_succeed(learner.accelerator, f"reading {checkpoint}"):
-        weights = _read_weights(_model(learner), checkpoint)
+        weights = files.read_weights(_model(learner), checkpoint)
     _set_weights(learner, weights)
-
-
-def _read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
-    return files.read_adapter(model, checkpoint) if is_adapted(model) else files.read_weights(model, checkpoint)
 
 
 def _set_weights(learner: Any, weights: dict[str, Any]) -> None:

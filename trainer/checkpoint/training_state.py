@@ -38,7 +38,7 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
 from fused_grpo.trainer.checkpoint.manifest import open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.checkpoint.state_checks import OF, check_alike, form
-from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights
+from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ def read_tensors(directory: Path, name: str, names: dict[str, list[str]] | None 
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
-    """The full weights, under the policy's names; CheckpointError where one is missing, unknown or of another form."""
+    """The full weights, under the policy's names, or the adapter; CheckpointError where they do not fit the model."""
+    if is_adapted(model):
+        return read_adapter(model, checkpoint)
     saved, here = dict[str, Tensor](), model.state_dict()
     for name in sorted(read_manifest(checkpoint)):
         if fnmatch(name, "model*.safetensors"):

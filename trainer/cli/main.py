@@ -213,11 +213,7 @@ def load_source(source: str, split: str, config: str | None) -> Any:
 
 
 def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
-    """The rows with the column of prompts as "prompt", and that of answers as the rewards read it.
-
-    Raises:
-        DataError: a column of `prompt_column`, `answer_column` or a reward with a short name is not there.
-    """
+    """The rows with the prompts as "prompt" and the answers as the rewards read them; DataError without a column."""
     from fused_grpo.trainer.data.columns import columns_of, renamed
     from fused_grpo.trainer.rewards.builtin_rewards import NAMED
 

@@ -189,7 +189,11 @@ def as_arguments(values: dict[str, Any]) -> list[str]:
         if types[name] is bool and isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, dict):
-            arguments.append(f"--{option}={_as_json(name, value)}")
+            try:
+                arguments.append(f"--{option}={json.dumps(value)}")
+            except (TypeError, ValueError) as error:
+                what = f"got {name} with a value that JSON does not have ({error})"
+                raise InputError(f"{what}, want text or a number") from error
         elif isinstance(value, list):
             arguments += [f"--{option}", *map(str, value)]
         else:
@@ -239,13 +243,6 @@ def _plain_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _as_json(name: str, value: dict[str, Any]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"got {name} with a value that JSON does not have ({error}), want text or a number") from error
-
-
 def field_docstrings(cls: type) -> dict[str, str]:
     """The string below each annotated field of a class, its parents' included."""
     found: dict[str, str] = {}
@@ -275,10 +272,10 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
             annotation = Annotated[dict[str, Any] | None, JSON_OBJECT]
         elif name in COMMANDS:
             annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
-        differs = name in demo and demo[name] != getattr(real, name)
+        demos = f"; demo: {demo[name]}" if name in demo and demo[name] != getattr(real, name) else ""
         shown: dict[str, Any] = {
             "help": helps[name],
-            "help_behavior_hint": partial(_default, demo=f"; demo: {demo[name]}" if differs else ""),
+            "help_behavior_hint": lambda default, demos=demos: f"(default: {default or 'none'}{demos})",
             "metavar": METAVARS.get(types[name]),
         }
         annotation = Annotated[annotation, tyro.conf.arg(**shown)]
@@ -288,11 +285,6 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
         group = dataclasses.make_dataclass(f"Section{number}", fields)
         groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
     return dataclasses.make_dataclass("Sections", groups)
-
-
-def _default(default: str, *, demo: str) -> str:
-    """What the help says about the default of an option."""
-    return f"(default: {default or 'none'}{demo})"
 
 
 def _read_object(texts: list[str]) -> dict[str, Any] | None:
