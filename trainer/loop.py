@@ -208,7 +208,10 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while not self._is_over():
                     phases = Phases(first=not self.step_metrics.steps)
-                    self._begin_step()
+                    if not self._in_epoch:
+                        self._in_epoch = True
+                        self.event("on_epoch_begin")
+                    self.event("on_step_begin")
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
@@ -303,7 +306,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         is_main = self.accelerator.is_main_process
-        self._lock_output()
+        with all_ranks_succeed(self.accelerator, "locking the output directory"):
+            if is_main:  # keeps other runs out, before anything there is cut, moved or removed
+                self.lock.acquire(self.output_dir)
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
@@ -331,12 +336,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         # Before `max_steps` where a callback has left out the rest of an epoch.
         all_epochs = self.epochs.at(self.step) >= self.epochs.total
         return self.step >= self.max_steps or self.control.should_training_stop or all_epochs
-
-    def _begin_step(self) -> None:
-        if not self._in_epoch:
-            self._in_epoch = True
-            self.event("on_epoch_begin")
-        self.event("on_step_begin")
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""

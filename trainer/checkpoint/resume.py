@@ -123,8 +123,7 @@ def training_state(
     """The state of a run, to be saved by rank 0. A collective.
 
     Args:
-        learner: the `Learner` of the run.
-        collector: its `Collector`.
+        learner, collector: of the run.
         buffer: the rollouts in progress.
         eval_before: the evaluation of the model that the run started from.
         unlogged: the metrics of the steps since the last entry of the history.

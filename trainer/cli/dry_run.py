@@ -29,15 +29,7 @@ from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
-    """The parts of the output of `--dry-run`, one after the other, up to the first that fails.
-
-    Args:
-        options: the options of the run.
-        load_rows: loads the dataset and the eval set.
-
-    Raises:
-        FusedGRPOError: what the run would raise before it loads anything.
-    """
+    """The parts of the output of `--dry-run`, one after the other, up to the first error that the run would raise."""
     processes = options.world_size
     yield resolved(options)
     try:
@@ -97,11 +89,7 @@ def resolved(options: TrainOptions) -> str:
 
 
 def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | None) -> str:
-    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length.
-
-    Raises:
-        InputError: the sequences of a generated batch do not divide into whole groups.
-    """
+    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length."""
     per_rollout = options.prompts_per_generation(processes)
     steps = options.optimizer_steps_per_generation(processes)
     group, iterations = options.num_generations, options.num_iterations

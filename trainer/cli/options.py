@@ -64,7 +64,8 @@ METAVARS: dict[Any, str] = {
     list[str] | str | None: "STR [STR ...]",
 }
 
-# Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
+# Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
+# hours of parsing.
 MAX_DEPTH = 20
 
 
@@ -218,7 +219,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
         raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
     try:
-        values = _plain_yaml(path.read_text(encoding="utf-8"))
+        text, depth = path.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
     if not isinstance(values, dict):
@@ -231,16 +237,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
-
-
-def _plain_yaml(text: str) -> Any:
-    """The values of a YAML text without deep nesting: nested brackets can take hours of parsing."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
-    return yaml.safe_load(text)
 
 
 def field_docstrings(cls: type) -> dict[str, str]:

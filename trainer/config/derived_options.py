@@ -62,11 +62,7 @@ class DerivedOptions:
         return self.micro_batches_per_generation(num_processes) // self.gradient_accumulation_steps
 
     def prompts_per_generation(self, num_processes: int) -> int:
-        """Prompts of one generated batch, over all processes.
-
-        Raises:
-            InputError: the sequences of a generated batch do not divide into whole groups.
-        """
+        """Prompts of a generated batch, over all processes; InputError where its sequences are no whole groups."""
         steps = self.optimizer_steps_per_generation(num_processes)
         step = self.per_device_train_batch_size * self.gradient_accumulation_steps * num_processes
         sequences = step * steps
@@ -82,7 +78,11 @@ class DerivedOptions:
         return sequences // self.num_generations
 
     def group_part(self, num_processes: int) -> int:
-        """Completions of a prompt that one process samples: a group, or the part of it that fits into its share."""
+        """Completions of a prompt that one process samples: a group, or the part of it that fits into its share.
+
+        Raises:
+            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
+        """
         self.prompts_per_generation(num_processes)
         share = self.per_device_train_batch_size * self.micro_batches_per_generation(num_processes)
         part = math.gcd(share, self.num_generations)
@@ -95,11 +95,7 @@ class DerivedOptions:
         return part
 
     def prompts_per_process(self, num_processes: int) -> int:
-        """Prompts that each process completes `group_part` times in one generated batch.
-
-        Raises:
-            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
-        """
+        """Prompts that each process completes `group_part` times in a generated batch."""
         part = self.group_part(num_processes)
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
