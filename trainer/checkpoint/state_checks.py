@@ -66,9 +66,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
 
 
-def check_tensors(
-    here: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, stateless: frozenset[str] = frozenset()
-) -> None:
+def check_tensors(here: Tensors, saved: Tensors, *, stateless: frozenset[str] = frozenset()) -> None:
     """Compare tensors with those of this run: names, shapes and dtypes; all values are finite.
 
     Raises:

@@ -151,9 +151,9 @@ def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerS
         if is_old and "global_step" not in saved:
             return TrainerState(global_step=step, epoch=-1.0)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
-        best = {name: saved.get(name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
-        kinds = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
-        check_alike({name: kinds[name] for name in kinds if best[name] is not None}, best, "content", signed=True)
+        best = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
+        known = {name: value for name, value in best.items() if saved.get(name) is not None}
+        check_alike(known, saved, "content", signed=True)
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
         state = TrainerState(**{name: saved[name] for name in fresh.keys() & saved.keys()})

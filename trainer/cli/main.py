@@ -40,9 +40,6 @@ USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
 """
 
 
-BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE has ended
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -55,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(BROKEN_PIPE)
+        sys.exit(141)  # what a shell reports for a program that SIGPIPE has ended
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:

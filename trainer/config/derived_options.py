@@ -116,13 +116,10 @@ class DerivedOptions:
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files."""
+        """Whether this process writes files, and logs."""
         return self.process_index == 0
 
-    @property
-    def should_log(self) -> bool:
-        """Whether this process logs."""
-        return self.process_index == 0
+    should_log = should_save
 
     @property
     def train_batch_size(self) -> int:
