@@ -149,6 +149,7 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
         "scheduler.last_epoch": schedule == step - skips["total"] or "last_epoch" not in learner.beginning[1],
+        "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
         "prompts": used >= calls * prompts and (jumped or used == calls * prompts),
         "prompts_of_pass": max(place.get("prompts_of_pass", 0), place.get("pass", 0)) <= used + place.get("dropped", 0),

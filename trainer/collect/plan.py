@@ -26,11 +26,7 @@ from fused_grpo.trainer.models.teacher import SELF
 
 
 def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
-    """Print what the run will do, and what its options alone give reason to warn of, on the first process.
-
-    Returns:
-        What was printed, for run.json and trackers.
-    """
+    """Print what the run will do and what its options alone warn of, on the first process. Returns what it will do."""
     args, engine, dataset, shape = start.args, start.engine, start.train, start.shape
     engine = start.engine_name if engine is None else getattr(engine, "name", FunctionEngine.name)
     is_known = not is_stream(dataset)
