@@ -49,12 +49,12 @@ BUGS = {
     ),
     "an evaluation has no teacher": (
         "trainer/learner.py",
-        '{"teacher": self.teacher}\n        outputs',
-        '{"teacher": None}\n        outputs',
+        '"loss", packed, **options)',
+        '"loss", packed, **options | {"teacher": None})',
         EVALUATION,
     ),
     "a run goes on with another teacher": (
-        "trainer/checkpoint/changed_options.py",
+        "trainer/checkpoint/resume.py",
         "None if learner.teacher is None else learner.teacher.identity",
         "None",
         RESUMED,

@@ -175,13 +175,7 @@ class Learner:
             NonFiniteError: the loss or the gradient norm is not finite, and more than `max_skipped_steps` steps in a
                 row were; nothing has been updated.
         """
-        batch = self._with_reference(batch)
-        packed = self._pack(batch)
-        options, of_uncertain = self._entropy_options(packed)
-        if self.loss_config.selects_by_covariance:
-            measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
-            packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        options |= self._counts(packed, batch) | {"teacher": self.teacher}
+        batch, packed, options, of_uncertain = self._prepared(batch)
         self.policy.train()
         try:
             outputs: list[GRPOLossOutput] = []
@@ -193,7 +187,8 @@ class Learner:
                 event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = self._metrics(batch, packed, outputs)
-            metrics["grad_norm"] = self._clip()
+            norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
+            metrics["grad_norm"] = float(norm.full_tensor() if is_sharded(norm) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
                 check(metrics)
@@ -223,16 +218,19 @@ class Learner:
 
     def evaluate(self, batch: EffectiveBatch) -> float:
         """The loss of a step with this batch, without gradients and without dropout. A collective."""
+        batch, packed, options, _ = self._prepared(batch)
+        outputs = self._measured(self.accelerator.unwrap_model(self.policy), "loss", packed, **options)
+        return self._metrics(batch, packed, outputs)["loss"]
+
+    def _prepared(self, batch: EffectiveBatch) -> tuple[EffectiveBatch, list[MicroBatch], dict[str, Any], float | None]:
+        """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
         batch = self._with_reference(batch)
         packed = self._pack(batch)
-        options, _ = self._entropy_options(packed)
-        policy = self.accelerator.unwrap_model(self.policy)
+        options, of_uncertain = self._entropy_options(packed)
         if self.loss_config.selects_by_covariance:
-            measured = self._measured(policy, "logprobs", packed)
+            measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        options |= self._counts(packed, batch) | {"teacher": self.teacher}
-        outputs = self._measured(policy, "loss", packed, **options)
-        return self._metrics(batch, packed, outputs)["loss"]
+        return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
 
     def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
@@ -343,12 +341,6 @@ class Learner:
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output
 
-    def _clip(self) -> float:
-        """Clip the gradient of all ranks to `max_grad_norm`, if there is one. Returns the norm before."""
-        limit = self.args.max_grad_norm or math.inf
-        norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), limit)
-        return float(norm.full_tensor() if is_sharded(norm) else norm)
-
     def _follow_with_reference(self) -> None:
         """Move the reference towards the policy (TR-DPO), every so many steps."""
         if self.reference is None or not self.args.sync_ref_model or self.step % self.args.ref_model_sync_steps:
@@ -368,13 +360,15 @@ class EntropyController:
     """
 
     def __init__(self, args: GRPOConfig) -> None:
-        self.args, self.coefficient, self.last_entropy = args, args.entropy_coef, math.inf
+        self.args, self.coefficient = args, args.entropy_coef
+        self.last_entropy: float | None = None
 
     @property
     def applied(self) -> float:
         if not self.args.use_adaptive_entropy:
             return self.coefficient
-        return self.coefficient if self.last_entropy <= self.args.entropy_target else 0.0
+        is_low = self.last_entropy is not None and self.last_entropy <= self.args.entropy_target
+        return self.coefficient if is_low else 0.0
 
     def update(self, entropy: float | None) -> dict[str, float]:
         """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
@@ -389,16 +383,12 @@ class EntropyController:
         return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
 
     def state(self) -> dict[str, float | None]:
-        """As JSON, which has no infinity."""
-        return {
-            "coefficient": self.coefficient,
-            "last_entropy": None if math.isinf(self.last_entropy) else self.last_entropy,
-        }
+        """As JSON."""
+        return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
 
     def load_state(self, state: dict[str, float | None]) -> None:
         """The inverse of `state`."""
-        last = state["last_entropy"]
-        self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), math.inf if last is None else last
+        self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
 
 
 def quantile(values: Tensor, share: float) -> Tensor:

@@ -43,9 +43,8 @@ from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
+from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
-from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
@@ -55,8 +54,8 @@ from fused_grpo.trainer.config.checks import check_arguments, fill_loader_option
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import WithDataLoaders
-from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
+from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
@@ -208,7 +207,10 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while not self._is_over():
                     phases = Phases(first=not self.step_metrics.steps)
-                    self._begin_step()
+                    if not self._in_epoch:
+                        self._in_epoch = True
+                        self.event("on_epoch_begin")
+                    self.event("on_step_begin")
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
@@ -305,7 +307,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         is_main = self.accelerator.is_main_process
-        self._lock_output()
+        with all_ranks_succeed(self.accelerator, "locking the output directory"):
+            if is_main:  # keeps other runs out, before anything there is cut, moved or removed
+                self.lock.acquire(self.output_dir)
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
@@ -333,12 +337,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         # Before `max_steps` where a callback has left out the rest of an epoch.
         all_epochs = self.epochs.at(self.step) >= self.epochs.total
         return self.step >= self.max_steps or self.control.should_training_stop or all_epochs
-
-    def _begin_step(self) -> None:
-        if not self._in_epoch:
-            self._in_epoch = True
-            self.event("on_epoch_begin")
-        self.event("on_step_begin")
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""

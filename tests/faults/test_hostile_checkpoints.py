@@ -145,9 +145,9 @@ def outcome(trainer, checkpoint, monkeypatch):
             found = restore(directory, trainer.learner, trainer.collector)
         except CheckpointError:
             return "refused"
-        if normal and said != normal:
+        if normal and said != normal[0]:
             return "said"
-        normal[:] = said
+        normal[:] = [list(said)]
         state = training_state(trainer.learner, trainer.collector, found.buffer, wait=True)
         for buffer in state.numbers["buffers"].values():
             del buffer["metrics"]
@@ -157,7 +157,7 @@ def outcome(trainer, checkpoint, monkeypatch):
         }
         return state.numbers, tensors, found.state.epoch
 
-    normal: list[str] = []  # where the output directory is another
+    normal: list[list[str]] = []  # what is said of the checkpoint as it was saved
     clean = restored(checkpoint)
     return lambda directory: "unaffected" if (end := restored(directory)) == clean else end
 

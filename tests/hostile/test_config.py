@@ -40,14 +40,11 @@ VALUES: list[Any] = [
     *(b"x", [], [1], ["a", 2], [None], [[]], [float("nan")], (), (1,), {}, {"a": 1}, {1: 2}, {None: object()}, {1, 2}),
     *(object(), int, len, Path("run"), Ellipsis, ["--seed=3"], {"trust_remote_code": True}, [{}], "linear", "dr_grpo"),
 ]
-ALIASES = [f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)]
-BOMB = "a: &a [x, x]\n" + "".join(ALIASES)
 PAYLOADS = [
     'seed: !!python/object/apply:os.system ["touch owned"]',
     "reward_funcs: !!python/name:os.system",
     "model: !!python/module:os",
     "config: !!python/object/new:subprocess.Popen [[touch, owned]]",
-    BOMB,
     "generation_kwargs: &a {b: *a}",
     "seed: " + "[" * 100_000,
     "- " * 100_000,
@@ -118,7 +115,6 @@ def test_command_lines(hostile, tmp_path, capsys):
     ("content", "message"),
     [
         (PAYLOADS[0], "could not determine a constructor for the tag '.*:python/object/apply:os.system'"),
-        (BOMB, r"got an alias \(\*name\), want every value where it is used"),
         ("seed: " + "[" * 100_000, "got values 21 levels deep, want at most 20"),
     ],
 )

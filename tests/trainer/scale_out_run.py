@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
-from fused_grpo.trainer.distributed import accelerator
+from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.support import Support, support_fields
@@ -172,7 +172,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
 def main(plan: Path) -> None:
     loop.RunOutput.report = lambda self: Path(self.args.output_dir)  # drawing takes five times as long as training
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        accelerator.Accelerator = ShardingAccelerator
+        sharding.Accelerator = ShardingAccelerator
     for entry in json.loads(plan.read_text()):
         run(Path(entry["out"]), entry["model"], entry["options"])
     # In order: a process that leaves while another still talks to it may abort the other.

@@ -21,7 +21,7 @@ from scale_out_run import ShardingAccelerator
 
 from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.distributed import accelerator
+from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import Completion, vllm_options, vllm_rollouts
 from fused_grpo.trainer.models import weight_stream
@@ -144,7 +144,7 @@ def sync(trainer: GRPOTrainer, fails_after: int | None) -> dict[str, Any]:
 def main(folder: str, out: Path) -> None:
     starting = MostBytes()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        accelerator.Accelerator = ShardingAccelerator
+        sharding.Accelerator = ShardingAccelerator
         starting.around(torch.distributed, "broadcast")
     trainer = make(folder, out, beta=0.1)
     own = sum(p.numel() for p in (getattr(p, "_local_tensor", p) for p in trainer.learner.policy.parameters()))

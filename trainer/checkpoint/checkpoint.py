@@ -33,10 +33,10 @@ from fused_grpo.trainer.checkpoint.manifest import (
     fsync,
     has_manifest,
     read_manifest,
-    verify_files,
+    sibling,
+    verify_checkpoint,
     write_manifest,
 )
-from fused_grpo.trainer.checkpoint.run_lock import unwritable
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def save_checkpoint(
             weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
     directory = Path(directory)
-    partial, previous = _sibling(directory, "partial"), _sibling(directory, "previous")
+    partial, previous = sibling(directory, "partial"), sibling(directory, "previous")
     # An adapter's files do not say how large they are.
     weights = sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
     with _disk_errors(directory, weights + getattr(write_more, "nbytes", 0)):
@@ -81,7 +81,7 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            with weights_stay(partial, model, state_dict, name=_unused(directory)):
+            with weights_stay(partial, model, state_dict, name=free_path(directory, "-rescued")):
                 model.save_pretrained(str(partial), state_dict=state_dict)
                 tokenizer.save_pretrained(str(partial))
                 (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
@@ -128,27 +128,10 @@ def _weight_files(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*.safetensors")}
 
 
-def _unused(directory: Path) -> Path:
-    """A name beside `directory` for the files of a save that failed."""
-    names = (directory.with_name(f"{directory.name}-rescued-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())
-
-
-def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
-    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
-
-    Raises:
-        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
-            the message names it.
-    """
-    directory = Path(directory)
-    previous = _sibling(directory, "previous")
-    if previous.exists() and not directory.exists():
-        raise CheckpointError(
-            f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
-            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
-        )
-    verify_files(directory, sums=sums)
+def free_path(path: Path, kind: str) -> Path:
+    """The first of `<path><kind>-1`, `-2`, ... that does not exist."""
+    names = (path.with_name(f"{path.name}{kind}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -198,8 +181,7 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
         unusable: list[Path] = []
         found = newest_checkpoint(output_dir, unusable=unusable)
         for path in unusable:
-            name = f"checkpoint-{step_of(path)}.unusable"
-            free = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{name}-{n}")))
+            free = free_path(path.with_name(f"checkpoint-{step_of(path)}"), ".unusable")
             try:
                 path.rename(free)
             except OSError as error:
@@ -276,15 +258,11 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
 
 
 def check_space(directory: Path, wanted: int) -> None:
-    """Check that there is room for `wanted` bytes.
-
-    Raises:
-        CheckpointError: there is not.
-    """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if shutil.disk_usage(there).free < wanted:
+    """Raise CheckpointError where there is no room for `wanted` bytes."""
+    free = shutil.disk_usage(there := existing(directory)).free
+    if free < wanted:
         raise CheckpointError(
-            f"got {_free(directory / 'final')} free at {there}, want about {_readable(wanted)} for the final model and "
+            f"got {_readable(free)} free at {there}, want about {_readable(wanted)} for the final model and "
             "checkpoints; fix: free some space (save_only_model, save_strategy='no'), or another output_dir"
         )
 
@@ -304,9 +282,8 @@ def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool
 
 
 def _free(directory: Path) -> str:
-    there = next((path for path in directory.parents if os.path.exists(path)), directory.parent)
     try:
-        return _readable(shutil.disk_usage(there).free)
+        return _readable(shutil.disk_usage(existing(directory.parent)).free)
     except OSError:
         return "an unknown number of bytes"
 
@@ -315,14 +292,14 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
+
+
 def step_of(path: Path) -> int:
     """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
     return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
-
-
-def _sibling(directory: Path, role: str) -> Path:
-    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
-    return directory.with_name(f".{directory.name}.{role}")
 
 
 def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
@@ -340,11 +317,7 @@ def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Check that every file in a directory that a save would replace is named by its manifest.
-
-    Raises:
-        CheckpointError: there is another one.
-    """
+    """Raise CheckpointError where a directory to be replaced has a file that its manifest does not name."""
     if not directory.exists():
         return
     is_known = has_manifest(directory)
@@ -357,3 +330,11 @@ def refuse_foreign(directory: Path) -> None:
             f"{'' if is_known else f', and no {MANIFEST_FILE}, as an interrupted copy'}; want a new directory or an "
             "earlier checkpoint to replace; fix: move it or those files away"
         )
+
+
+def unwritable(directory: Path, error: OSError) -> CheckpointError:
+    """The error for an output directory in which nothing can be changed."""
+    return CheckpointError(
+        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
+        "fix: choose another --output-dir"
+    )

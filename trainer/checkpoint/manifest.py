@@ -33,8 +33,6 @@ _PICKLES = (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".
 _MAX_JSON, _MAX_MANIFEST = 256 << 20, 4 << 20
 _MAX_FILES = 10_000
 
-FileSums = dict[str, tuple[int, str]]  # size in bytes and sha256, by file name
-
 
 def write_manifest(directory: Path) -> None:
     """Write the manifest of what is in `directory`, then sync all of it to the disk."""
@@ -59,11 +57,7 @@ def fsync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading, without waiting.
-
-    Raises:
-        OSError: there is none, it cannot be read, or it is a directory, a pipe, a socket or a device.
-    """
+    """Open a regular file for reading, without waiting; OSError for a directory, a pipe, a socket or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -72,11 +66,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_json(path: Path, limit: int = _MAX_JSON) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        OSError, ValueError, RecursionError: it is no regular file, has more than `limit` bytes, or is no JSON.
-    """
+    """The content of a JSON file; an error where it is no regular file or no JSON, or has more than `limit` bytes."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -92,7 +82,7 @@ def has_manifest(directory: Path) -> bool:
         return False
 
 
-def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
+def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tuple[int, str]]:
     """Size and sha256 by file name, as saved. With `any_version`, also of other versions of this package.
 
     Raises:
@@ -122,23 +112,31 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> FileSums:
     return files
 
 
-def verify_files(directory: Path, *, sums: bool = True) -> None:
-    """Compare all files of a checkpoint with its manifest; without `sums`, compare their sizes only.
+def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
+    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or there is a pickle among them.
+        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
+            the message names it.
     """
+    directory = Path(directory)
+    previous = sibling(directory, "previous")
+    if previous.exists() and not directory.exists():
+        raise CheckpointError(
+            f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
+            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
+        )
     files = read_manifest(directory)
     # Files with holes, whose sums would take forever.
     if (total := sum(size for size, _ in files.values())) > shutil.disk_usage(directory).total:
         raise damaged(directory, MANIFEST_FILE, f"has {total} bytes of files, more than the disk")
     for name, (size, sha256) in files.items():
-        path = directory / name
-        got = _size_of(directory, name)
+        with _opened(directory, name) as file:
+            got = os.fstat(file.fileno()).st_size
         if got != size:
             kind = "truncated" if got < size else "changed"
             raise damaged(directory, name, f"is {kind} ({got} bytes, {size} when saved)")
-        if sums and sha256_of(path) != sha256:
+        if sums and sha256_of(directory / name) != sha256:
             raise damaged(directory, name, "is changed (its sha256 is not the one it was saved with)")
     for path in sorted(directory.rglob("*")):
         if path.suffix.lower() in _PICKLES:
@@ -149,10 +147,16 @@ def verify_files(directory: Path, *, sums: bool = True) -> None:
             )
 
 
-def _size_of(directory: Path, name: str) -> int:
+def sibling(directory: Path, role: str) -> Path:
+    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
+    return directory.with_name(f".{directory.name}.{role}")
+
+
+@contextmanager
+def _opened(directory: Path, name: str) -> Iterator[BufferedReader]:
     try:
         with open_regular(directory / name) as file:
-            return os.fstat(file.fileno()).st_size
+            yield file
     except FileNotFoundError:
         raise damaged(directory, name, "is missing") from None
     except OSError as error:  # of the disk, or of another user's directory
@@ -168,11 +172,7 @@ def damaged(directory: Path, name: str, what: str) -> CheckpointError:
 
 @contextmanager
 def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
-    """Around the use of a file's content: an error of any kind becomes one that names the file.
-
-    Raises:
-        CheckpointError: the content of `name` is not what this run could have saved.
-    """
+    """Around the use of a file's content: any error becomes a CheckpointError that names the file."""
     try:
         yield
     except FusedGRPOError:
@@ -186,13 +186,6 @@ def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 sum of a file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from error
+    """The sha256 sum of a file; CheckpointError where it cannot be read."""
+    with _opened(path.parent, path.name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,32 +3,42 @@
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
 works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
 are renamed last. So what a crash between two renames leaves is still known as a run, and the next start moves it too.
-A run that is alive has the directory locked (`run_lock.py`): nothing of it is moved, cut or removed.
+
+A run that is alive has the directory locked: nothing of it is moved, cut or removed. The lock is the kernel's (flock),
+on the file `.lock`, and it ends with the process that has it: after a kill or a reboot nothing has to be cleaned up,
+and on network file systems it holds for all machines. What is in the file tells others who has it, and decides nothing.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import logging
 import os
 import re
 import shutil
+import socket
+import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import (
     TEMPORARY,
     checkpoints,
+    existing,
+    free_path,
     is_removable,
     refuse_foreign,
     remove,
     remove_empty,
     step_of,
+    unwritable,
 )
-from fused_grpo.trainer.checkpoint.run_lock import refuse_alive, unwritable
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
     NONFINITE_FOLDER,
@@ -42,6 +52,9 @@ from fused_grpo.trainer.config.file_names import (
 
 _log = logging.getLogger(__name__)
 
+LOCK_FILE = ".lock"
+# A check of another process holds the lock too, for less than a millisecond.
+_TRIES, _PAUSE = 5, 0.1
 # Runs of an earlier version have reward.png.
 RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
 # What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
@@ -51,18 +64,14 @@ _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER
 def check_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> list[Path]:
-    """What `prepare_output_dir` would move aside, or with `overwrite` remove. Nothing is changed.
-
-    Raises:
-        CheckpointError: where `prepare_output_dir` would raise it; or a run is alive there.
-    """
+    """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive."""
     found = _moved(Path(path), resume=resume, overwrite=overwrite, keep=keep)
     refuse_alive(Path(path))
     return found
 
 
 def _moved(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
-    there = next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
+    there = existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
@@ -157,7 +166,7 @@ def _take_back(path: Path, former: Path, before: set[Path]) -> None:
 
 def former_run(path: Path) -> Path:
     """The folder that a run in `path` would be moved to."""
-    return next(folder for number in count(1) if not (folder := Path(path) / f"former-run-{number}").exists())
+    return free_path(Path(path) / "former-run", "")
 
 
 def _run_files(path: Path) -> list[Path]:
@@ -210,3 +219,89 @@ def _leftovers(output_dir: Path) -> list[Path]:
         if (match := TEMPORARY.fullmatch(path.name)) and not path.is_symlink()
         if match[2] == "partial" or (output_dir / match[1]).exists()
     ]
+
+
+class RunLock:
+    """The lock of one run; `acquire` and `release` may be called again."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def acquire(self, directory: Path) -> None:
+        """Lock `directory`, which is made where it is missing, until `release` or the end of the process.
+
+        Raises:
+            CheckpointError: another run has it; or the directory cannot be written, or its file system has no locks.
+        """
+        self._path, self._made = directory / LOCK_FILE, not directory.exists()
+        while self._descriptor is None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise unwritable(directory, error) from error
+            _lock(descriptor, fcntl.LOCK_EX, directory)
+            # The run before may have removed the file between the two calls: then this lock is of nothing.
+            if self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                self._descriptor = descriptor
+                owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime()}
+                with suppress(OSError):  # a full disk
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, json.dumps(owner).encode())
+            else:
+                os.close(descriptor)
+
+    def release(self) -> None:
+        """Unlock the directory and remove the file. Harmless without a lock."""
+        if self._descriptor is None:
+            return
+        with suppress(OSError):
+            self._path.unlink()
+            if self._made:
+                self._path.parent.rmdir()  # only where nothing was written
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def refuse_alive(directory: Path) -> None:
+    """Raise CheckpointError where a run is alive in `directory`, or its lock cannot be read; without locking it."""
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise unwritable(directory, error) from error
+    _lock(descriptor, fcntl.LOCK_SH, directory)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int, directory: Path) -> None:
+    """Lock an open file, or close it and raise."""
+    failure = unwritable(directory, OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file"))
+    for _ in range(_TRIES if stat.S_ISREG(os.fstat(descriptor).st_mode) else 0):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            failure = CheckpointError(
+                f"got {directory}, where another run is being trained now ({_owner(descriptor)}); want an output "
+                "directory of its own; fix: choose another --output-dir, or wait until that run has ended"
+            )
+        except OSError as error:
+            failure = CheckpointError(
+                f"got {directory} on a file system without locks ({error.strerror}), where nothing would keep a second "
+                "run out; want one with them; fix: an output directory on another disk, or the file system mounted "
+                "with locks (Lustre: -o flock; NFS: its lock manager)"
+            )
+            break
+        time.sleep(_PAUSE)
+    os.close(descriptor)
+    raise failure
+
+
+def _owner(descriptor: int) -> str:
+    try:
+        owner = json.loads(os.pread(descriptor, 500, 0))
+        return f"process {int(owner['process'])} on {str(owner['host'])[:100]!r}, since {str(owner['since'])[:40]!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "of an unknown process"

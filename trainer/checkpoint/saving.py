@@ -11,7 +11,6 @@ from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
 from fused_grpo.trainer.checkpoint.resume import restore, training_state
-from fused_grpo.trainer.checkpoint.run_lock import RunLock
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.stopping import StopOnSignal
 from fused_grpo.trainer.logging.callbacks import WithCallbacks
@@ -36,7 +35,6 @@ class WithCheckpoints(WithCallbacks):
     last_metrics: dict[str, Any]
     sampler: Any
     epochs: Any
-    lock: RunLock
     _in_epoch = False
     _is_stale = False  # the engine has the weights of another run's step of that number
     _beginning: dict[str, Any] | None = None  # where the first `train` began in the data
@@ -145,12 +143,6 @@ class WithCheckpoints(WithCallbacks):
                 keep, best = self.args.save_total_limit, self.state.best_model_checkpoint
                 remove_old_checkpoints(self.output_dir, keep, step=self.step, best=best)
         return directory
-
-    def _lock_output(self) -> None:
-        """Keep other runs out, before anything in the output directory is cut, moved or removed."""
-        with all_ranks_succeed(self.accelerator, "locking the output directory"):
-            if self.accelerator.is_main_process:
-                self.lock.acquire(self.output_dir)
 
     def _begin_again(self) -> None:
         """In a further `train`: a new run from the weights as they are now, as in TRL."""

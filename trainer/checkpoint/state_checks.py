@@ -65,9 +65,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
 
 
-def check_tensors(
-    here: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, stateless: frozenset[str] = frozenset()
-) -> None:
+def check_tensors(here: Tensors, saved: Tensors, *, stateless: frozenset[str] = frozenset()) -> None:
     """Compare tensors with those of this run: names, shapes and dtypes; all values are finite.
 
     Raises:
@@ -122,11 +120,7 @@ def check_optimizer_state(
 
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:
-    """Compare the content of training.json with what this run would save there.
-
-    Raises:
-        KeyError, TypeError: a field is missing, of another form, or a number is out of its range.
-    """
+    """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
     check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     form_of_place = {"dropped": 0, "stream": None if place.get("stream") is None else stream_form}
@@ -142,11 +136,7 @@ def _check_log(where: str, log: Any) -> None:
 
 
 def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
-    """Compare numbers that follow from one another: steps, batches, prompts and epochs.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError where numbers do not follow from one another: steps, batches, prompts and epochs."""
     args, processes, step, skips = learner.args, learner.accelerator.num_processes, numbers["step"], numbers["skipped"]
     prompts = args.prompts_per_generation(processes)
     steps = args.optimizer_steps_per_generation(processes) * args.num_iterations
@@ -158,6 +148,7 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
         "scheduler.last_epoch": schedule == step - skips["total"] or "last_epoch" not in learner.beginning[1],
+        "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
         "prompts": used >= calls * prompts and (jumped or used == calls * prompts),
         "prompts_of_pass": max(place.get("prompts_of_pass", 0), place.get("pass", 0)) <= used + place.get("dropped", 0),

@@ -8,8 +8,6 @@ much memory it needs. Below them are the warnings that the run would begin with.
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,21 +23,14 @@ from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
+from fused_grpo.trainer.data.prompt_sampler import planned_steps
 from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
-    """The parts of the output of `--dry-run`, one after the other, up to the first that fails.
-
-    Args:
-        options: the options of the run.
-        load_rows: loads the dataset and the eval set.
-
-    Raises:
-        FusedGRPOError: what the run would raise before it loads anything.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    """The parts of the output of `--dry-run`, one after the other, up to the first error that the run would raise."""
+    processes = options.world_size
     yield resolved(options)
     try:
         rows, held_out = load_rows()
@@ -56,7 +47,11 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
         yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
     advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
-    for text in [*advice, *output_warnings(start)]:
+    if start.replaced:
+        names = ", ".join(sorted(entry.name for entry in start.replaced))
+        fate = "removed" if options.overwrite_output_dir else f"moved to {former_run(Path(options.output_dir))}"
+        advice.append(f"{Path(options.output_dir)} holds another run ({names}), which would be {fate}")
+    for text in advice:
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
@@ -81,15 +76,6 @@ def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
     )
 
 
-def output_warnings(start: Start) -> Iterator[str]:
-    """What the run would do with another run in its output directory."""
-    path = Path(start.args.output_dir)
-    if start.replaced:
-        names = ", ".join(sorted(entry.name for entry in start.replaced))
-        fate = "removed" if start.args.overwrite_output_dir else f"moved to {former_run(path)}"
-        yield f"{path} holds another run ({names}), which would be {fate}"
-
-
 def resolved(options: TrainOptions) -> str:
     """The options that are not at their defaults, as YAML."""
     default = type(options)()
@@ -103,11 +89,7 @@ def resolved(options: TrainOptions) -> str:
 
 
 def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | None) -> str:
-    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length.
-
-    Raises:
-        InputError: the sequences of a generated batch do not divide into whole groups.
-    """
+    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length."""
     per_rollout = options.prompts_per_generation(processes)
     steps = options.optimizer_steps_per_generation(processes)
     group, iterations = options.num_generations, options.num_iterations
@@ -121,12 +103,11 @@ def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | No
         ("used for", f"{steps} optimizer step(s) x {iterations} pass(es) (num_iterations)"),
     ]
     if prompts is not None:
-        each = steps * iterations
-        rows.append(("one epoch", f"{prompts} prompts = {prompts / per_rollout * each:.4g} optimizer steps"))
-        planned = math.ceil(prompts * options.num_train_epochs / per_rollout) * each
-        count, source = (planned, "num_train_epochs") if options.max_steps < 0 else (options.max_steps, "max_steps")
-        rows.append(("the run", f"{count} optimizer steps ({source})"))
-    return _section("the batch", rows)
+        epoch = prompts / per_rollout * steps * iterations
+        rows.append(("one epoch", f"{prompts} prompts = {epoch:.4g} optimizer steps"))
+        source = "num_train_epochs" if options.max_steps < 0 else "max_steps"
+        rows.append(("the run", f"{planned_steps(options, prompts, processes)[0]} optimizer steps ({source})"))
+    return "\n".join(["the batch", *(f"  {name:20} {value}" for name, value in rows)]) + "\n"
 
 
 def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
@@ -145,12 +126,4 @@ def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
         lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
     below = textwrap.wrap(LEFT_OUT, 80)
     title = "memory of one device, an estimate"
-    return "\n".join([title, *_indented([letters, assumed, *lines]), *below])
-
-
-def _section(title: str, rows: list[tuple[str, str]]) -> str:
-    return "\n".join([title, *_indented([f"{name:20} {value}" for name, value in rows])]) + "\n"
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *below])

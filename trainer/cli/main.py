@@ -21,8 +21,6 @@ from fused_grpo.trainer import extra_installed
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.cli.options import TrainOptions
-    from fused_grpo.trainer.logging.run_output import TrainResult
-    from fused_grpo.trainer.loop import GRPOTrainer
 
 USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
 
@@ -42,9 +40,6 @@ USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
 """
 
 
-BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE has ended
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `fused-grpo` script. Errors of ours end it with their message and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -57,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(BROKEN_PIPE)
+        sys.exit(141)  # what a shell reports for a program that SIGPIPE has ended
     except FusedGRPOError as error:
         sys.exit(f"fused-grpo: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
@@ -65,16 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the command of `arguments`. Each imports what it needs, so that `env` works in any environment.
-
-    Raises:
-        InputError: an unknown command.
-    """
+    """Run a command, or raise InputError. Each imports what it needs, so that `env` works in any environment."""
     match arguments:
         case ["train", *options]:
             train(options)
         case ["report", directory] if not directory.startswith("-"):
-            report(Path(directory))
+            from fused_grpo.trainer.logging.report import write_report
+
+            print(write_report(Path(directory)))
         case ["report", *_]:
             raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
         case ["recipes"]:
@@ -85,7 +78,10 @@ def run(arguments: Sequence[str]) -> None:
             # By name, because bench/ is above this floor; it needs pytest.
             sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
         case ["env"]:
-            print_environment()
+            from fused_grpo.env import environment
+
+            for name, value in environment().items():
+                print(f"{name:14} {value}")
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
         case [unknown, *_]:
@@ -105,10 +101,13 @@ def train(arguments: Sequence[str]) -> None:
     if sys.stderr.isatty():
         enable_progress_bars()  # of downloads
     # Before anything slow: the output directory is checked before a model is loaded.
-    options.prompts_per_process(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    options.prompts_per_process(num_processes=options.world_size)
     check_combination(options)
     if options.dry_run:
-        show(options)
+        from fused_grpo.trainer.cli.dry_run import dry_run
+
+        for part in dry_run(options, lambda: load_all(options)) if options.should_log else ():
+            say(part)
         return
     check_output_dir(
         Path(options.output_dir),
@@ -116,18 +115,11 @@ def train(arguments: Sequence[str]) -> None:
         overwrite=options.overwrite_output_dir,
         keep=options.model,
     )
-    if options.model is None:
-        train_demo(options)
-    else:
-        train_given(options)
+    train_model(options)
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Check that model, dataset and rewards are all given or all left out; with a teacher, rewards may be.
-
-    Raises:
-        InputError: some are given without the others.
-    """
+    """Raise InputError where only some of model, dataset and rewards are given; with a teacher, rewards may lack."""
     given = {
         "--model": options.model is not None,
         "--dataset": options.dataset is not None,
@@ -141,75 +133,38 @@ def check_combination(options: TrainOptions) -> None:
         raise InputError(f"got {has} without {lacks}, want all three, or none for the built-in task; fix: add {lacks}")
 
 
-def show(options: TrainOptions) -> None:
-    """`--dry-run`, on the first process."""
-    from fused_grpo.trainer.cli.dry_run import dry_run
-    from fused_grpo.trainer.recipes import arithmetic
-
-    def rows() -> tuple[Any, Any]:
-        splits = arithmetic.build_splits()
-        return (splits.train, splits.heldout) if options.model is None else load_all(options)
-
-    if is_first_process():
-        for part in dry_run(options, rows):
-            say(part)
-
-
-def train_demo(options: TrainOptions) -> None:
-    """Train the built-in arithmetic task. The last line is the held-out accuracy before and after."""
+def train_model(options: TrainOptions) -> None:
+    """Train the user's model, or the built-in task: then the last line is the held-out accuracy before and after."""
     from fused_grpo.trainer.loop import GRPOTrainer
     from fused_grpo.trainer.recipes import arithmetic
 
-    if not torch.cuda.is_available():
-        # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
-        torch.set_num_threads(1)
-    say("no --model given: training the small one of the built-in arithmetic task")
-    splits = arithmetic.build_splits()
-    model, tokenizer = arithmetic.load_base_model()
-    trainer = GRPOTrainer(
-        model,
-        arithmetic.accuracy_reward,
-        options.trainer_args(),
-        splits.train,
-        eval_dataset=splits.heldout,
-        processing_class=tokenizer,
-        **more_arguments(options),
-    )
-    result = run_trainer(trainer)
-    if result.eval_before is not None and result.eval_after is not None:
-        say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
-
-
-def train_given(options: TrainOptions) -> None:
-    """Train the user's model, with their dataset and reward functions."""
-    from fused_grpo.trainer.loop import GRPOTrainer
-
-    assert options.model is not None
-    trainer = GRPOTrainer(
-        options.model,
-        options.reward_funcs,
-        options.trainer_args(),
-        *load_all(options),
-        **more_arguments(options),
-    )
-    say(f"model: {run_trainer(trainer).checkpoint}")
-
-
-def run_trainer(trainer: GRPOTrainer) -> TrainResult:
-    """Train, destroy the process group, and print where the report is."""
+    model: Any = options.model
+    reward_funcs: Any = options.reward_funcs
+    more = {"peft_config": options.peft_config(), "teacher_model": options.teacher_model}
+    if model is None:
+        if not torch.cuda.is_available():
+            # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
+            torch.set_num_threads(1)
+        say("no --model given: training the small one of the built-in arithmetic task")
+        model, more["processing_class"] = arithmetic.load_base_model()
+        reward_funcs = arithmetic.accuracy_reward
+    trainer = GRPOTrainer(model, reward_funcs, options.trainer_args(), *load_all(options), **more)
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     say(f"report: {result.report}")
-    return result
-
-
-def more_arguments(options: TrainOptions) -> dict[str, Any]:
-    """The trainer's arguments for a LoRA adapter and a teacher; None without."""
-    return {"peft_config": options.peft_config(), "teacher_model": options.teacher_model}
+    if options.model is not None:
+        say(f"model: {result.checkpoint}")
+    elif result.eval_before is not None and result.eval_after is not None:
+        say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
 
 
 def load_all(options: TrainOptions) -> tuple[Any, Any]:
-    """The training rows and the held-out ones, which are None where no option names them."""
+    """The training rows, and the held-out ones or None where no option names them. Without a model: the demo's."""
+    from fused_grpo.trainer.recipes import arithmetic
+
+    if options.model is None:
+        splits = arithmetic.build_splits()
+        return splits.train, splits.heldout
     held_out = options.eval_dataset is not None
     return load_prompts(options, held_out=False), load_prompts(options, held_out=True) if held_out else None
 
@@ -255,11 +210,7 @@ def load_source(source: str, split: str, config: str | None) -> Any:
 
 
 def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
-    """The rows with the column of prompts as "prompt", and that of answers as the rewards read it.
-
-    Raises:
-        DataError: a column of `prompt_column`, `answer_column` or a reward with a short name is not there.
-    """
+    """The rows with the prompts as "prompt" and the answers as the rewards read them; DataError without a column."""
     from fused_grpo.trainer.data.datasets import columns_of, renamed
     from fused_grpo.trainer.rewards.builtin_rewards import NAMED
 
@@ -283,22 +234,10 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     return renamed(rows, names)
 
 
-def is_first_process() -> bool:
-    """Whether this is rank 0 by the launcher's variables, before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(text: str) -> None:
-    """Print a line, on the first process only."""
-    if is_first_process():
+    """Print a line on the first process alone, which the launcher names: there may be no process group yet."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
-
-
-def report(output_dir: Path) -> None:
-    """Write the report of a run from its logs, and print its path."""
-    from fused_grpo.trainer.logging.report import write_report
-
-    print(write_report(output_dir))
 
 
 def print_recipes() -> None:
@@ -320,14 +259,3 @@ def print_rewards() -> None:
         print(f"{usage_of(name):20} {reward.scores}")
         if reward.column:
             print(f"{'':20} reads the column {reward.column!r} (--answer-column)")
-
-
-def print_environment() -> None:
-    from fused_grpo.env import environment
-
-    for name, value in environment().items():
-        print(f"{name:14} {value}")
-
-
-if __name__ == "__main__":
-    main()

@@ -64,7 +64,8 @@ METAVARS: dict[Any, str] = {
     list[str] | str | None: "STR [STR ...]",
 }
 
-# Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings.
+# Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
+# hours of parsing.
 MAX_DEPTH = 20
 
 
@@ -134,11 +135,7 @@ class TrainOptions(GRPOConfig):
         return GRPOConfig(**{field.name: getattr(self, field.name) for field in own_fields(GRPOConfig)})
 
     def peft_config(self) -> Any:
-        """The `peft.LoraConfig` of these options; None without `use_peft`.
-
-        Raises:
-            UnavailableError: peft is not installed.
-        """
+        """The `peft.LoraConfig` of these options; None without `use_peft`, UnavailableError without peft."""
         if not self.use_peft:
             return None
         try:
@@ -193,7 +190,11 @@ def as_arguments(values: dict[str, Any]) -> list[str]:
         if types[name] is bool and isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, dict):
-            arguments.append(f"--{option}={_as_json(name, value)}")
+            try:
+                arguments.append(f"--{option}={json.dumps(value)}")
+            except (TypeError, ValueError) as error:
+                what = f"got {name} with a value that JSON does not have ({error})"
+                raise InputError(f"{what}, want text or a number") from error
         elif isinstance(value, list):
             arguments += [f"--{option}", *map(str, value)]
         else:
@@ -218,8 +219,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
         raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
     try:
-        values = _plain_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:  # no text, days that no month has, levels
+        text, depth = path.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
@@ -231,28 +237,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
-
-
-def _plain_yaml(text: str) -> Any:
-    """The values of a YAML text without aliases and deep nesting.
-
-    A few lines of aliases can stand for more than fits into memory, and nested brackets can take hours of parsing.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise InputError("got an alias (*name), want every value where it is used")
-        if depth > MAX_DEPTH:
-            raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
-    return yaml.safe_load(text)
-
-
-def _as_json(name: str, value: dict[str, Any]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"got {name} with a value that JSON does not have ({error}), want text or a number") from error
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -284,10 +268,10 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
             annotation = Annotated[dict[str, Any] | None, JSON_OBJECT]
         elif name in COMMANDS:
             annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
-        differs = name in demo and demo[name] != getattr(real, name)
+        demos = f"; demo: {demo[name]}" if name in demo and demo[name] != getattr(real, name) else ""
         shown: dict[str, Any] = {
             "help": helps[name],
-            "help_behavior_hint": partial(_default, demo=f"; demo: {demo[name]}" if differs else ""),
+            "help_behavior_hint": lambda default, demos=demos: f"(default: {default or 'none'}{demos})",
             "metavar": METAVARS.get(types[name]),
         }
         annotation = Annotated[annotation, tyro.conf.arg(**shown)]
@@ -297,11 +281,6 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
         group = dataclasses.make_dataclass(f"Section{number}", fields)
         groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
     return dataclasses.make_dataclass("Sections", groups)
-
-
-def _default(default: str, *, demo: str) -> str:
-    """What the help says about the default of an option."""
-    return f"(default: {default or 'none'}{demo})"
 
 
 def _read_object(texts: list[str]) -> dict[str, Any] | None:

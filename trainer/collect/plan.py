@@ -25,11 +25,7 @@ from fused_grpo.trainer.models.teacher import SELF
 
 
 def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
-    """Print what the run will do, and what its options alone give reason to warn of, on the first process.
-
-    Returns:
-        What was printed, for run.json and trackers.
-    """
+    """Print what the run will do and what its options alone warn of, on the first process. Returns what it will do."""
     args, engine, dataset, shape = start.args, start.engine, start.train, start.shape
     engine = start.engine_name if engine is None else getattr(engine, "name", FunctionEngine.name)
     is_known = not is_stream(dataset)
@@ -81,7 +77,9 @@ def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False
     name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
     if shape is None:
         return name
-    return f"{name} ({short_number(shape.parameters)} parameters{'' if is_teacher else _trained(shape)})"
+    is_part = shape.trained < shape.parameters and not is_teacher
+    trained = f", {short_number(shape.trained)} of them trained" if is_part else ""
+    return f"{name} ({short_number(shape.parameters)} parameters{trained})"
 
 
 def _kind(dataset: Any, tokenizer: Any) -> str:
@@ -109,10 +107,6 @@ def _batch(args: GRPOConfig, processes: int) -> str:
         f"used {args.num_iterations} times" * (args.num_iterations > 1),
     ]
     return ", ".join(filter(None, parts))
-
-
-def _trained(shape: ModelShape) -> str:
-    return f", {short_number(shape.trained)} of them trained" if shape.trained < shape.parameters else ""
 
 
 def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> str:

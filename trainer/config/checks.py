@@ -3,92 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fused_grpo.errors import InputError
-from fused_grpo.trainer.config.trl_fields import refuse_trainer_arguments, warn_once
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS, warn_once
 
-AT_LEAST_1 = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_iterations",
-    "log_completions_steps",
-    "max_completion_length",
-    "ref_model_sync_steps",
-    "ddp_timeout",
-)
-AT_LEAST_1_OR_NONE = (
-    "steps_per_generation",
-    "generation_batch_size",
-    "max_tokens_per_micro_batch",
-    "chunk_bytes",
-    "torch_empty_cache_steps",
-    "ddp_bucket_cap_mb",
-    "num_generations_eval",
-    "num_completions_to_print",
-    "vllm_max_model_length",
-)
-FINITE = (
-    "num_train_epochs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_epsilon",
-    "repetition_penalty",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-)
-NOT_NEGATIVE = (
-    "warmup_steps",
-    "weight_decay",
-    "dynamic_sampling",
-    "reward_retries",
-    "max_skipped_steps",
-    "rollouts_kept_steps",
-)
-INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
-SECONDS, LONGEST = ("ddp_timeout", "reward_timeout", "vllm_server_timeout"), 10**8
-LARGEST_SEED = 2**31 - 1
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "scale_rewards": ("group", "batch", "none"),
-    "advantage_estimator": ("grpo", "dr_grpo", "rloo", *WHITENED, "maxrl"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "reward_failure": ("fail", "retry", "drop"),
-    "rollout_failure": ("fail", "retry", "drop"),
-    "logprob_mismatch": ("fail", "warn", None),
-    "long_prompts": ("drop", "fail"),
-    "sampling_support": ("auto", "require", "off"),
-    "vllm_mode": ("colocate", "server"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch", "best"),
-}
+LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
+# What is wanted, how it is checked, and of which options. None is no value: the type of an option says where it may be.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps ddp_timeout "
+        "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
+        "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
+        "num_completions_to_print vllm_max_model_length",
+    ),
+    (
+        "a number of steps, or a share of all steps between 0 and 1",
+        lambda value: 0 < value < 1 or (isinstance(value, int) and value >= 1),
+        "logging_steps eval_steps save_steps",
+    ),
+    (
+        "a finite number",
+        math.isfinite,
+        "num_train_epochs warmup_steps weight_decay adam_epsilon repetition_penalty entropy_coef_min entropy_coef_max "
+        "entropy_coef_delta entropy_target",
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        "warmup_steps weight_decay dynamic_sampling reward_retries max_skipped_steps rollouts_kept_steps",
+    ),
+    (
+        "finite and >= 0",
+        lambda value: 0 <= value < math.inf,
+        "learning_rate router_aux_loss_coef distillation_coef",
+    ),
+    ("> 0", lambda value: value > 0, "num_train_epochs adam_epsilon repetition_penalty max_logprob_difference"),
+    ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, "min_p ref_model_mixup_alpha"),
+    ("in (0, 1]", lambda value: 0 < value <= 1, "top_p vllm_gpu_memory_utilization"),
+    ("a number of steps > 0, or -1 for epochs", lambda value: value == -1 or value > 0, "max_steps"),
+    ("at least 0; 0 does not clip", lambda value: value >= 0, "max_grad_norm"),
+    ("at least 0; 0 keeps all", lambda value: value >= 0, "save_total_limit"),
+    ("at least 0; 0 means all tokens", lambda value: value >= 0, "top_k"),
+    ("> 0: greedy samples give a group no differences", lambda value: 0 < value < math.inf, "temperature"),
+    (
+        "between 0 and 1, without both; fix: distillation_kind='forward_kl' for TRL's 0, 'reverse_kl' for its 1",
+        lambda value: 0 < value < 1,
+        "distillation_beta",
+    ),
+    (
+        f"seconds, {LONGEST} at most, and > 0",
+        lambda value: 0 < value <= LONGEST,
+        "ddp_timeout reward_timeout vllm_server_timeout",
+    ),
+    (f"a number from 0 to {LARGEST_SEED}", lambda value: 0 <= value <= LARGEST_SEED, "seed data_seed"),
+    (
+        "a schedule that depends on the number of the step alone",
+        lambda value: value != "reduce_lr_on_plateau",
+        "lr_scheduler_type",
+    ),
+)
 
 
 def check_config(args: Any) -> None:
-    """Check the range of every option, and that the options go together.
-
-    Raises:
-        InputError: at the first that fails.
-    """
-    for name in AT_LEAST_1:
-        want(args, name, getattr(args, name) >= 1, "at least 1")
-    for name in AT_LEAST_1_OR_NONE:
-        value = getattr(args, name)
-        want(args, name, value is None or value >= 1, "at least 1, or None")
-    for name in INTERVALS:
-        value = getattr(args, name)
-        is_interval = value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1)
-        want(args, name, is_interval, "a number of steps, or a share of all steps between 0 and 1")
-    for name, choices in CHOICES.items():
-        want(args, name, getattr(args, name) in choices, " or ".join(map(repr, choices)))
+    """Check the range of every option, and that the options go together; InputError at the first that fails."""
+    for wanted, holds, names in RANGES:
+        for name in names.split():
+            value = getattr(args, name)
+            or_none = "None, or " if "None" in str(args.__dataclass_fields__[name].type) else ""
+            want(args, name, value is None or holds(value), or_none + wanted)
+    alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    # What a completion learns from a teacher depends on no other.
+    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
+    want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
     _check_optimizer(args)
-    _check_numbers(args)
-    _check_bounds(args)
     _check_together(args)
 
 
@@ -99,7 +92,9 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_
         UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
         InputError: `rollout_func` with `generate_ahead`, evaluations without a dataset, or as `check_teacher`.
     """
-    refuse_trainer_arguments(**missing)
+    for name, value in missing.items():
+        if value:
+            raise UnsupportedError(f"got {name}, which this trainer does not have; fix: {MISSING_ARGUMENTS[name]}")
     check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
@@ -112,11 +107,7 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_
 
 
 def check_teacher(args: Any, teacher_model: Any) -> None:
-    """Check that there is a teacher where its divergence has a weight, and nowhere else.
-
-    Raises:
-        InputError: one without the other.
-    """
+    """Raise InputError for a teacher whose divergence has no weight, or a weight without a teacher."""
     if args.distillation_coef > 0 and teacher_model is None:
         raise InputError(
             f"got distillation_coef={args.distillation_coef} without a teacher_model, want one to distil from; fix: a "
@@ -192,54 +183,7 @@ def _check_optimizer(args: Any) -> None:
     want(args, "optim", not schedule_free, "one that samples and saves the weights that it trains")
 
 
-def _check_numbers(args: Any) -> None:
-    alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
-    # What a completion learns from a teacher depends on no other.
-    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
-    want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
-    want(args, "max_steps", args.max_steps == -1 or args.max_steps > 0, "a number of steps > 0, or -1 for epochs")
-    want(args, "num_train_epochs", args.num_train_epochs > 0, "> 0")
-    want(args, "learning_rate", 0 <= args.learning_rate < math.inf, "finite and >= 0")
-    plateau = args.lr_scheduler_type == "reduce_lr_on_plateau"
-    want(args, "lr_scheduler_type", not plateau, "a schedule that depends on the number of the step alone")
-    want(args, "max_grad_norm", args.max_grad_norm is None or args.max_grad_norm >= 0, "at least 0; 0 does not clip")
-    want(args, "save_total_limit", (args.save_total_limit or 0) >= 0, "at least 0; 0 keeps all")
-    want(args, "temperature", 0 < args.temperature < math.inf, "> 0: greedy samples give a group no differences")
-    want(args, "top_p", args.top_p is None or 0 < args.top_p <= 1, "in (0, 1]")
-    want(args, "top_k", (args.top_k or 0) >= 0, "at least 0; 0 means all tokens")
-    want(args, "min_p", args.min_p is None or 0 <= args.min_p <= 1, "in [0, 1]")
-    want(args, "repetition_penalty", args.repetition_penalty > 0, "> 0")
-    want(args, "adam_beta1", 0 <= args.adam_beta1 < 1, "in [0, 1)")
-    want(args, "adam_beta2", 0 <= args.adam_beta2 < 1, "in [0, 1)")
-    want(args, "adam_epsilon", args.adam_epsilon > 0, "> 0")
-    want(args, "vllm_gpu_memory_utilization", 0 < args.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
-    coefficient = args.router_aux_loss_coef
-    want(args, "router_aux_loss_coef", coefficient is None or 0 <= coefficient < math.inf, "finite and >= 0, or None")
-    want(args, "ref_model_mixup_alpha", 0 <= args.ref_model_mixup_alpha <= 1, "in [0, 1]")
-    want(args, "vllm_server_timeout", args.vllm_server_timeout > 0, "seconds > 0")
-    want(args, "reward_timeout", args.reward_timeout is None or args.reward_timeout > 0, "seconds > 0, or None")
-    difference = args.max_logprob_difference
-    want(args, "max_logprob_difference", difference is None or difference > 0, "> 0, or None")
-    for name in NOT_NEGATIVE:
-        want(args, name, getattr(args, name) >= 0, "at least 0")
-
-
-def _check_bounds(args: Any) -> None:
-    """Upper limits, and NaN."""
-    for name in FINITE:
-        want(args, name, math.isfinite(getattr(args, name)), "a finite number")
-    for name in SECONDS:
-        seconds = getattr(args, name)
-        want(args, name, seconds is None or seconds <= LONGEST, f"seconds, {LONGEST} at most")
-    for name in ("seed", "data_seed"):
-        seed = getattr(args, name)
-        want(args, name, seed is None or 0 <= seed <= LARGEST_SEED, f"a number from 0 to {LARGEST_SEED}")
-
-
 def _check_distillation(args: Any) -> None:
-    want(args, "distillation_coef", 0 <= args.distillation_coef < math.inf, "finite and >= 0")
-    both = "between 0 and 1, without both; fix: distillation_kind='forward_kl' for TRL's 0, 'reverse_kl' for its 1"
-    want(args, "distillation_beta", 0 < args.distillation_beta < 1, both)
     if args.distillation_coef == 0:
         return
     with_teacher = f"with distillation_coef={args.distillation_coef}"

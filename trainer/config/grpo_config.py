@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from fused_grpo.config import BOUNDED, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import check_option_types, is_of, readable
-from fused_grpo.trainer.config.as_transformers import AsTransformers
-from fused_grpo.trainer.config.batch_arithmetic import BatchArithmetic
 from fused_grpo.trainer.config.checks import check_config
-from fused_grpo.trainer.config.normalise import OVERRIDDEN, complete_intervals, normalise
-from fused_grpo.trainer.config.trl_fields import MISSING, check_missing, warn_once, with_trl_fields
+from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, warn_once, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
@@ -36,13 +34,13 @@ else:
 
 PYTHON_TYPES: dict[str, Any] = {
     "resume_from_checkpoint": bool | str | None,
-    "scale_rewards": str,
+    "scale_rewards": Literal["group", "batch", "none"],
 }
 
 
 @dataclass
 @with_trl_fields
-class GRPOConfig(BatchArithmetic, AsTransformers):
+class GRPOConfig(DerivedOptions):
     """Options of a GRPO run.
 
     Raises:
@@ -408,12 +406,13 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
     """Make the repository private where it is new."""
 
     def __post_init__(self) -> None:
-        normalise(self)
+        normalise(self, MAPPINGS)
         check_option_types(self, but=("report_to", *PYTHON_TYPES, *MISSING))
         for name, kind in PYTHON_TYPES.items():
             if not is_of(getattr(self, name), kind):
                 raise InputError(f"got {name}={repr(getattr(self, name))[:200]}, want {readable(kind)}")
-        check_missing(self)
+        for name in MISSING:
+            refuse_unless_harmless(name, getattr(self, name))
         complete_intervals(self)
         check_config(self)
         self.loss_config(corrected=self.use_vllm is not False)
@@ -461,6 +460,9 @@ class GRPOConfig(BatchArithmetic, AsTransformers):
                 if name not in OVERRIDDEN and (name, value) != ("do_sample", True)
             },
         )
+
+
+MAPPINGS = [name for name, kind in GRPOConfig.__annotations__.items() if kind == "JSONObject"]
 
 
 def own_fields(cls: type) -> list[Field[Any]]:

@@ -51,17 +51,12 @@ def _only_loads_data(value: Any) -> bool:
     return all(name in loading or not setting for name, setting in settings.items())
 
 
-_MULTIMODAL = "text only"
 _TOOLS = "agents are not supported yet: no tools or environments, and all tokens of a completion are the model's"
 _PREDICTIONS = "an evaluation logs rewards and keeps no predictions"
-_TRANSFORMERS = "an option of transformers.Trainer's loop, which is not used"
 _ACCELERATE = "set by `accelerate launch` and its configuration file"
 _DEEPSPEED = "DDP or FSDP2 by `accelerate launch`; DeepSpeed is refused"
-_PRECISION = "bf16 or fp32; weights stay in fp32"
 _LOADER = "rows are read as they are needed, by one process"
 _HUB = "push_to_hub uploads the final model, once, with the account that is logged in"
-_FUSED = "the head is fused here already"
-_TRACKIO = "configure trackio through its own environment variables"
 _COMPILE = "compile the model before you pass it"
 
 MISSING: dict[str, Missing] = {
@@ -77,26 +72,24 @@ MISSING: dict[str, Missing] = {
     ),
     "vllm_tensor_parallel_size": Missing(1, "an engine in process has one device; a server may span several"),
     "max_tool_calling_iterations": Missing(None, _TOOLS, _any, int | None),
-    "log_multimodal": Missing(True, _MULTIMODAL, _any),
+    "log_multimodal": Missing(True, "text only", _any),
     "log_unique_prompts": Missing(False, "the table shows the best and the worst of different prompts", _any),
     "log_completions_hub_repo": Missing(None, "rollouts.jsonl is a file to upload as you like"),
-    "use_transformers_continuous_batching": Missing(False, "vLLM does that"),
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "use_transformers_paged"), Missing(False, "vLLM does that")
+    ),
     "transformers_continuous_batching_config": Missing(None, "vLLM does that", _any),
-    "use_transformers_paged": Missing(False, "vLLM does that"),
     "average_tokens_across_devices": Missing(
         True, "as in TRL's own loss, the tokens of all processes are counted", _any
     ),
     "label_smoothing_factor": Missing(0.0, "a policy gradient has no labels"),
-    "fp16": Missing(False, _PRECISION),
-    "bf16_full_eval": Missing(False, _PRECISION),
-    "fp16_full_eval": Missing(False, _PRECISION),
+    **dict.fromkeys(("fp16", "bf16_full_eval", "fp16_full_eval"), Missing(False, "bf16 or fp32; weights stay in fp32")),
     "torch_compile": Missing(False, _COMPILE),
-    "torch_compile_backend": Missing(None, _COMPILE),
-    "torch_compile_mode": Missing(None, _COMPILE),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), Missing(None, _COMPILE)),
     "use_liger_kernel": Missing(
         False, "the head is fused already; for Liger's layers set model_init_kwargs={'use_kernels': True}", _any
     ),
-    "liger_kernel_config": Missing(None, _FUSED, _any),
+    "liger_kernel_config": Missing(None, "the head is fused here already", _any),
     "use_cache": Missing(False, "training needs no KV cache, and sampling has its own", _any),
     "neftune_noise_alpha": Missing(None, "noise in the embeddings would be in the log-probs too", kind=float | None),
     # TRL refuses it too, with a ValueError.
@@ -107,46 +100,42 @@ MISSING: dict[str, Missing] = {
     ),
     "include_num_input_tokens_seen": Missing("no", "num_tokens is logged", _any),
     "disable_tqdm": Missing(None, "there is no bar to disable", _any, bool | None),
-    "trackio_space_id": Missing(None, _TRACKIO),
-    "trackio_bucket_id": Missing(None, _TRACKIO),
-    "trackio_static_space_id": Missing(None, _TRACKIO),
+    **dict.fromkeys(
+        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        Missing(None, "configure trackio through its own environment variables"),
+    ),
     "per_device_eval_batch_size": Missing(8, "an evaluation is one generate call; the engine batches it", _any),
-    "prediction_loss_only": Missing(False, _PREDICTIONS, _any),
+    **dict.fromkeys(
+        ("prediction_loss_only", "eval_use_gather_object", "batch_eval_metrics"), Missing(False, _PREDICTIONS, _any)
+    ),
     "eval_do_concat_batches": Missing(True, _PREDICTIONS, _any),
-    "eval_use_gather_object": Missing(False, _PREDICTIONS, _any),
     "eval_accumulation_steps": Missing(None, _PREDICTIONS, _any, int | None),
     "include_for_metrics": Missing([], _PREDICTIONS, _any, list[str]),
-    "batch_eval_metrics": Missing(False, _PREDICTIONS, _any),
     "save_on_each_node": Missing(False, "the first process alone writes"),
     "enable_jit_checkpoint": Missing(
         False, "always on: SIGTERM ends a run with a checkpoint after the current step", _any
     ),
-    "hub_token": Missing(None, _HUB),
+    **dict.fromkeys(("hub_token", "hub_revision"), Missing(None, _HUB)),
     "hub_strategy": Missing("every_save", _HUB),
     "hub_always_push": Missing(False, _HUB),
-    "hub_revision": Missing(None, _HUB),
     "ignore_data_skip": Missing(False, "a checkpoint holds the position in the data: no row is skipped"),
     "accelerator_config": Missing(None, _ACCELERATE, _only_loads_data),
     "parallelism_config": Missing(None, _ACCELERATE),
     "dataloader_drop_last": Missing(False, "the next epoch continues the last batch: no row is dropped"),
     "dataloader_num_workers": Missing(0, _LOADER, _any),
-    "dataloader_pin_memory": Missing(True, _LOADER, _any),
+    **dict.fromkeys(("dataloader_pin_memory", "dataloader_in_order"), Missing(True, _LOADER, _any)),
     "dataloader_persistent_workers": Missing(False, _LOADER, _any),
     "dataloader_prefetch_factor": Missing(None, _LOADER, _any, int | None),
     "dataloader_multiprocessing_context": Missing(None, _LOADER, _any),
-    "dataloader_in_order": Missing(True, _LOADER, _any),
     "remove_unused_columns": Missing(False, "the model gets the prompt alone; all columns go to the rewards", _any),
     "label_names": Missing(None, "a policy gradient has no labels", _any, list[str] | None),
     "train_sampling_strategy": Missing("random", "set shuffle_dataset"),
     "length_column_name": Missing("length", "rows are not grouped by length", _any),
-    "fsdp": Missing(None, _ACCELERATE, _empty),
-    "fsdp_config": Missing(None, _ACCELERATE, _empty),
+    **dict.fromkeys(("fsdp", "fsdp_config"), Missing(None, _ACCELERATE, _empty)),
     "deepspeed": Missing(None, _DEEPSPEED, _empty),
-    "debug": Missing("", _TRANSFORMERS, _empty),
+    "debug": Missing("", "an option of transformers.Trainer's loop, which is not used", _empty),
     "skip_memory_metrics": Missing(True, "memory is not logged; docs/trainer.md says what is", _any),
-    "do_train": Missing(False, "your script decides", _any),
-    "do_eval": Missing(False, "your script decides", _any),
-    "do_predict": Missing(False, "your script decides", _any),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), Missing(False, "your script decides", _any)),
     "local_rank": Missing(-1, "set by the launcher's environment", _any),
 }
 
@@ -161,22 +150,8 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
     return cls
 
 
-def check_missing(args: Any) -> None:
-    """Check the values of all fields that only TRL has.
-
-    Raises:
-        UnsupportedError, InputError: one of them is set to something that would change the run.
-    """
-    for name in MISSING:
-        refuse_unless_harmless(name, getattr(args, name))
-
-
 def refuse_unless_harmless(name: str, value: Any) -> None:
-    """Check a value of a field that only TRL has. One that is accepted is reported, once.
-
-    Raises:
-        UnsupportedError, InputError: it would change the run.
-    """
+    """Raise where a value of a field that only TRL has would change the run; report any other value, once."""
     missing = MISSING[name]
     if value == missing.default:
         return
@@ -199,14 +174,3 @@ MISSING_ARGUMENTS = {
     "environment_factory": f"leave it out: {_TOOLS}",
     "quantization_config": "load the quantized model yourself and pass it as `model`",
 }
-
-
-def refuse_trainer_arguments(**arguments: Any) -> None:
-    """Check the arguments of TRL's `GRPOTrainer` that ours does not have.
-
-    Raises:
-        UnsupportedError: one of them is set.
-    """
-    for name, value in arguments.items():
-        if value:
-            raise UnsupportedError(f"got {name}, which this trainer does not have; fix: {MISSING_ARGUMENTS[name]}")

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.checkpoint.read_checkpoint import read_weights
 from fused_grpo.trainer.checkpoint.resume import restore
-from fused_grpo.trainer.checkpoint.training_state import random_state, set_random_state
+from fused_grpo.trainer.checkpoint.training_state import random_state, read_weights, set_random_state
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 RUN = Path(__file__).parents[1] / "resume_run.py"

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import run_lock
-from fused_grpo.trainer.checkpoint.run_lock import LOCK_FILE, RunLock, refuse_alive
+from fused_grpo.trainer.checkpoint import output_dir
+from fused_grpo.trainer.checkpoint.output_dir import LOCK_FILE, RunLock, refuse_alive
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from fused_grpo.trainer.checkpoint.run_lock import RunLock
+from fused_grpo.trainer.checkpoint.output_dir import RunLock
 RunLock.acquire(lock := RunLock(), Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
@@ -74,7 +74,7 @@ def test_a_directory_without_locks_is_refused_by_that_reason(lock, tmp_path, mon
 
 
 def test_a_file_that_its_owner_removes_meanwhile_is_no_lock(lock, tmp_path, monkeypatch):
-    working, opened = run_lock._lock, []
+    working, opened = output_dir._lock, []
 
     def removed_first(descriptor, kind, directory):
         working(descriptor, kind, directory)
@@ -82,7 +82,7 @@ def test_a_file_that_its_owner_removes_meanwhile_is_no_lock(lock, tmp_path, monk
             (tmp_path / LOCK_FILE).unlink()
         opened.append(descriptor)
 
-    monkeypatch.setattr(run_lock, "_lock", removed_first)
+    monkeypatch.setattr(output_dir, "_lock", removed_first)
     lock.acquire(tmp_path)
     assert len(opened) == 2
     monkeypatch.undo()

@@ -19,8 +19,7 @@ from fused_grpo.trainer.cli.options import (
     parse_train_options,
     read_yaml,
 )
-from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
-from fused_grpo.trainer.config.normalise import DICTS
+from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig, own_fields
 from fused_grpo.trainer.logging.run_log import RunLog
 
 
@@ -119,13 +118,13 @@ def test_an_option_out_of_range_is_refused_in_one_line(source, tmp_path):
 
 def test_a_mapping_is_json_on_the_command_line_and_either_in_yaml(tmp_path):
     value, file = {"a": [1, None], "b": {"c": True}}, tmp_path / "run.yaml"
-    given = [text for name in DICTS for text in (f"--{name.replace('_', '-')}", json.dumps(value))]
+    given = [text for name in MAPPINGS for text in (f"--{name.replace('_', '-')}", json.dumps(value))]
     sources = [["--model", "m", *given], ["--model", "m", "--config", str(file)]]
-    for written in (dict.fromkeys(DICTS, value), dict.fromkeys(DICTS, json.dumps(value))):
+    for written in (dict.fromkeys(MAPPINGS, value), dict.fromkeys(MAPPINGS, json.dumps(value))):
         file.write_text(json.dumps(written))  # which is YAML, too
         for arguments in sources:
             options = parse_train_options(arguments)
-            assert all(getattr(options, name) == value for name in DICTS)
+            assert all(getattr(options, name) == value for name in MAPPINGS)
     options = parse_train_options([*sources[1], "--generation-kwargs", "None"])
     assert options.generation_kwargs is None
 

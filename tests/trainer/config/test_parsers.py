@@ -12,8 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.normalise import DICTS
+from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
 
 FIELDS = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}
@@ -32,7 +31,7 @@ TEXTS = {
     "reward_weights": ("0.5", [0.5]),
     "sequence_rejection": ("k3", "k3"),
     "sequence_rejection_max": ("0.5", 0.5),
-    **{name: ('{"a": 1}', {"a": 1}) for name in DICTS},
+    **{name: ('{"a": 1}', {"a": 1}) for name in MAPPINGS},
 }
 # What an option needs beside it.
 COMPANIONS = {

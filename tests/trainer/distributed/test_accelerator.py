@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed import accelerator
+from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines.engine_choice import engine_name
 from fused_grpo.trainer.models.loading import wants_bf16
 
@@ -22,8 +22,8 @@ def made(monkeypatch):
     def make(**options):
         arguments = {}
         fake = SimpleNamespace(is_main_process=options.pop("is_main_process", True))
-        monkeypatch.setattr(accelerator, "Accelerator", lambda **given: arguments.update(given) or fake)
-        accelerator.make_accelerator(GRPOConfig(**options))
+        monkeypatch.setattr(sharding, "Accelerator", lambda **given: arguments.update(given) or fake)
+        sharding.make_accelerator(GRPOConfig(**options))
         return arguments
 
     return make
@@ -48,8 +48,8 @@ def test_a_run_on_the_cpu_uses_no_gpu(made, monkeypatch):
 
 def test_precision_and_determinism_are_set_for_the_process(made, monkeypatch):
     seen = []
-    monkeypatch.setattr(accelerator, "enable_full_determinism", seen.append)
-    monkeypatch.setattr(accelerator, "enable_tf32", seen.append)
+    monkeypatch.setattr(sharding, "enable_full_determinism", seen.append)
+    monkeypatch.setattr(sharding, "enable_tf32", seen.append)
     made()
     assert seen == []
     made(full_determinism=True, tf32=False, seed=5)

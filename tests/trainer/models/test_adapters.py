@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint.read_checkpoint import read_adapter
+from fused_grpo.trainer.checkpoint.training_state import read_adapter
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine

@@ -1,0 +1,224 @@
+"""What the options of a run become: the form that has their type, and what follows from them.
+
+A user may write a mapping as JSON, or a number of steps as a share of all. What callbacks of transformers read from
+their `args` beside the fields of `GRPOConfig` is here too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.config.redaction import redacted
+from fused_grpo.trainer.config.trl_fields import MISSING
+
+# Sampling options that `generation_kwargs` replaces, as in TRL.
+OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
+
+
+class DerivedOptions:
+    """The base of `GRPOConfig`: the arithmetic of a generated batch, and the properties of transformers' arguments."""
+
+    per_device_train_batch_size: int
+    per_device_eval_batch_size: int
+    gradient_accumulation_steps: int
+    num_iterations: int
+    num_generations: int
+    steps_per_generation: int | None
+    generation_batch_size: int | None
+    dynamic_sampling: int
+
+    def micro_batches_per_generation(self, num_processes: int) -> int:
+        """`steps_per_generation`, from `generation_batch_size` where that is given.
+
+        At least `gradient_accumulation_steps`: until the weights change, one generation samples what several would.
+
+        Raises:
+            InputError: micro-batches of a generation that neither fill optimizer steps nor, used once, part of one.
+        """
+        step, given = self.gradient_accumulation_steps, f"steps_per_generation={self.steps_per_generation}"
+        count, rest = self.steps_per_generation or step, 0
+        if self.generation_batch_size is not None:
+            given = f"generation_batch_size={self.generation_batch_size}"
+            count, rest = divmod(self.generation_batch_size, self.per_device_train_batch_size * num_processes)
+        part_of_a_step = count and not step % count and self.num_iterations == 1
+        if rest or not count or (count % step and not part_of_a_step):
+            batch = f"{self.per_device_train_batch_size} sequences on each of {num_processes} process(es)"
+            raise InputError(
+                f"got {given} with gradient_accumulation_steps={step} and num_iterations={self.num_iterations}, want "
+                f"{step} micro-batches ({batch}) times a whole number, or for num_iterations=1 a divisor of {step}: an "
+                "optimizer step uses one generated batch; fix: leave it out, or change one of the others"
+            )
+        return max(count, step)
+
+    def optimizer_steps_per_generation(self, num_processes: int) -> int:
+        """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""
+        return self.micro_batches_per_generation(num_processes) // self.gradient_accumulation_steps
+
+    def prompts_per_generation(self, num_processes: int) -> int:
+        """Prompts of a generated batch, over all processes; InputError where its sequences are no whole groups."""
+        steps = self.optimizer_steps_per_generation(num_processes)
+        step = self.per_device_train_batch_size * self.gradient_accumulation_steps * num_processes
+        sequences = step * steps
+        if sequences % self.num_generations:
+            lower = sequences // self.num_generations * self.num_generations
+            options = " or ".join(str(size) for size in (lower, lower + self.num_generations) if size)
+            raise InputError(
+                f"got an effective batch of {self.per_device_train_batch_size} (per_device_train_batch_size) * "
+                f"{self.gradient_accumulation_steps} (gradient_accumulation_steps) * {num_processes} process(es) = "
+                f"{step} sequences with {steps} optimizer step(s) per generation, want a multiple of "
+                f"num_generations={self.num_generations}; fix: make the product {options}"
+            )
+        return sequences // self.num_generations
+
+    def group_part(self, num_processes: int) -> int:
+        """Completions of a prompt that one process samples: a group, or the part of it that fits into its share.
+
+        Raises:
+            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
+        """
+        self.prompts_per_generation(num_processes)
+        share = self.per_device_train_batch_size * self.micro_batches_per_generation(num_processes)
+        part = math.gcd(share, self.num_generations)
+        if self.dynamic_sampling and part < self.num_generations:
+            raise InputError(
+                f"got dynamic_sampling={self.dynamic_sampling} with {share} sequences on each of {num_processes} "
+                f"process(es), want whole groups of num_generations={self.num_generations} on each, which it replaces; "
+                "fix: a larger per_device_train_batch_size or gradient_accumulation_steps, or dynamic_sampling=0"
+            )
+        return part
+
+    def prompts_per_process(self, num_processes: int) -> int:
+        """Prompts that each process completes `group_part` times in a generated batch."""
+        part = self.group_part(num_processes)
+        return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes, as the launcher sets it."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files, and logs."""
+        return self.process_index == 0
+
+    should_log = should_save
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences of a micro-batch of this process."""
+        return self.per_device_train_batch_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that have an effect here as JSON, without secrets and home directories."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of the dataclass that inherits
+        values = redacted({field.name: getattr(self, field.name) for field in fields if field.name not in MISSING})
+        assert isinstance(values, dict)
+        return values
+
+    def to_json_string(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` with plain values only, all others as text: for trackers of hyperparameters."""
+        return {
+            name: value if type(value) in (bool, int, float, str) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+
+def normalise(args: Any, mappings: Iterable[str]) -> None:
+    """Bring options into the form that has their type, before types are checked; `mappings` are names of options.
+
+    Raises:
+        InputError: text that is not JSON of a mapping, or trackers without names.
+    """
+    scale = _as_bool(args.scale_rewards)
+    args.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
+    args.resume_from_checkpoint = _as_bool(args.resume_from_checkpoint)
+    args.report_to = _listed(args.report_to)
+    for name in ("output_dir", "resume_from_checkpoint"):
+        if isinstance(getattr(args, name), os.PathLike):
+            setattr(args, name, os.fspath(getattr(args, name)))
+    for name in mappings:
+        setattr(args, name, _mapping(name, getattr(args, name)))
+    for name in ("checkpointing", "checkpointing_kwargs"):
+        if getattr(args, f"activation_{name}") is not None:
+            setattr(args, f"gradient_{name}", getattr(args, f"activation_{name}"))
+    given = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
+    for name in OVERRIDDEN.intersection(given):
+        setattr(args, name, given[name])
+    if args.optim_target_modules == ["all-linear"]:  # as the command line reads it
+        args.optim_target_modules = "all-linear"
+    if args.vllm_importance_sampling_cap is not None:
+        fix = "fix: set vllm_importance_sampling_clip_max"
+        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=4)
+        args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
+
+
+def complete_intervals(args: Any) -> None:
+    """Names of strategies as text, whole numbers of steps as int, and the values that None stands for."""
+    # A script for TRL looks for "no" where it sets nothing.
+    if args.eval_at_ends is None:
+        args.eval_at_ends = args.eval_strategy is None
+    args.eval_strategy = args.eval_strategy or "no"
+    for name in ("logging_strategy", "eval_strategy", "save_strategy"):
+        chosen = getattr(args, name)
+        setattr(args, name, str(getattr(chosen, "value", chosen)))  # a member of transformers' IntervalStrategy
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        steps = getattr(args, name)
+        if isinstance(steps, float) and steps >= 1 and steps.is_integer():
+            setattr(args, name, int(steps))
+    if args.eval_strategy == "steps" and args.eval_steps is None:
+        args.eval_steps = args.logging_steps
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+def whole_steps(steps: float, max_steps: int) -> int:
+    """A number of steps, which may be given as a share of all steps."""
+    return math.ceil(steps * max_steps) if steps < 1 else int(steps)
+
+
+def _as_bool(value: Any) -> Any:
+    """True or False for their text, and any other value as it is."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _listed(names: str | list[str] | None) -> list[str]:
+    """`report_to` as a list: a name, several, or "none"."""
+    if not isinstance(names, str | list | tuple | None):
+        raise InputError(f"got report_to={names!r}, want the names of trackers")
+    listed = [names] if isinstance(names, str) else names or []
+    return [name for name in listed if name != "none"]
+
+
+def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A mapping, or the JSON of one, as in TRL."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a mapping") from error
+    if not isinstance(parsed, dict):
+        raise InputError(f"got {name}={value!r}, want a mapping")
+    return parsed
