@@ -66,7 +66,7 @@ def readable(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(readable, get_args(kind)))
     if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 

@@ -42,8 +42,7 @@ class WithCheckpoints(WithCallbacks):
     @property
     def step(self) -> int:
         """Optimizer steps made so far."""
-        step: int = self.learner.step
-        return step
+        return int(self.learner.step)
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.

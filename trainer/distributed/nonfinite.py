@@ -30,8 +30,7 @@ class NonFiniteSteps:
     """Decides whether a step may update the policy, and counts those that were skipped.
 
     Args:
-        output_dir: of the run.
-        rank: of this process.
+        output_dir, rank: of the run, and of this process.
         limit: how many steps in a row may be skipped. 0: the first one ends the run.
     """
 
