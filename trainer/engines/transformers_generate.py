@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import eagerly
-from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines.protocol import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
@@ -40,8 +39,6 @@ _EXTRAS = frozenset(
         "begin_suppress_tokens",
         "cache_implementation",
         "disable_compile",
-        "early_stopping",
-        "length_penalty",
         "min_new_tokens",
         "num_beams",
         "sequence_bias",
@@ -70,7 +67,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     name = "transformers"
-    why_no_support = "it needs a model whose `generate` calls logits processors, and no beam search"
+    why_no_support = "it needs a model whose `generate` calls logits processors"
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class TransformersEngine(RolloutEngine):
 
         Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs.
+            UnsupportedError: structured outputs, or a beam search.
         """
         _check_supported(sampling)
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
@@ -147,9 +144,8 @@ class TransformersEngine(RolloutEngine):
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
         # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
         inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
-        beams = sampling.extra.get("num_beams", 1) > 1
         config = GenerationConfig(
-            do_sample=beams,
+            do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
@@ -158,16 +154,13 @@ class TransformersEngine(RolloutEngine):
                 **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
             },
         )
-        # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
-        processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
-        seeded = _seeded(sampler.seed) if beams else nullcontext()
         # A growing KV cache would be compiled for several lengths.
-        with _in_eval_mode(self._given), eagerly(self._given), _without_generation_defaults(self._model), seeded:
+        with _in_eval_mode(self._given), eagerly(self._given), _without_generation_defaults(self._model):
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,
                 generation_config=config,
-                logits_processor=processors,
+                logits_processor=LogitsProcessorList([sampler]),
             )
         completions: list[list[int]] = returned[:, input_ids.shape[1] :].tolist()
         return completions
@@ -189,7 +182,7 @@ class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
-        self._sampling, self.seed = sampling, seed
+        self._sampling, self._seed = sampling, seed
         self._generator: torch.Generator | None = None
         self._shaping = _shaping(sampling)
         self._tokens: list[Tensor] = []
@@ -220,7 +213,7 @@ class _Sampler:
         if self._sampling.temperature == 0:
             return logprobs.argmax(dim=-1, keepdim=True)
         if self._generator is None:
-            self._generator = torch.Generator(logprobs.device).manual_seed(self.seed)
+            self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
         # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the prompt.
         # `multinomial` would raise for the whole batch, and on a GPU end the process.
         return torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
@@ -233,9 +226,9 @@ def _check_supported(sampling: SamplingParams) -> None:
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
         )
     if sampling.extra.get("num_beams", 1) > 1:
-        warn_once(
-            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs: completions of a beam search are no "
-            "samples of the policy, and the loss takes them for such, as in TRL; fix: leave it out"
+        raise UnsupportedError(
+            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy, which the "
+            "loss takes completions for: those of a beam search are none; fix: leave it out"
         )
     check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
@@ -272,14 +265,6 @@ def _completion_length(tokens: list[int], stop_ids: list[int]) -> int:
 
 def _finish_reason(completion: list[int], stop_ids: list[int]) -> FinishReason:
     return "stop" if completion[-1] in stop_ids else "length"
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """PyTorch's global generator with that seed, and as it was afterwards."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager
