@@ -102,7 +102,6 @@ def changes(draw: Callable[..., Any]) -> Callable[[Any], bytes]:
     "sampling", [SAMPLING, replace(SAMPLING, top_k=5, sampling_support="auto")], ids=["all", "kept"]
 )
 def test_answers_of_any_shape_end_in_an_error_of_ours_or_in_a_result(server, converse, monkeypatch, sampling) -> None:
-    monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
     monkeypatch.setattr(replicas, "_HEALTH_INTERVAL", 0.01)
     monkeypatch.setattr(server_engine, "_RESET_ATTEMPTS", 2)
     outcomes = []

@@ -36,7 +36,7 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.server.answers import Choice
 from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.served_model import ModelFacts
-from fused_grpo.trainer.engines.server.server_info import ServerInfo, check_model, server_info
+from fused_grpo.trainer.engines.server.server_info import check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
@@ -99,7 +99,7 @@ class VLLMServerEngine(RolloutEngine):
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
-        ask = partial(self._server_info, max_model_len=max_model_len)
+        ask = partial(server_info, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
@@ -129,12 +129,7 @@ class VLLMServerEngine(RolloutEngine):
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         options = vllm_options(sampling, seed=seed, count=len(prompts), listed=self._listed(sampling))
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
-        groups = self._replicas.run(
-            lambda client: self._replicas.complete(
-                client, bodies, weight_version=self._server_version, read=_completions
-            ),
-            doing=f"completing {len(prompts)} prompts",
-        )
+        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
         return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -155,12 +150,6 @@ class VLLMServerEngine(RolloutEngine):
         """Disconnect. The servers are the user's and keep running."""
         self._closed = True
         self._transfer.close()
-
-    async def _server_info(
-        self, client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None
-    ) -> ServerInfo:
-        await self._replicas.wait_until_ready(client, replica)
-        return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""

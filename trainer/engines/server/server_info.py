@@ -33,7 +33,7 @@ class ServerInfo(NamedTuple):
 async def server_info(
     client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None, tie: Tie | None, facts: ModelFacts
 ) -> ServerInfo:
-    """Ask a server that is up.
+    """Wait until a server is up, and ask it.
 
     Args:
         client: the connections.
@@ -46,6 +46,7 @@ async def server_info(
         InputError: a server with another model, or started with options that a trainer cannot use; names the option.
         RequestError: its responses are not vLLM's.
     """
+    await replica.wait_until_ready(client)
     models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     if not models:
         raise RequestError("no model in /v1/models")
