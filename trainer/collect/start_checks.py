@@ -34,7 +34,7 @@ from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.epochs import Epochs, planned_steps
 from fused_grpo.trainer.data.long_prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
-from fused_grpo.trainer.engines.server.urls import checked_url
+from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.trackers import tracker_arguments

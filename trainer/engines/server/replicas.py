@@ -7,6 +7,9 @@ Responses are not trusted. All pass through `Replica.request`: a redirect or a c
 followed or expanded, a response is read up to a size that fits the request, and errors quote it without the API key.
 `Replica.ask` compares it with a dataclass (answers.py).
 
+Nor are URLs: weight sync needs a server's development mode, in which any client that reaches the server controls it. So
+a server on another machine needs an explicit option.
+
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once.
 
@@ -17,10 +20,13 @@ sampled from stale weights, is sampled on the others; the next generation asks i
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -29,7 +35,6 @@ from fused_grpo._text import shown
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines.server.answers import Choice, parsed
-from fused_grpo.trainer.engines.server.urls import checked_url
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -296,6 +301,52 @@ class Replicas:
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
+
+
+def checked_url(url: str, *, allow_remote: bool) -> str:
+    """The URL that routes are appended to: without "/v1" and without anything that may not be logged.
+
+    Raises:
+        InputError: not a URL, one with a user, password, query or fragment, or another machine's without
+            `allow_remote`.
+    """
+    # Parsed by the library that sends the requests: two parsers may find two hosts in one string.
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError, TypeError):
+        parts = httpx.URL()
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise InputError(
+            "got a server URL without scheme and host, want one such as 'http://127.0.0.1:8000'; fix: give both"
+        )
+    port = "" if parts.port is None else f":{parts.port}"
+    shown = f"{parts.scheme}://{f'[{parts.host}]' if ':' in parts.host else parts.host}{port}"
+    if parts.userinfo or parts.query or parts.fragment:
+        raise InputError(
+            f"got more than an address in the server URL {shown}/..., want no user, password, query or fragment, "
+            "because URLs are logged; fix: leave it out; VLLMServerEngine takes an api_key"
+        )
+    if not (allow_remote or is_loopback(parts.host)):
+        raise InputError(
+            f"got server URL {shown!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs "
+            "the server's development mode, which any client that reaches it controls; fix: a loopback address, or "
+            "vllm_server_allow_remote=True (allow_remote) on a network that you trust"
+        )
+    return (shown + parts.path).rstrip("/").removesuffix("/v1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is a loopback address, or localhost where that resolves to nothing else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" and all(map(is_loopback, _addresses(host)))
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    return set()
 
 
 def _largest_response(body: Json | None) -> int:
