@@ -27,6 +27,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -34,7 +35,7 @@ import httpx
 from fused_grpo._text import shown
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.answers import Choice, parsed
+from fused_grpo.trainer.engines.server.answers import parsed
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -60,6 +61,20 @@ class RequestError(Exception):
     def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
         super().__init__(message)
         self.status, self.retry = status, retry
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    index: int
+    token_ids: list[int]
+    logprobs: Logprobs
+    finish_reason: str
 
 
 class Replica:

@@ -33,10 +33,8 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_options,
     vllm_rollouts,
 )
-from fused_grpo.trainer.engines.server.answers import Choice
-from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.served_model import ModelFacts
-from fused_grpo.trainer.engines.server.server_info import check_model, server_info
+from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
