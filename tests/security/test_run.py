@@ -66,7 +66,7 @@ def test_the_process_groups_of_an_engine_alone_stay_on_this_machine(monkeypatch,
     interface = lambda **options: os.environ["GLOO_SOCKET_IFNAME"]  # noqa: E731
     monkeypatch.setattr("gc.freeze", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=interface))
-    monkeypatch.setattr(start_vllm.preserved_state, "preserved_classes", nullcontext)  # of the real vllm
+    monkeypatch.setattr(start_vllm, "preserved_classes", nullcontext)  # of the real vllm
     assert start_vllm._launch("folder", {}, on_cpu=False) == expected
     assert os.environ.get("GLOO_SOCKET_IFNAME") == given
 
