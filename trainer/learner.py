@@ -51,13 +51,10 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_by_its_layers,
     shard_like_policy,
 )
-from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, model_weights
-from fused_grpo.trainer.models.router_loss import router_loss_coefficient
-from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
-from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
+from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
+from fused_grpo.trainer.models.loading import SELF, attention_cost, check_teacher_model, fingerprint, model_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.policy import PolicyLoss, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 

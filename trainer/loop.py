@@ -59,18 +59,16 @@ from fused_grpo.trainer.distributed.accelerator import make_accelerator
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.checked_engine import checked_load_weights
+from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.log_entries import LogEntry
 from fused_grpo.trainer.logging.phase_times import Phases
 from fused_grpo.trainer.logging.progress import progress
 from fused_grpo.trainer.logging.run_output import RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import model_for, uncompiled
-from fused_grpo.trainer.models.teacher import SELF, load_teacher
+from fused_grpo.trainer.models.loading import SELF, load_teacher, model_for, uncompiled
 
 
 class GRPOTrainer(WithCheckpoints, WithDataLoaders):

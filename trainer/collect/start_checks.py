@@ -39,9 +39,8 @@ from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.trackers import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
-from fused_grpo.trainer.models.loading import tokenizer_for
+from fused_grpo.trainer.models.loading import SELF, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
-from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.named_reward import names_a_function

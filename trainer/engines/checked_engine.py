@@ -1,4 +1,4 @@
-"""Checks that an engine returned what was asked for, sampled from the weights that it was given.
+"""Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
 here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
@@ -7,6 +7,18 @@ here, before a reward is computed. A completion is used as it is or not at all: 
 again, or their groups are dropped. A group is dropped whole, because an advantage compares its members: without the
 completions that failed it would be a group of another size, chosen by what the engine can compute. An answer that
 cannot be assigned to prompts, or that is of other weights, ends the run in any case.
+
+**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
+the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
+the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
+magnitude more.
+
+    float32 on a CPU     max 1e-3    two engines differ by about 1e-6; a stale head was measured at 0.2 to 0.6
+    float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
+    float16              mean 0.02   single tokens may differ more: only the mean is bounded
+    bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
+
+`max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 """
 
 from __future__ import annotations
@@ -18,13 +30,15 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.engines.support import Support, check_support, wrong_support
+from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
@@ -34,6 +48,9 @@ _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids"
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
+
+_MAX_BOUND = 1e-3
+_MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def checked_generate(
@@ -103,6 +120,77 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
             f"got weight version {engine.weight_version} from the {engine.name} engine after a sync, want {version}; "
             "fix: load_weights has to serve what it is given and set weight_version, or raise"
         )
+
+
+def check_same_weights(
+    mean_difference: float,
+    max_difference: float,
+    *,
+    dtype: torch.dtype,
+    engine: str,
+    version: int,
+    device: str = "cpu",
+    bound: float | None = None,
+) -> None:
+    """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
+
+    Args:
+        mean_difference: mean over completion tokens of |sampling log-prob - trainer log-prob|, in nats.
+        max_difference: the largest of them.
+        dtype: the coarser of the dtypes that the engine and the trainer compute in.
+        engine: the engine's name, for the message.
+        version: the weight version of the rollouts, for the message.
+        device: the type of the trainer's device.
+        bound: in place of the one for `dtype` and `device`, in nats.
+
+    Raises:
+        WeightSyncError: the difference is above the bound, or is NaN.
+    """
+    exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and device == "cpu")
+    kind, got = ("max", max_difference) if exact else ("mean", mean_difference)
+    bound = bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype])
+    # Written so that NaN fails.
+    if not got <= bound:
+        raise WeightSyncError(
+            f"got a {kind} difference of {got:.3g} between the log-probs of the {engine} engine and the trainer's at "
+            f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: the engine "
+            "does not serve the trainer's weights, one of the two computes at lower precision, or (from version 0 on) "
+            "vLLM computes this model differently; fix: load_weights after every optimizer step, give both the same "
+            "dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
+            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
+        )
+
+
+class WeightCheck:
+    """`check_same_weights` for a run.
+
+    Args:
+        args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound.
+        model: the model that is trained, on `device`.
+        own_weights: whether the engine has weights of its own, which can be stale, so that None is "fail" and not
+            "warn".
+    """
+
+    def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
+        dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
+        self._options: Any = {"dtype": dtype, "device": device.type, "bound": args.max_logprob_difference}
+        self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
+        self._has_warned = False
+
+    def __call__(self, mean_difference: float, max_difference: float, *, engine: str, version: int) -> None:
+        """Check the differences of a step; see `check_same_weights`.
+
+        Raises:
+            WeightSyncError: as `check_same_weights`, where that is the reaction.
+        """
+        try:
+            check_same_weights(mean_difference, max_difference, engine=engine, version=version, **self._options)
+        except WeightSyncError as error:
+            if not self._warns:
+                raise
+            if not self._has_warned:
+                _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
+            self._has_warned = True
 
 
 def _generate(

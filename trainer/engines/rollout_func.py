@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.data.copies import own_copy
 from fused_grpo.trainer.data.datasets import RESERVED
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.support import Support, support_fields
 from fused_grpo.trainer.types import Rollouts, SamplingParams

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import eagerly
 from fused_grpo.trainer.distributed.sharding import is_sharded
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
 from fused_grpo.trainer.engines.support import Support, SupportRecorder, support_fields
-from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.virtual_tokens import model_inputs, with_virtual_places
+from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:

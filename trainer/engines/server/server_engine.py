@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,

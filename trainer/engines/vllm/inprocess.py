@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,
