@@ -89,8 +89,7 @@ def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {name: getattr(sampling, name) for name in names} | {"logprobs": listed} | sampling.extra
-    # Greedy completions of one prompt are equal, so one is sampled; `vllm_rollouts` repeats it.
-    same["n"] = sampling.n if sampling.temperature > 0 else 1
+    same["n"] = sampling.num_sampled
     return [{**same, "seed": seed} for seed in seeds]
 
 
@@ -98,21 +97,22 @@ class Completion(NamedTuple):
     """One completion."""
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None  # None: the engine cannot say
     finish_reason: FinishReason
     support: Support | None = None
 
 
-def vllm_rollouts(
-    prompts: list[list[int]], groups: Sequence[list[Completion]], sampling: SamplingParams, *, weight_version: int
+def rollouts_of(
+    prompts: list[list[int]], completions: Sequence[Completion], sampling: SamplingParams, *, weight_version: int
 ) -> Rollouts:
-    """Rollouts from the completions of each prompt."""
-    repeats = 1 if sampling.temperature > 0 else sampling.n
-    completions = [completion for group in groups for completion in group * repeats]
+    """Rollouts from `sampling.num_sampled` completions of each prompt."""
+    repeats = sampling.n // sampling.num_sampled
+    completions = [completion for completion in completions for _ in range(repeats)]
+    logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
     return Rollouts(
         prompt_ids=prompts,
         completion_ids=[completion.token_ids for completion in completions],
-        sampling_logprobs=[completion.logprobs for completion in completions],
+        sampling_logprobs=logprobs if len(logprobs) == len(completions) else None,
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,

@@ -15,6 +15,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import httpx
@@ -29,9 +30,9 @@ from fused_grpo.trainer.engines.sampling import (
     Completion,
     check_extra,
     check_prompts,
+    rollouts_of,
     stop_token_ids,
     vllm_options,
-    vllm_rollouts,
 )
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
@@ -128,7 +129,7 @@ class VLLMServerEngine(RolloutEngine):
         options = vllm_options(sampling, seed=seed, count=len(prompts), listed=self._listed(sampling))
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
-        return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
+        return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.

@@ -38,8 +38,8 @@ from fused_grpo.trainer.engines.sampling import (
     Completion,
     check_extra,
     check_prompts,
+    rollouts_of,
     vllm_options,
-    vllm_rollouts,
 )
 from fused_grpo.trainer.engines.support import Support, listed_support, num_listed
 from fused_grpo.trainer.engines.vllm.start_vllm import (
@@ -168,8 +168,8 @@ class VLLMEngine(RolloutEngine):
         prompts = list(map(list, prompt_ids))
         listed = self._listed(sampling)
         outputs = self._sample(prompts, self._requests(len(prompts), sampling, listed))
-        groups = [[_completion(each, listed=listed > 0) for each in output.outputs] for output in outputs]
-        return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
+        completions = [_completion(each, listed=listed > 0) for output in outputs for each in output.outputs]
+        return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
