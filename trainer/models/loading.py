@@ -51,77 +51,6 @@ def attention_cost(model: PreTrainedModel) -> float:
 
 
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
-    """The given tokenizer, or that of a model, which is given or a path or hub id.
-
-    Raises:
-        InputError: as `load_tokenizer`.
-    """
-    options = _loading_options(args)
-    of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-    return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
-
-
-def model_for(
-    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
-) -> Any:
-    """`load_on_rank`. As in TRL, the model's configurations get the tokenizer's padding token."""
-    loaded = load_on_rank(model, accelerator, **_loading_options(args))
-    for config in (loaded.config.get_text_config(), loaded.generation_config):
-        if config is not None:
-            config.pad_token_id = pad_token_id
-    return loaded
-
-
-def load_on_rank(model: str | Path | PreTrainedModel, accelerator: Accelerator, **options: Any) -> PreTrainedModel:
-    """The given model, or the one of a path or hub id, by `load_model`.
-
-    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
-    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
-    """
-    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
-    if isinstance(model, str | Path) and not in_memory_first:
-        options = {"device_map": {"": accelerator.device}, **options}
-    return load_model(str(model) if isinstance(model, Path) else model, **options)
-
-
-def _loading_options(args: GRPOConfig) -> dict[str, Any]:
-    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
-
-
-def load_model(
-    model: str | PreTrainedModel, *, trust_remote_code: bool, given: str = "model_init_kwargs", **options: Any
-) -> PreTrainedModel:
-    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
-
-    Logs a warning, once, where there are options for a module; `given` is their name in the config.
-    """
-    if not isinstance(model, str):
-        if options:
-            warn_once(
-                f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
-                "change nothing; fix: pass its path or hub id"
-            )
-        return uncompiled(model)
-    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
-    downloads = not Path(model).exists() and not _is_cached(model)
-    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
-    with progress(f"{'downloading and ' * downloads}loading {model}", bars=downloads or is_progress_bar_enabled()):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
-    return loaded
-
-
-def _is_cached(model: str) -> bool:
-    """Whether weights of that hub id are in the hub's cache."""
-    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    try:
-        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
-    except HFValidationError:  # no hub id: loading it raises its own error
-        return True
-
-
-def load_tokenizer(
-    model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool, revision: str | None = None
-) -> Any:
     """The given tokenizer, or the one saved with the model; with a padding token.
 
     Raises:
@@ -129,12 +58,12 @@ def load_tokenizer(
         WrongTypeError: `processing_class` is no tokenizer.
     """
     if processing_class is None:
-        source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code, revision=revision or "main"
-        )
+        options = _loading_options(args)
+        of_both = {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
+        processing_class = AutoTokenizer.from_pretrained(source, **of_both)
     if not hasattr(processing_class, "eos_token_id"):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -145,6 +74,61 @@ def load_tokenizer(
     if processing_class.pad_token_id is None:
         processing_class.pad_token = processing_class.eos_token
     return processing_class
+
+
+def model_for(
+    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
+) -> Any:
+    """`load_model`. As in TRL, the model's configurations get the tokenizer's padding token."""
+    loaded = load_model(model, accelerator, **_loading_options(args))
+    for config in (loaded.config.get_text_config(), loaded.generation_config):
+        if config is not None:
+            config.pad_token_id = pad_token_id
+    return loaded
+
+
+def load_model(
+    model: str | Path | PreTrainedModel,
+    accelerator: Accelerator,
+    *,
+    trust_remote_code: bool,
+    given: str = "model_init_kwargs",
+    **options: Any,
+) -> PreTrainedModel:
+    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
+
+    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
+    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate. Logs a warning, once, where there are
+    options for a module; `given` is their name in the config.
+    """
+    if not isinstance(model, str | Path):
+        if options:
+            warn_once(
+                f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
+                "change nothing; fix: pass its path or hub id"
+            )
+        return uncompiled(model)
+    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
+    placed = {} if in_memory_first else {"device_map": {"": accelerator.device}}
+    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **placed, **options}
+    downloads = not Path(model).exists() and not _is_cached(str(model))
+    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
+    with progress(f"{'downloading and ' * downloads}loading {model}", bars=downloads or is_progress_bar_enabled()):
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model), **arguments)
+    return loaded
+
+
+def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+
+
+def _is_cached(model: str) -> bool:
+    """Whether weights of that hub id are in the hub's cache."""
+    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    try:
+        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
+    except HFValidationError:  # no hub id: loading it raises its own error
+        return True
 
 
 def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +152,7 @@ def load_teacher(
     options = {"trust_remote_code": args.runs_remote_code, **(args.teacher_model_init_kwargs or {})}
     if not isinstance(teacher, nn.Module):
         _check_tokens(teacher, tokenizer, **{name: options[name] for name in _OF_TOKENIZER if name in options})
-    loaded = load_on_rank(teacher, accelerator, given="teacher_model_init_kwargs", **options)
+    loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
     return loaded.requires_grad_(False).eval()
 
 
