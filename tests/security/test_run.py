@@ -14,7 +14,7 @@ import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.engines.server.serve import server_command
+from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_grpo.trainer.batching.ragged import DTYPES, rows_from_tensors
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.engines.support import Support, wrong_support
+from fused_grpo.trainer.engines.sampling import Support, wrong_support
 
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"

@@ -6,7 +6,7 @@ server/                   vLLM servers over HTTP
 transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
-sampling.py               prompts, stop tokens, seeds and sampling options, the same for all engines
+sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
 """
 

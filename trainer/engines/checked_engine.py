@@ -36,11 +36,10 @@ from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS
-from fused_grpo.trainer.engines.support import Support, check_support, wrong_support
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Support, check_support, wrong_support
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams, joined, taken
 
 _log = logging.getLogger(__name__)
 RETRIES = 2  # further calls with rollout_failure="retry"
@@ -261,23 +260,17 @@ def _wrong_completions(
 def _with_groups(rollouts: Rollouts, groups: Sequence[int], again: Rollouts) -> Rollouts:
     """The rollouts with these groups from `again`, which has no others."""
     size = rollouts.num_generations
-    members = [group * size + member for group in groups for member in range(size)]
+    prompts, completions = list(range(len(rollouts.prompt_ids))), list(range(len(rollouts.completion_ids)))
+    for place, group in enumerate(groups):
+        prompts[group] = len(prompts) + place
+        first = len(completions) + place * size
+        completions[group * size : (group + 1) * size] = range(first, first + size)
 
-    def put(values: Any, places: Sequence[int], others: Any) -> Any:
-        if values is None or others is None:
-            return None
-        changed = dict(zip(places, others, strict=True))
-        return [changed.get(index, value) for index, value in enumerate(values)]
+    def chosen(name: str, places: Sequence[int]) -> Any:
+        return taken(joined([getattr(rollouts, name), getattr(again, name)]), places)
 
-    return replace(
-        rollouts,
-        prompt_ids=put(rollouts.prompt_ids, groups, again.prompt_ids),
-        **{name: put(getattr(rollouts, name), members, getattr(again, name)) for name in _LISTS},
-        # A column that only one of the two calls returned is known for some completions alone.
-        extra={
-            name: put(rollouts.extra[name], members, again.extra[name]) for name in rollouts.extra.keys() & again.extra
-        },
-    )
+    of_completions = {name: chosen(name, completions) for name in (*_LISTS, "extra")}
+    return replace(rollouts, prompt_ids=chosen("prompt_ids", prompts), **of_completions)
 
 
 def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
@@ -290,7 +283,7 @@ def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
     def emptied(values: Any, empty: Any) -> Any:
         return None if values is None else [empty if index in wrong else value for index, value in enumerate(values)]
 
-    nothing = Support.empty()
+    nothing = Support.of([])
     return replace(
         rollouts,
         completion_ids=emptied(rollouts.completion_ids, []),

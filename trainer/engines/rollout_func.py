@@ -26,8 +26,7 @@ from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.data.copies import own_copy
 from fused_grpo.trainer.data.datasets import RESERVED
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import stop_token_ids
-from fused_grpo.trainer.engines.support import Support, support_fields
+from fused_grpo.trainer.engines.sampling import Support, stop_token_ids, support_fields
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]

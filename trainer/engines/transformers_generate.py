@@ -26,12 +26,13 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     Completion,
+    Support,
+    SupportRecorder,
     check_extra,
     check_prompts,
     rollouts_of,
     stop_token_ids,
 )
-from fused_grpo.trainer.engines.support import Support, SupportRecorder
 from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 

@@ -12,7 +12,7 @@ from hypothesis.strategies import booleans, integers, lists
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.engines.support import Support, SupportRecorder, listed_support, num_listed, support_fields
+from fused_grpo.trainer.engines.sampling import Support, SupportRecorder, listed_support, num_listed, support_fields
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -68,7 +68,7 @@ WRONG = {
     "negative": (tensors([-1, 4], [2, 0, 0]), "kept tokens from -1 to 4"),
     "too few sizes": (tensors([4, 4], [1, 1]), "2 kept tokens for supports of 2 tokens"),
     "too few ids": (tensors([4, 4], [1, 1, 1]), "2 kept tokens for supports of 3 tokens"),
-    "incomplete": (Support.empty(), "no complete list of the tokens that the sampler kept"),
+    "incomplete": (Support.of([]), "no complete list of the tokens that the sampler kept"),
 }
 
 

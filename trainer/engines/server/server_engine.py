@@ -2,8 +2,8 @@
 
 None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
 that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
-the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures, serve.py starts a
-server; see also docs/engines.md.
+the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures; see also
+docs/engines.md.
 
 In a run over several processes each samples its own prompts, and the first one alone sends the weights.
 """
@@ -30,6 +30,8 @@ from fused_grpo.trainer.engines.sampling import (
     Completion,
     check_extra,
     check_prompts,
+    listed_support,
+    listed_within,
     rollouts_of,
     stop_token_ids,
     vllm_options,
@@ -37,7 +39,6 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
-from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
@@ -126,7 +127,8 @@ class VLLMServerEngine(RolloutEngine):
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = [list(prompt) for prompt in prompt_ids]
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=self._listed(sampling))
+        listed = listed_within(self._max_listed, sampling, self._vocab_size)
+        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
         return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
@@ -164,11 +166,6 @@ class VLLMServerEngine(RolloutEngine):
         """Before the first sync, and of a server that was restarted since: perhaps with another model."""
         if not await replica.has_weight_version(client, self._server_version):
             await check_model(client, replica, self._facts)
-
-    def _listed(self, sampling: SamplingParams) -> int:
-        """How many of the most likely tokens the servers list for the support of a token; 0: no supports."""
-        listed = num_listed(sampling, self._vocab_size) if sampling.wants_support else None
-        return 0 if listed is None or listed > self._max_listed else listed
 
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex

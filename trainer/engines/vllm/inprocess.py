@@ -36,12 +36,15 @@ from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     VLLM_EXTRAS,
     Completion,
+    Support,
     check_extra,
     check_prompts,
+    listed_support,
+    listed_within,
+    num_listed,
     rollouts_of,
     vllm_options,
 )
-from fused_grpo.trainer.engines.support import Support, listed_support, num_listed
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     cpu_options,
@@ -146,7 +149,9 @@ class VLLMEngine(RolloutEngine):
             self._close = weakref.finalize(self, resources.pop_all().close)
         config = self._llm.llm_engine.model_config
         # Not those that were asked for: vLLM may have started without its mask.
-        self._has_mask, self._max_listed = getattr(config, "return_sampling_mask", False), config.max_logprobs
+        self._has_mask = getattr(config, "return_sampling_mask", False)
+        limit = config.max_logprobs if config.max_logprobs >= 0 else self._vocab_size
+        self._max_listed = 0 if self._has_mask else limit
         VLLMEngine._running = weakref.ref(self)
         self.load_weights(checkpoint_weights(model, self.weight_dtype), version=0)
 
@@ -166,7 +171,7 @@ class VLLMEngine(RolloutEngine):
         check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
         check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
         prompts = list(map(list, prompt_ids))
-        listed = self._listed(sampling)
+        listed = listed_within(self._max_listed, sampling, self._vocab_size)
         outputs = self._sample(prompts, self._requests(len(prompts), sampling, listed))
         completions = [_completion(each, listed=listed > 0) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
@@ -255,11 +260,6 @@ class VLLMEngine(RolloutEngine):
         listed = num_listed(support, self._vocab_size)
         options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
         return options | ({} if self._on_cpu else {"return_sampling_mask": True})
-
-    def _listed(self, sampling: SamplingParams) -> int:
-        """How many of the most likely tokens vLLM lists for each token; 0: supports are not wanted, or in the mask."""
-        listed = num_listed(sampling, self._vocab_size) if sampling.wants_support and not self._has_mask else None
-        return 0 if listed is None or 0 <= self._max_listed < listed else listed
 
     def _with_mask(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of an engine with a sampling mask, which takes neither temperature 0 nor an unlimited top_k."""
