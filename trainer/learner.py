@@ -31,7 +31,6 @@ from transformers import PreTrainedModel, get_scheduler
 from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.covariance_selection import with_covariance_selection
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_floats, merge_metrics
 from fused_grpo.trainer.batching.micro_batches import micro_batches
@@ -297,7 +296,7 @@ class Learner:
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         tokens = sum(len(part.targets) for part in packed) + sum(skipped_lengths(batch))
         mine = [tokens, len(batch.completion_ids), filled]
-        totals = torch.tensor(mine, dtype=widest(self.accelerator.device), device=self.accelerator.device)
+        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))

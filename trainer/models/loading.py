@@ -100,7 +100,15 @@ def load_model(
     It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
     `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate. Logs a warning, once, where there are
     options for a module; `given` is their name in the config.
+
+    Raises:
+        UnsupportedError: a device without fp64.
     """
+    if accelerator.device.type == "mps":
+        raise UnsupportedError(
+            "got Apple's MPS to train on, want a device with fp64, which a loss and its counts are summed in; fix: "
+            "use_cpu=True"
+        )
     if not isinstance(model, str | Path):
         if options:
             warn_once(
