@@ -80,28 +80,23 @@ def checked_generate(
         UnsupportedError: no supports, with `sampling_support="require"`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
-    rollouts = _generate(engine, prompt_ids, sampling, vocab_size, prompts)
-    wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
-    for attempt in range(RETRIES if failure == "retry" else 0):
+    rollouts, attempt = _generate(engine, prompt_ids, sampling, vocab_size, prompts), 0
+    while True:
+        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
         if not wrong:
-            break
-        groups = sorted({index // sampling.n for index in wrong})
-        _log.warning(
-            "%s (sampling %d prompt(s) again, %d of %d)", min(wrong.items())[1], len(groups), attempt + 1, RETRIES
-        )
+            return rollouts
+        if failure == "drop":
+            return _dropped(rollouts, wrong)
+        problem, groups = min(wrong.items())[1], sorted({index // sampling.n for index in wrong})
+        if failure == "fail" or attempt == RETRIES:
+            raise UnavailableError(problem)
+        _log.warning("%s (sampling %d prompt(s) again, %d of %d)", problem, len(groups), attempt + 1, RETRIES)
         # With the same seed, a model that fails would fail again.
         seed = None if sampling.seed is None else random.Random(f"{sampling.seed}/{attempt}").getrandbits(SEED_BITS)
         given = None if prompts is None else [prompts[group] for group in groups]
-        asked = [prompt_ids[group] for group in groups]
-        rollouts = _with_groups(
-            rollouts, groups, _generate(engine, asked, replace(sampling, seed=seed), vocab_size, given)
-        )
-        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
-    if wrong and failure == "drop":
-        return _dropped(rollouts, wrong)
-    if wrong:
-        raise UnavailableError(min(wrong.items())[1])
-    return rollouts
+        asked, params = [prompt_ids[group] for group in groups], replace(sampling, seed=seed)
+        rollouts = _with_groups(rollouts, groups, _generate(engine, asked, params, vocab_size, given))
+        attempt += 1
 
 
 def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:

@@ -65,11 +65,22 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
-def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_model_len: int | None = None) -> None:
-    """Refuse prompts for which an engine would crash or silently cut a completion short.
+def prepared(
+    prompt_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: random.Random,
+    *,
+    engine: str,
+    allowed: Collection[str],
+    max_model_len: int | None = None,
+) -> tuple[list[list[int]], int]:
+    """A copy of the prompts, and the seed of a call, from `seeds` where `sampling` has none.
+
+    Refuses what an engine would crash on, ignore, or silently cut a completion short for.
 
     Raises:
-        InputError: an empty prompt, or a prompt that leaves no room for `max_tokens` more in `max_model_len`.
+        InputError: an empty prompt, one that leaves no room for `max_tokens` more in `max_model_len`, or a key of
+            `sampling.extra` that is not in `allowed`.
     """
     for index, prompt in enumerate(prompt_ids):
         if not prompt:
@@ -77,26 +88,18 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_m
                 f"got prompt {index} with no tokens, want at least one; fix: drop the row, or begin prompts "
                 "with the tokenizer's beginning-of-sequence token"
             )
-        if max_model_len is not None and len(prompt) + max_tokens > max_model_len:
+        if max_model_len is not None and len(prompt) + sampling.max_tokens > max_model_len:
             raise InputError(
-                f"got prompt {index} of {len(prompt)} tokens and max_tokens={max_tokens}, want at most "
+                f"got prompt {index} of {len(prompt)} tokens and max_tokens={sampling.max_tokens}, want at most "
                 f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
                 "shorten either"
             )
-
-
-def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: str) -> None:
-    """Refuse options that an engine sets itself, does not know, or would ignore.
-
-    Raises:
-        InputError: a key of `sampling.extra` that is not in `allowed`.
-    """
-    unknown = sorted(sampling.extra.keys() - set(allowed))
-    if unknown:
+    if unknown := sorted(sampling.extra.keys() - set(allowed)):
         raise InputError(
             f"got generation_kwargs with {', '.join(unknown)}, want only what the {engine} engine leaves open: "
             f"{', '.join(sorted(allowed))}; fix: use the option of the trainer where there is one, or leave it out"
         )
+    return list(map(list, prompt_ids)), seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
 
 
 def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int = 0) -> list[dict[str, Any]]:

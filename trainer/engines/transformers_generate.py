@@ -24,12 +24,10 @@ from fused_grpo.integrations.model_modes import as_it_was
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
     Completion,
     Support,
     SupportRecorder,
-    check_extra,
-    check_prompts,
+    prepared,
     rollouts_of,
     stop_token_ids,
 )
@@ -108,10 +106,8 @@ class TransformersEngine(RolloutEngine):
             UnsupportedError: structured outputs, or a beam search.
         """
         _check_supported(sampling)
-        check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
-        prompts = [list(prompt) for prompt in prompt_ids]
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
         rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
         sampler = _Sampler(sampling, seed=seed + sampling.first_prompt)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
@@ -215,7 +211,6 @@ def _check_supported(sampling: SamplingParams) -> None:
             f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy, which the "
             "loss takes completions for: those of a beam search are none; fix: leave it out"
         )
-    check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:

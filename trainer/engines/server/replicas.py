@@ -193,7 +193,16 @@ class Replicas:
         """
 
         async def with_deadline() -> T:
-            async with asyncio.timeout(self.timeout), self._client() as client:
+            # Without the environment's proxies, which are for the internet.
+            connections = httpx.AsyncClient(
+                headers=self._headers,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
+                timeout=None,
+                trust_env=False,
+                follow_redirects=False,
+                verify=self._certificates,
+            )
+            async with asyncio.timeout(self.timeout), connections as client:
                 return await work(client)
 
         try:
@@ -231,17 +240,6 @@ class Replicas:
                 ) from None
 
         return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
-
-    def _client(self) -> httpx.AsyncClient:
-        """Connections for one call of the engine; without the environment's proxies, which are for the internet."""
-        return httpx.AsyncClient(
-            headers=self._headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
-            timeout=None,
-            trust_env=False,
-            follow_redirects=False,
-            verify=self._certificates,
-        )
 
     def complete(
         self, bodies: Sequence[Json], *, weight_version: str, read: Callable[[Json, list[Choice]], T]

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import torch
@@ -25,13 +25,11 @@ from torch import Tensor
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
     VLLM_EXTRAS,
     Completion,
-    check_extra,
-    check_prompts,
     listed_support,
     listed_within,
+    prepared,
     rollouts_of,
     stop_token_ids,
     vllm_options,
@@ -123,10 +121,8 @@ class VLLMServerEngine(RolloutEngine):
                 f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
                 "fix: load_weights(...), and after one that failed restart the server"
             )
-        check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
-        check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
-        prompts = [list(prompt) for prompt in prompt_ids]
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        how: Any = {"engine": self.name, "allowed": VLLM_EXTRAS, "max_model_len": self._max_model_len}
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, **how)
         listed = listed_within(self._max_listed, sampling, self._vocab_size)
         options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]

@@ -173,7 +173,10 @@ class NCCLTransfer:
 
     def _meet(self) -> Any:
         """A group of this process, rank 0, and all workers: those of one server follow those of another."""
-        workers = self._servers.each(_world_size, doing="counting workers")
+        workers = self._servers.each(
+            lambda client, replica: replica.ask(client, "/get_world_size", field="world_size", kind=int),
+            doing="counting workers",
+        )
         first = dict(zip(self._servers.all, itertools.accumulate([1, *workers]), strict=False))
         address, port = _meeting_point(self._servers.all[0].url)
         place: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers)}
@@ -225,10 +228,6 @@ class NCCLTransfer:
                 place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
             group.broadcast(bucket, src=0, stream=stream)
             del bucket, place  # to be written over, in the order of the stream, by the next
-
-
-async def _world_size(client: httpx.AsyncClient, replica: Replica) -> int:
-    return await replica.ask(client, "/get_world_size", field="world_size", kind=int)
 
 
 def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:

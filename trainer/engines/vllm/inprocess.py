@@ -33,15 +33,13 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, We
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
     VLLM_EXTRAS,
     Completion,
     Support,
-    check_extra,
-    check_prompts,
     listed_support,
     listed_within,
     num_listed,
+    prepared,
     rollouts_of,
     vllm_options,
 )
@@ -168,11 +166,11 @@ class VLLMEngine(RolloutEngine):
                 "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
                 "fix: wake(), then load_weights(...)"
             )
-        check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
-        check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
-        prompts = list(map(list, prompt_ids))
+        how: Any = {"engine": self.name, "allowed": VLLM_EXTRAS, "max_model_len": self._max_model_len}
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, **how)
         listed = listed_within(self._max_listed, sampling, self._vocab_size)
-        outputs = self._sample(prompts, self._requests(len(prompts), sampling, listed))
+        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
+        outputs = self._sample(prompts, self._requests(options, sampling))
         completions = [_completion(each, listed=listed > 0) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
@@ -267,15 +265,13 @@ class VLLMEngine(RolloutEngine):
             return options | {"temperature": 1.0, "top_k": 1}
         return options | {"top_k": options["top_k"] or self._vocab_size}
 
-    def _requests(self, count: int, sampling: SamplingParams, listed: int) -> list[Any]:
+    def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
         from vllm.sampling_params import StructuredOutputsParams
 
         regex = sampling.structured_outputs_regex
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         try:
             structured = None if regex is None else StructuredOutputsParams(regex=regex)
-            of_prompts = vllm_options(sampling, seed=seed, count=count, listed=listed)
             return [
                 # Only stop strings need the text.
                 RequestParams(**options, detokenize="stop" in sampling.extra, structured_outputs=structured)
