@@ -152,14 +152,7 @@ class Replica:
 
 
 class Replicas:
-    """All servers of an engine.
-
-    Args:
-        urls: "http://127.0.0.1:8000" and the like.
-        allow_remote: allow hosts that are not this machine.
-        api_key: sent as a bearer token.
-        max_concurrency: the number of prompts that are sampled at a time.
-        timeout: seconds within which each `run` ends.
+    """All servers of an engine. The arguments are those of VLLMServerEngine; `api_key` is sent as a bearer token.
 
     Raises:
         InputError: no URL, one that is not valid or holds more than an address, or a remote one without
@@ -291,7 +284,7 @@ class Replicas:
                             raise self._no_completions(f"{problem} at {replica.url}") from None
                         leave_out(replica, problem)
             whys = "; ".join(out.values())
-            raise self._no_completions(f"none of them up with the weights of the last sync ({whys})")
+            raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
         found: dict[int, tuple[Replica, T]] = {}
         while missing := [index for index in range(len(bodies)) if index not in found]:

@@ -349,30 +349,21 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = -1
         engine = self._engine()
         try:
-            self._load_adapter(engine)
+            weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(self._adapted).items()}
+            with temporary_folder(sum(weight.nbytes for weight in weights.values())) as folder, preserved_state():
+                save_file(weights, folder / ADAPTER_FILE)
+                self._config.save_pretrained(str(folder))
+                engine.llm_engine.add_lora(_request(folder, load_inplace=True))
         except Exception as error:
             self.close()
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM while loading the adapter of version {version}, and closed the "
                 f"engine: {error}; want an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
             ) from error
+        self._lora_request = _request(folder)
         # Keys and values of the old adapter are wrong for the new one: to vLLM both have one name.
         engine.reset_prefix_cache()
         self.weight_version = version
-
-    def _load_adapter(self, engine: Any) -> None:
-        weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(self._adapted).items()}
-        size = sum(weight.nbytes for weight in weights.values())
-        with temporary_folder(size) as folder, preserved_state():
-            save_file(weights, folder / ADAPTER_FILE)
-            self._config.save_pretrained(str(folder))
-            engine.llm_engine.add_lora(self._request(folder, load_inplace=True))
-        self._lora_request = self._request(folder)
-
-    def _request(self, folder: Path, *, load_inplace: bool = False) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest(_ADAPTER, 1, str(folder), load_inplace=load_inplace)
 
 
 def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, Any]:
@@ -402,6 +393,12 @@ def _completion(output: Any, *, listed: bool) -> Completion:
     elif listed:
         support = listed_support({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
     return Completion(list(output.token_ids), logprobs, output.finish_reason, support)
+
+
+def _request(folder: Path, *, load_inplace: bool = False) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_ADAPTER, 1, str(folder), load_inplace=load_inplace)
 
 
 def _check_servable(model: Any, config: Any) -> None:
