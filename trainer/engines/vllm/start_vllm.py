@@ -226,7 +226,9 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
     with ExitStack() as contexts:
         contexts.enter_context(preserved_state())
         if on_cpu:
-            contexts.enter_context(without_numa_binding())
+            # Keep vLLM's worker from binding the memory of the whole process to one NUMA node.
+            bind = patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
+            contexts.enter_context(bind)
             contexts.enter_context(without_warnings())
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -274,11 +276,6 @@ def preserved_state() -> Iterator[None]:
                     os.environ[name] = environment[name]
                 else:
                     del os.environ[name]
-
-
-def without_numa_binding() -> AbstractContextManager[Any]:
-    """Keep vLLM's CPU worker from binding the memory of the whole process to one NUMA node."""
-    return patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
 
 
 def preserved_default_group() -> AbstractContextManager[Any]:
