@@ -249,29 +249,15 @@ class Replicas:
         Raises:
             UnavailableError: no server is left, one refused a request, or time is up.
         """
-        return self.run(
-            lambda client: self._complete(client, bodies, weight_version, read),
-            doing=f"completing {len(bodies)} prompts",
-        )
-
-    async def _complete(
-        self,
-        client: httpx.AsyncClient,
-        bodies: Sequence[Json],
-        weight_version: str,
-        read: Callable[[Json, list[Choice]], T],
-    ) -> list[T]:
         out: dict[Replica, str] = {}  # and why
         slots = asyncio.Semaphore(self._max_concurrency)
 
         def leave_out(replica: Replica, problem: str) -> None:
             if replica not in out:
-                _log.warning(
-                    "%s is down or has other weights; sampling without it: %s", replica.url, shown(problem, 500)
-                )
-            out[replica] = f"{problem} at {replica.url}"
+                out[replica] = f"{problem} at {replica.url}"
+                _log.warning("%s is down or has other weights; sampling without it: %s", replica.url, shown(problem))
 
-        async def completed(body: Json) -> tuple[Replica, T]:
+        async def completed(client: httpx.AsyncClient, body: Json) -> tuple[Replica, T]:
             async with slots:
                 while live := [replica for replica in self.all if replica not in out]:
                     replica = min(live, key=lambda replica: replica.in_flight)
@@ -286,18 +272,21 @@ class Replicas:
             whys = "; ".join(out.values())
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
-        found: dict[int, tuple[Replica, T]] = {}
-        while missing := [index for index in range(len(bodies)) if index not in found]:
-            results = await _together(completed(bodies[index]) for index in missing)
-            found |= zip(missing, results, strict=True)
-            # All that responded, not only live ones: one may have sampled from other weights before it stopped.
-            responders = list({replica for replica, _ in found.values()})
-            checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
-            stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
-            for replica in stale:
-                leave_out(replica, "other weights than those of the last sync")
-            found = {index: result for index, result in found.items() if result[0] not in stale}
-        return [found[index][1] for index in range(len(bodies))]
+        async def all_completed(client: httpx.AsyncClient) -> list[T]:
+            found: dict[int, tuple[Replica, T]] = {}
+            while missing := [index for index in range(len(bodies)) if index not in found]:
+                results = await _together(completed(client, bodies[index]) for index in missing)
+                found |= zip(missing, results, strict=True)
+                # All that responded, not only live ones: one may have sampled from other weights before it stopped.
+                responders = list({replica for replica, _ in found.values()})
+                checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
+                stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
+                for replica in stale:
+                    leave_out(replica, "other weights than those of the last sync")
+                found = {index: result for index, result in found.items() if result[0] not in stale}
+            return [found[index][1] for index in range(len(bodies))]
+
+        return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
     def _no_completions(self, problem: str) -> UnavailableError:
         return UnavailableError(
