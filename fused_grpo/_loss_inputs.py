@@ -26,17 +26,13 @@ from fused_grpo._checks import check_dense, check_same_device, is_number
 from fused_grpo.config import DPPO, GRPOLossConfig
 from fused_grpo.errors import InputError
 from fused_grpo.option_types import LARGEST
-from fused_grpo.precision import has_fp64, widest
 
 FLOATING = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of the flat tokens belong to which sequence. All sums are in fp64, so that counts are exact.
-
-    The sums of a device without fp64 are computed on the CPU, in fp64, and are fp32 on the device.
-    """
+    """Which of the flat tokens belong to which sequence. All sums are in fp64, so that counts are exact."""
 
     lengths: Tensor | tuple[int, int]  # [B] of packed sequences, or (B, T) of padded ones
 
@@ -45,11 +41,13 @@ class Sequences:
 
     def sum(self, values: Tensor) -> Tensor:
         """[B] fp64 from [N], in a fixed order."""
-        if has_fp64(values.device):
-            return _sums(values, self.lengths)
-        # MPS has no segment_reduce either.
-        lengths = self.lengths if isinstance(self.lengths, tuple) else self.lengths.cpu()
-        return _sums(values.cpu(), lengths).float().to(values.device)
+        wide = values.double()
+        if isinstance(self.lengths, tuple):
+            return wide.view(self.lengths).sum(1)
+        if not len(self.lengths):
+            return wide.sum(0, keepdim=True)[:0]
+        # The lengths were checked already, where that needs no synchronization.
+        return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0, unsafe=True)
 
     def spread(self, values: Tensor, count: int) -> Tensor:
         """[N] from [B]: the value of a sequence at each of its tokens, N = `count`."""
@@ -59,16 +57,6 @@ class Sequences:
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """[B] fp64: the mean over a sequence's unmasked tokens, 0 where there are none."""
         return self.sum(torch.where(mask, values, 0.0)) / self.sum(mask).clamp_min(1.0)
-
-
-def _sums(values: Tensor, lengths: Tensor | tuple[int, int]) -> Tensor:
-    wide = values.double()
-    if isinstance(lengths, tuple):
-        return wide.view(lengths).sum(1)
-    if not len(lengths):
-        return wide.sum(0, keepdim=True)[:0]
-    # The lengths were checked already, where that needs no synchronization.
-    return torch.segment_reduce(wide, "sum", lengths=lengths.long(), initial=0, unsafe=True)
 
 
 @dataclass(frozen=True)
@@ -204,7 +192,7 @@ def token_weights(
     config: GRPOLossConfig,
 ) -> Tensor:
     """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call."""
-    on = mask.to(widest(mask.device))
+    on = mask.double()
     if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
         return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
     num_sequences = max(1, len(sequences)) if num_sequences is None else num_sequences

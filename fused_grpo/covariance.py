@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.precision import widest
 
 
 def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, config: GRPOLossConfig) -> Tensor:
     """Which tokens are selected, [N] bool, from log-probs, advantages and `clipped` (bool) of all tokens, each [N]."""
-    wide = widest(logprobs.device)
-    some = (logprobs.to(wide), advantages.to(wide))
+    some = (logprobs.double(), advantages.double())
     covariances = torch.stack([values - values.mean() for values in some]).prod(0)
     order = covariances.argsort(stable=True)
     if config.kl_cov_ratio:
@@ -31,6 +29,6 @@ def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, 
         inside = (covariances > config.clip_cov_lb) & (covariances < config.clip_cov_ub) & ~clipped
         order = order[inside[order]]
         count = min(max(1, int(config.clip_cov_ratio * len(logprobs))), len(order))
-        places = (torch.arange(count, device=order.device, dtype=wide) + 0.5) * (len(order) / max(1, count))
+        places = (torch.arange(count, device=order.device, dtype=torch.float64) + 0.5) * (len(order) / max(1, count))
         order = order[places.long()]
     return torch.zeros_like(clipped).index_fill_(0, order[:count], True)

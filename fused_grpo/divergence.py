@@ -27,7 +27,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.head import Head, flatten_head, needs_gradient
 from fused_grpo.logprob_plans import rows_of
 from fused_grpo.loss_gradients import AttachGradients
-from fused_grpo.precision import full_precision, widest
+from fused_grpo.precision import full_precision
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -202,7 +202,7 @@ def _weights(hidden: Tensor, mask: Tensor | None, num_tokens: float | Tensor | N
         raise InputError(f"got mask {tuple(mask.shape)}, want {tuple(shape)}: one per token")
     check_same_device(student_hidden=hidden, mask=mask)
     check_normaliser("num_tokens", num_tokens, hidden.device)
-    on = (mask != 0).reshape(-1).to(widest(hidden.device))
+    on = (mask != 0).reshape(-1).double()
     return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
 
 

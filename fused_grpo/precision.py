@@ -20,16 +20,6 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def has_fp64(device: torch.device) -> bool:
-    """False on Apple's GPUs (MPS), where making an fp64 tensor raises."""
-    return device.type != "mps"
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """The dtype of sums and counts on a device: fp64 where it has that, else fp32."""
-    return torch.float64 if has_fp64(device) else torch.float32
-
-
 @contextlib.contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, no TF32, and no partial sum in 16 bits."""

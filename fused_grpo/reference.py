@@ -64,7 +64,7 @@ from torch import Tensor
 from fused_grpo._loss_inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.covariance import select_by_covariance
-from fused_grpo.precision import compute_dtype, widest
+from fused_grpo.precision import compute_dtype
 
 
 def transform_logits(
@@ -316,7 +316,7 @@ def token_factors(
     found: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
     if not (config.entropy_coef or needs_other_tokens(inputs, config)):
         return found
-    current, wide = torch.where(mask, logprobs.detach(), 0.0), widest(mask.device)
+    current = torch.where(mask, logprobs.detach(), 0.0)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
     if sampling is not None and correction is not None and correction.startswith("sequence"):
         whole = sequences.sum(log_rho(old, sampling, mask))
@@ -328,26 +328,26 @@ def token_factors(
     if config.off_policy_mask_threshold is not None:
         drift = -log_rho(current, old if sampling is None else sampling, mask)
         close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
-        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).to(wide))
+        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
     if config.sequence_rejection is not None and sampling is not None:
         kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
-        factors.append(sequences.spread(kept, len(mask)).to(wide))
+        factors.append(sequences.spread(kept, len(mask)).double())
     if config.selects_by_covariance:
         selected = covariance_selection(current, inputs, config)
         if config.clip_cov_ratio:
-            factors.append((~selected).to(wide))
+            factors.append((~selected).double())
         else:
             found["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
     on = mask
     if config.top_entropy_quantile < 1.0:
         assert entropy is not None
         on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
-        factors.append(on.to(wide))
+        factors.append(on.double())
     if factors:
         found["policy_weights"] = torch.stack(factors).prod(0).to(current.dtype)
     if config.entropy_coef:
         count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
-        found["entropy_weights"] = (config.entropy_coef * on.to(wide) / count).to(current.dtype)
+        found["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
     return found
 
 

@@ -141,7 +141,7 @@ BUGS = {
         PACKED_SUPPORTS,
     ),
     "kept tokens of a step stay with the step": (
-        "trainer/engines/support.py",
+        "trainer/engines/sampling.py",
         "torch.cat(self._ids)[sequences.argsort(stable=True)]",
         "torch.cat(self._ids)",
         SUPPORTS,
@@ -153,7 +153,7 @@ BUGS = {
         [TRUNCATED, "-k", "plain_loop"],
     ),
     "supports of the tokens after the end": (
-        "trainer/engines/support.py",
+        "trainer/engines/sampling.py",
         "self.ids[: int(sizes.sum())].clone()",
         "self.ids[-int(sizes.sum()) :].clone()",
         [TRUNCATED, "-k", "on_policy and 0.05"],

@@ -31,7 +31,6 @@ from transformers import PreTrainedModel, get_scheduler
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.precision import widest
 from fused_grpo.trainer.batching.micro_batch_metrics import (
     merge_floats,
     merge_metrics,
@@ -52,13 +51,10 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_by_its_layers,
     shard_like_policy,
 )
-from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted
-from fused_grpo.trainer.models.loading import attention_cost, model_weights
-from fused_grpo.trainer.models.router_loss import router_loss_coefficient
-from fused_grpo.trainer.models.teacher import SELF, check_teacher_model, fingerprint
-from fused_grpo.trainer.models.virtual_tokens import with_virtual_places
+from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
+from fused_grpo.trainer.models.loading import SELF, attention_cost, check_teacher_model, fingerprint, model_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss, Teacher
+from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 
@@ -299,7 +295,7 @@ class Learner:
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         tokens = sum(len(part.targets) for part in packed) + sum(skipped_lengths(batch))
         mine = [tokens, len(batch.completion_ids), filled]
-        totals = torch.tensor(mine, dtype=widest(self.accelerator.device), device=self.accelerator.device)
+        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))

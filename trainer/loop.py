@@ -58,16 +58,14 @@ from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank,
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.checked_engine import checked_load_weights
+from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.weight_check import WeightCheck
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import model_for, uncompiled
-from fused_grpo.trainer.models.teacher import SELF, load_teacher
+from fused_grpo.trainer.models.loading import SELF, load_teacher, model_for, uncompiled
 
 
 class GRPOTrainer(WithCheckpoints, WithDataLoaders):

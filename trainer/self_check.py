@@ -28,9 +28,8 @@ from fused_grpo.integrations._peers import replaced
 from fused_grpo.integrations.model_head import check_transform
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout
 from fused_grpo.trainer.batching.micro_batches import pack
-from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.loading import takes_any_lengths
-from fused_grpo.trainer.models.virtual_tokens import is_prompt_tuned
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
 

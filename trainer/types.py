@@ -61,6 +61,11 @@ class SamplingParams:
     sampling_support: SupportChoice = "off"  # whether to return the support of each token, where it is truncated
 
     @property
+    def num_sampled(self) -> int:
+        """How many completions of a prompt are sampled. Greedy ones are equal, so one stands for all."""
+        return self.n if self.temperature > 0 else 1
+
+    @property
     def is_truncated(self) -> bool:
         """True where the least likely tokens are left out."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
-from fused_grpo.trainer.models.loading import load_model, load_tokenizer
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.models.loading import load_model, tokenizer_for
 
 CODE = "from pathlib import Path; Path({mark!r}).touch()"
+ON_CPU = SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.NO)
 
 
 class Payload:
@@ -40,9 +44,9 @@ def test_code_beside_the_weights_is_refused(tmp_path, mark):
     folder = model_folder(tmp_path, model_type="evil", auto_map=kinds)
     (Path(folder) / "evil.py").write_text(CODE.format(mark=str(mark)))
     with pytest.raises(ValueError, match="trust_remote_code"):
-        load_model(folder, trust_remote_code=False)
+        load_model(folder, ON_CPU, trust_remote_code=False)
     with pytest.raises(ValueError, match=r"trust_remote_code|backend tokenizer"):
-        load_tokenizer(folder, None, trust_remote_code=False)
+        tokenizer_for(folder, None, GRPOConfig())
     assert not mark.exists()
 
 
@@ -59,7 +63,7 @@ def test_weights_that_are_a_pickle_of_code_are_refused(tmp_path, mark):
     )
     torch.save({"model.embed_tokens.weight": Payload(mark)}, Path(folder) / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"(?i)weights.only|unpickl|unsupported"):
-        load_model(folder, trust_remote_code=False)
+        load_model(folder, ON_CPU, trust_remote_code=False)
     assert not mark.exists()
 
 

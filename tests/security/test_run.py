@@ -14,7 +14,7 @@ import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.engines.server.serve import server_command
+from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 
@@ -66,7 +66,7 @@ def test_the_process_groups_of_an_engine_alone_stay_on_this_machine(monkeypatch,
     interface = lambda **options: os.environ["GLOO_SOCKET_IFNAME"]  # noqa: E731
     monkeypatch.setattr("gc.freeze", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=interface))
-    monkeypatch.setattr(start_vllm.preserved_state, "preserved_classes", nullcontext)  # of the real vllm
+    monkeypatch.setattr(start_vllm, "preserved_classes", nullcontext)  # of the real vllm
     assert start_vllm._launch("folder", {}, on_cpu=False) == expected
     assert os.environ.get("GLOO_SOCKET_IFNAME") == given
 

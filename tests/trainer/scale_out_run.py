@@ -27,7 +27,7 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.support import Support, support_fields
+from fused_grpo.trainer.engines.sampling import Support, support_fields
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import Rollouts

@@ -23,7 +23,7 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import Completion, vllm_options, vllm_rollouts
+from fused_grpo.trainer.engines.sampling import Completion, rollouts_of, vllm_options
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -54,14 +54,16 @@ class Engine(RolloutEngine):
     def generate(self, prompt_ids, sampling) -> Any:
         self.prompts += map(list, prompt_ids)
         options = vllm_options(sampling, seed=sampling.seed, count=len(prompt_ids))
-        groups = []
+        completions = []
         for ids, option in zip(prompt_ids, options, strict=True):
             seeds = [sum(ids) if sampling.temperature == 0 else option["seed"] + i for i in range(option["n"])]
             drawn = [
                 torch.randint(2, 14, (1 + seed % 5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds
             ]
-            groups.append([Completion(d.tolist(), [-1.0] * len(d), "stop" if len(d) < 4 else "length") for d in drawn])
-        return vllm_rollouts(list(map(list, prompt_ids)), groups, sampling, weight_version=self.weight_version)
+            completions.extend(
+                [Completion(d.tolist(), [-1.0] * len(d), "stop" if len(d) < 4 else "length") for d in drawn]
+            )
+        return rollouts_of(list(map(list, prompt_ids)), completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights, version) -> None:
         self.given: dict[str, Any] = {}

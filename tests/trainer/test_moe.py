@@ -24,8 +24,7 @@ from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.adapters import base_weights, merged_weights
-from fused_grpo.trainer.models.router_loss import router_aux_loss
-from fused_grpo.trainer.policy import PolicyLoss
+from fused_grpo.trainer.policy import PolicyLoss, router_aux_loss
 from fused_grpo.trainer.types import EffectiveBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's and PEFT's, about what is experimental

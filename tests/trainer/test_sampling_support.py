@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import UnsupportedError, WeightSyncError
+from fused_grpo.trainer.engines.sampling import Completion
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 ALL_THREE = {"top_p": 0.8, "top_k": 8, "min_p": 0.05}
@@ -97,9 +98,11 @@ def test_stale_weights_are_noticed_under_truncation_too(make_trainer, make_model
 
 
 def test_without_supports_a_run_ends_or_says_so_once(make_trainer, caplog):
+    unknown = Completion([3, 4, 1], None, "stop")
+
     def without_support(**options):
         trainer = make_trainer(top_p=0.8, **options)
-        trainer.engine._run = lambda prompts, *_: [[3, 4, 1]] * len(prompts)  # as a model whose `generate` is its own
+        trainer.engine._run = lambda prompts, *_: [unknown] * len(prompts)  # as a model whose `generate` is its own
         return trainer
 
     with pytest.raises(UnsupportedError, match=r"got top_p=0.8 .*logits processors.*fix:"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.trainer.batching.rollout_buffer import DTYPES, RolloutBuffer, rows_from_tensors
-from fused_grpo.trainer.engines.support import Support, wrong_support
+from fused_grpo.trainer.engines.sampling import Support, wrong_support
 
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"

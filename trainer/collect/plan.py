@@ -20,8 +20,8 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.formatting import bytes_text, short_number
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.loading import SELF
 from fused_grpo.trainer.models.memory_estimate import ModelShape, memory_terms
-from fused_grpo.trainer.models.teacher import SELF
 
 
 def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:

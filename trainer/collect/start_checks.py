@@ -37,15 +37,14 @@ from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
-from fused_grpo.trainer.engines.server.urls import checked_url
+from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
-from fused_grpo.trainer.models.loading import loading, tokenizer_for
+from fused_grpo.trainer.models.loading import SELF, loading, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
-from fused_grpo.trainer.models.teacher import SELF
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function

@@ -1,20 +1,60 @@
-"""Rollout engines: they sample completions from the trainer's weights.
+"""Rollout engines: they sample completions from the trainer's weights. Every one follows `RolloutEngine`.
 
-protocol.py               the protocol that every engine follows
 engine_choice.py          the engine for the options of a run
 vllm/                     vLLM in the trainer's process
 server/                   vLLM servers over HTTP
 transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
-weight_check.py           checks that engine and trainer have the same weights
-sampling.py               prompts, stop tokens, seeds and sampling options, the same for all engines
+sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
 """
 
 from __future__ import annotations
 
-from fused_grpo.trainer.engines.protocol import RolloutEngine
-from fused_grpo.trainer.engines.weight_check import check_same_weights
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-__all__ = ["RolloutEngine", "check_same_weights"]
+import torch
+from torch import Tensor
+
+from fused_grpo.trainer.types import Rollouts, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Samples completions and loads new weights. One `generate` call serves a whole generated batch.
+
+    `weight_version` is -1 while the engine does not have the trainer's weights: then `load_weights` comes first.
+    """
+
+    name: str
+    weight_version: int
+    weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
+    why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+        """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
+
+        An engine that can returns the support of each token where `sampling.wants_support`.
+        """
+        ...
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Use these weights (Hugging Face names, full tensors) from the next `generate` on, as `version`.
+
+        They can be read once. Each may be made when it is read: an engine that keeps one before it reads the next needs
+        memory for both.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Free memory until `wake`, where the engine can. There is no `generate` while it sleeps."""
+        return None
+
+    def wake(self) -> None:
+        """Allocate the memory again. An engine that dropped its weights has version -1 afterwards."""
+        return None
+
+    def close(self) -> None:
+        """Stop processes, free memory and remove files. A second call does nothing."""
+        ...

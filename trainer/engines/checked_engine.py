@@ -1,4 +1,4 @@
-"""Checks that an engine returned what was asked for, sampled from the weights that it was given.
+"""Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
 here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
@@ -7,6 +7,18 @@ here, before a reward is computed. A completion is used as it is or not at all: 
 again, or their groups are dropped. A group is dropped whole, because an advantage compares its members: without the
 completions that failed it would be a group of another size, chosen by what the engine can compute. An answer that
 cannot be assigned to prompts, or that is of other weights, ends the run in any case.
+
+**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
+the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
+the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
+magnitude more.
+
+    float32 on a CPU     max 1e-3    two engines differ by about 1e-6; a stale head was measured at 0.2 to 0.6
+    float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
+    float16              mean 0.02   single tokens may differ more: only the mean is bounded
+    bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
+
+`max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 """
 
 from __future__ import annotations
@@ -18,15 +30,16 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS
-from fused_grpo.trainer.engines.support import Support, check_support, wrong_support
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Support, check_support, wrong_support
+from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams, joined, taken
 
 _log = logging.getLogger(__name__)
 RETRIES = 2  # further calls with rollout_failure="retry"
@@ -34,6 +47,9 @@ _LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids"
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
+
+_MAX_BOUND = 1e-3
+_MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def checked_generate(
@@ -64,28 +80,23 @@ def checked_generate(
         UnsupportedError: no supports, with `sampling_support="require"`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
-    rollouts = _generate(engine, prompt_ids, sampling, vocab_size, prompts)
-    wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
-    for attempt in range(RETRIES if failure == "retry" else 0):
+    rollouts, attempt = _generate(engine, prompt_ids, sampling, vocab_size, prompts), 0
+    while True:
+        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
         if not wrong:
-            break
-        groups = sorted({index // sampling.n for index in wrong})
-        _log.warning(
-            "%s (sampling %d prompt(s) again, %d of %d)", min(wrong.items())[1], len(groups), attempt + 1, RETRIES
-        )
+            return rollouts
+        if failure == "drop":
+            return _dropped(rollouts, wrong)
+        problem, groups = min(wrong.items())[1], sorted({index // sampling.n for index in wrong})
+        if failure == "fail" or attempt == RETRIES:
+            raise UnavailableError(problem)
+        _log.warning("%s (sampling %d prompt(s) again, %d of %d)", problem, len(groups), attempt + 1, RETRIES)
         # With the same seed, a model that fails would fail again.
         seed = None if sampling.seed is None else random.Random(f"{sampling.seed}/{attempt}").getrandbits(SEED_BITS)
         given = None if prompts is None else [prompts[group] for group in groups]
-        asked = [prompt_ids[group] for group in groups]
-        rollouts = _with_groups(
-            rollouts, groups, _generate(engine, asked, replace(sampling, seed=seed), vocab_size, given)
-        )
-        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
-    if wrong and failure == "drop":
-        return _dropped(rollouts, wrong)
-    if wrong:
-        raise UnavailableError(min(wrong.items())[1])
-    return rollouts
+        asked, params = [prompt_ids[group] for group in groups], replace(sampling, seed=seed)
+        rollouts = _with_groups(rollouts, groups, _generate(engine, asked, params, vocab_size, given))
+        attempt += 1
 
 
 def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -103,6 +114,77 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
             f"got weight version {engine.weight_version} from the {engine.name} engine after a sync, want {version}; "
             "fix: load_weights has to serve what it is given and set weight_version, or raise"
         )
+
+
+def check_same_weights(
+    mean_difference: float,
+    max_difference: float,
+    *,
+    dtype: torch.dtype,
+    engine: str,
+    version: int,
+    device: str = "cpu",
+    bound: float | None = None,
+) -> None:
+    """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
+
+    Args:
+        mean_difference: mean over completion tokens of |sampling log-prob - trainer log-prob|, in nats.
+        max_difference: the largest of them.
+        dtype: the coarser of the dtypes that the engine and the trainer compute in.
+        engine: the engine's name, for the message.
+        version: the weight version of the rollouts, for the message.
+        device: the type of the trainer's device.
+        bound: in place of the one for `dtype` and `device`, in nats.
+
+    Raises:
+        WeightSyncError: the difference is above the bound, or is NaN.
+    """
+    exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and device == "cpu")
+    kind, got = ("max", max_difference) if exact else ("mean", mean_difference)
+    bound = bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype])
+    # Written so that NaN fails.
+    if not got <= bound:
+        raise WeightSyncError(
+            f"got a {kind} difference of {got:.3g} between the log-probs of the {engine} engine and the trainer's at "
+            f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: the engine "
+            "does not serve the trainer's weights, one of the two computes at lower precision, or (from version 0 on) "
+            "vLLM computes this model differently; fix: load_weights after every optimizer step, give both the same "
+            "dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
+            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
+        )
+
+
+class WeightCheck:
+    """`check_same_weights` for a run.
+
+    Args:
+        args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound.
+        model: the model that is trained, on `device`.
+        own_weights: whether the engine has weights of its own, which can be stale, so that None is "fail" and not
+            "warn".
+    """
+
+    def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
+        dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
+        self._options: Any = {"dtype": dtype, "device": device.type, "bound": args.max_logprob_difference}
+        self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
+        self._has_warned = False
+
+    def __call__(self, mean_difference: float, max_difference: float, *, engine: str, version: int) -> None:
+        """Check the differences of a step; see `check_same_weights`.
+
+        Raises:
+            WeightSyncError: as `check_same_weights`, where that is the reaction.
+        """
+        try:
+            check_same_weights(mean_difference, max_difference, engine=engine, version=version, **self._options)
+        except WeightSyncError as error:
+            if not self._warns:
+                raise
+            if not self._has_warned:
+                _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
+            self._has_warned = True
 
 
 def _generate(
@@ -173,23 +255,17 @@ def _wrong_completions(
 def _with_groups(rollouts: Rollouts, groups: Sequence[int], again: Rollouts) -> Rollouts:
     """The rollouts with these groups from `again`, which has no others."""
     size = rollouts.num_generations
-    members = [group * size + member for group in groups for member in range(size)]
+    prompts, completions = list(range(len(rollouts.prompt_ids))), list(range(len(rollouts.completion_ids)))
+    for place, group in enumerate(groups):
+        prompts[group] = len(prompts) + place
+        first = len(completions) + place * size
+        completions[group * size : (group + 1) * size] = range(first, first + size)
 
-    def put(values: Any, places: Sequence[int], others: Any) -> Any:
-        if values is None or others is None:
-            return None
-        changed = dict(zip(places, others, strict=True))
-        return [changed.get(index, value) for index, value in enumerate(values)]
+    def chosen(name: str, places: Sequence[int]) -> Any:
+        return taken(joined([getattr(rollouts, name), getattr(again, name)]), places)
 
-    return replace(
-        rollouts,
-        prompt_ids=put(rollouts.prompt_ids, groups, again.prompt_ids),
-        **{name: put(getattr(rollouts, name), members, getattr(again, name)) for name in _LISTS},
-        # A column that only one of the two calls returned is known for some completions alone.
-        extra={
-            name: put(rollouts.extra[name], members, again.extra[name]) for name in rollouts.extra.keys() & again.extra
-        },
-    )
+    of_completions = {name: chosen(name, completions) for name in (*_LISTS, "extra")}
+    return replace(rollouts, prompt_ids=chosen("prompt_ids", prompts), **of_completions)
 
 
 def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
@@ -202,7 +278,7 @@ def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
     def emptied(values: Any, empty: Any) -> Any:
         return None if values is None else [empty if index in wrong else value for index, value in enumerate(values)]
 
-    nothing = Support.empty()
+    nothing = Support.of([])
     return replace(
         rollouts,
         completion_ids=emptied(rollouts.completion_ids, []),

@@ -10,12 +10,11 @@ import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
-from fused_grpo.trainer.engines.vllm.lora_engine import VLLMAdapterEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_model, is_adapted

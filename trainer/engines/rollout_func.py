@@ -16,6 +16,7 @@ It may sample with any model, so its log-probs need not be the trainer's. It may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
 from operator import index as as_index
 from typing import Any
 
@@ -24,9 +25,8 @@ from torch import Tensor
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.data.datasets import RESERVED
-from fused_grpo.trainer.engines.protocol import RolloutEngine
-from fused_grpo.trainer.engines.sampling import stop_token_ids
-from fused_grpo.trainer.engines.support import Support, support_fields
+from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.sampling import Support, stop_token_ids, support_fields
 from fused_grpo.trainer.rewards.reward_call import own_copy
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
@@ -91,7 +91,10 @@ class FunctionEngine(RolloutEngine):
             columns = _checked(output, len(prompts) * sampling.n)
             # int() would cut numbers, and read text.
             prompt_ids, ids = ([list(map(as_index, one)) for one in output[name]] for name in _REQUIRED[:2])
-            logprobs = None if output["logprobs"] is None else list(map(_logprobs, output["logprobs"]))
+            # None is a log-prob that the sampler could not compute.
+            logprobs = output["logprobs"] and [
+                [nan if p is None else float(p) for p in one] for one in output["logprobs"]
+            ]
         except TypeError as error:
             raise DataError(f"got {error} from rollout_func, want lists of token ids and of their log-probs") from error
         # As in TRL, a completion that is padded has ended.
@@ -180,8 +183,3 @@ def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> di
             for ids, some in zip(completion_ids, kept, strict=True)
         ]
     )
-
-
-def _logprobs(values: Sequence[float | None]) -> list[float]:
-    """NaN for None, a log-prob that the sampler could not compute."""
-    return [float("nan") if value is None else float(value) for value in values]

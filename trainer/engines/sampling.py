@@ -1,14 +1,33 @@
-"""Prompts, stop tokens, seeds and sampling options, the same for all engines."""
+"""Prompts, stop tokens, seeds, sampling options and supports, the same for all engines.
+
+The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from.
+A truncated sampler draws from the kept tokens, renormalised. The trainer's log-probs over the whole vocabulary are
+smaller by the log of the probability that was kept, which is no difference between two policies, but enters every
+ratio with the sampler. Over the same support both are the same quantity again (DeepSeek-V3.2 calls it "Keep Sampling
+Mask", arXiv:2512.02556 section 3.1; vLLM "sampling mask").
+
+    transformers   the ids whose score is finite after the library's own processors
+    vLLM           its sampling mask, with its model runner V2: on a GPU
+                   otherwise the most likely `top_k` tokens and some more, of which those with a probability were kept
+    rollout_func   what it returns as "sampling_support"
+
+An id takes 4 bytes, as do the sizes: with top_k=50 at most 204 bytes a token, and 107 MB for 512 completions of 1024
+tokens. What is kept whole has size 0 and no ids.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines.support import Support, support_fields
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +53,11 @@ VLLM_EXTRAS = frozenset(
 )
 
 
+# Where an engine lists the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left
+# out (JSON has no -inf, servers send -9999); and the probability of kept tokens that may be missing in the list.
+MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config.
 
@@ -51,11 +75,22 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         ) from error
 
 
-def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_model_len: int | None = None) -> None:
-    """Refuse prompts for which an engine would crash or silently cut a completion short.
+def prepared(
+    prompt_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: random.Random,
+    *,
+    engine: str,
+    allowed: Collection[str],
+    max_model_len: int | None = None,
+) -> tuple[list[list[int]], int]:
+    """A copy of the prompts, and the seed of a call, from `seeds` where `sampling` has none.
+
+    Refuses what an engine would crash on, ignore, or silently cut a completion short for.
 
     Raises:
-        InputError: an empty prompt, or a prompt that leaves no room for `max_tokens` more in `max_model_len`.
+        InputError: an empty prompt, one that leaves no room for `max_tokens` more in `max_model_len`, or a key of
+            `sampling.extra` that is not in `allowed`.
     """
     for row, prompt in enumerate(prompt_ids):
         if not prompt:
@@ -63,26 +98,18 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, max_m
                 f"got prompt {row} with no tokens, want at least one; fix: drop the row, or begin prompts "
                 "with the tokenizer's beginning-of-sequence token"
             )
-        if max_model_len is not None and len(prompt) + max_tokens > max_model_len:
+        if max_model_len is not None and len(prompt) + sampling.max_tokens > max_model_len:
             raise InputError(
-                f"got prompt {row} of {len(prompt)} tokens and max_tokens={max_tokens}, want at most "
+                f"got prompt {row} of {len(prompt)} tokens and max_tokens={sampling.max_tokens}, want at most "
                 f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
                 "shorten either"
             )
-
-
-def check_extra(sampling: SamplingParams, *, allowed: Collection[str], engine: str) -> None:
-    """Refuse options that an engine sets itself, does not know, or would ignore.
-
-    Raises:
-        InputError: a key of `sampling.extra` that is not in `allowed`.
-    """
-    unknown = sorted(sampling.extra.keys() - set(allowed))
-    if unknown:
+    if unknown := sorted(sampling.extra.keys() - set(allowed)):
         raise InputError(
             f"got generation_kwargs with {', '.join(unknown)}, want only what the {engine} engine leaves open: "
             f"{', '.join(sorted(allowed))}; fix: use the option of the trainer where there is one, or leave it out"
         )
+    return list(map(list, prompt_ids)), seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
 
 
 def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int = 0) -> list[dict[str, Any]]:
@@ -99,32 +126,147 @@ def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {name: getattr(sampling, name) for name in names} | {"logprobs": listed} | sampling.extra
-    # Greedy completions of one prompt are equal, so one is sampled; `vllm_rollouts` repeats it.
-    same["n"] = sampling.n if sampling.temperature > 0 else 1
+    same["n"] = sampling.num_sampled
     return [{**same, "seed": seed} for seed in seeds]
+
+
+class Support(NamedTuple):
+    """The supports of a completion of T tokens."""
+
+    ids: Tensor  # [K] int32, ascending within a token
+    sizes: Tensor  # [T] int32, 0: the whole vocabulary
+
+    @classmethod
+    def of(cls, kept: Iterable[Iterable[int]]) -> Support:
+        """From the ids of each token, in any order."""
+        ordered = [sorted(ids) for ids in kept]
+        sizes = torch.tensor([len(ids) for ids in ordered], dtype=torch.int32)
+        return cls(torch.tensor([token for ids in ordered for token in ids], dtype=torch.int32), sizes)
+
+    def first(self, tokens: int) -> Support:
+        """Of the first tokens alone."""
+        sizes = self.sizes[:tokens]
+        return Support(self.ids[: int(sizes.sum())].clone(), sizes.clone())
 
 
 class Completion(NamedTuple):
     """One completion."""
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None  # None: the engine cannot say
     finish_reason: FinishReason
     support: Support | None = None
 
 
-def vllm_rollouts(
-    prompts: list[list[int]], groups: Sequence[list[Completion]], sampling: SamplingParams, *, weight_version: int
+def rollouts_of(
+    prompts: list[list[int]], completions: Sequence[Completion], sampling: SamplingParams, *, weight_version: int
 ) -> Rollouts:
-    """Rollouts from the completions of each prompt."""
-    repeats = 1 if sampling.temperature > 0 else sampling.n
-    completions = [completion for group in groups for completion in group * repeats]
+    """Rollouts from `sampling.num_sampled` completions of each prompt."""
+    repeats = sampling.n // sampling.num_sampled
+    completions = [completion for completion in completions for _ in range(repeats)]
+    logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
     return Rollouts(
         prompt_ids=prompts,
         completion_ids=[completion.token_ids for completion in completions],
-        sampling_logprobs=[completion.logprobs for completion in completions],
+        sampling_logprobs=logprobs if len(logprobs) == len(completions) else None,
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
         **support_fields([completion.support for completion in completions] if sampling.wants_support else [None]),
     )
+
+
+def support_fields(supports: Sequence[Support | None]) -> dict[str, Any]:
+    """Both fields of Rollouts; None where a completion has no support."""
+    known = [support for support in supports if support is not None]
+    if len(known) < len(supports):
+        return {"support_ids": None, "support_sizes": None}
+    return {"support_ids": [support.ids for support in known], "support_sizes": [support.sizes for support in known]}
+
+
+class SupportRecorder:
+    """Collects the supports of a batch of B sequences, a step of one token each at a time."""
+
+    def __init__(self) -> None:
+        self._ids, self._sizes = list[Tensor](), list[Tensor]()
+
+    def add(self, scores: Tensor) -> None:
+        """The scores [B, V] of a step, -inf where a token was left out."""
+        kept = scores > -torch.inf
+        kept &= ~kept.all(dim=1, keepdim=True)
+        self._ids.append(kept.nonzero()[:, 1].to("cpu", torch.int32))
+        self._sizes.append(kept.sum(dim=1).to("cpu", torch.int32))
+
+    def take(self) -> list[Support]:
+        """The supports of each sequence since the last call."""
+        sizes = torch.stack(self._sizes)  # [T, B]
+        sequences = torch.arange(sizes.shape[1]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
+        ids = torch.cat(self._ids)[sequences.argsort(stable=True)].split(sizes.sum(0).tolist())
+        self._ids, self._sizes = [], []
+        return [Support(some, of_one) for some, of_one in zip(ids, sizes.T.contiguous(), strict=True)]
+
+
+def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:
+    """How many of the most likely tokens include all that are kept; None: more than an engine should list.
+
+    More than top_k: of tokens with equal logits all are kept, and those of 16 bits often are equal.
+    """
+    most = min(sampling.top_k or vocab_size, vocab_size)
+    return None if most > MAX_LISTED else min(most + max(8, most // 2), vocab_size)
+
+
+def listed_within(limit: int, sampling: SamplingParams, vocab_size: int) -> int:
+    """How many an engine lists that lists `limit` at most; 0: the request wants no supports, or a longer list."""
+    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
+    return 0 if listed is None or listed > limit else listed
+
+
+def listed_support(steps: Iterable[dict[int, float]]) -> Support:
+    """From the log-probs of the most likely tokens of each step.
+
+    Empty where more tokens than those were kept: `wrong_support` refuses it.
+    """
+    kept = [{token: logprob for token, logprob in step.items() if logprob > _LEFT_OUT} for step in steps]
+    mass = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
+    complete = all(kept_mass >= 1.0 - _MISSING_MASS for kept_mass in mass)
+    return Support.of(kept) if complete else Support.of([])
+
+
+def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int) -> str | None:
+    """What is wrong with the support of a completion."""
+    ids, sizes = support
+    if not len(sizes):
+        return "no complete list of the tokens that the sampler kept"
+    if len(sizes) != len(token_ids) or int(sizes.min()) < 0 or int(sizes.sum()) != len(ids):
+        return f"{len(ids)} kept tokens for supports of {len(sizes)} tokens"
+    if not len(ids):
+        return None
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return f"kept tokens from {int(ids.min())} to {int(ids.max())}"
+    place = torch.arange(len(sizes)).repeat_interleave(sizes)
+    if not ((ids[1:] > ids[:-1]) | (place[1:] > place[:-1])).all():
+        return "kept tokens that are not ascending, or twice there"
+    # Without duplicates a token is at most once in its support.
+    sampled = ids == torch.as_tensor(token_ids, dtype=torch.int32)[place]
+    return None if int(sampled.sum()) == int((sizes > 0).sum()) else "a token that is not among those that were kept"
+
+
+def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
+    """Warn, or raise, where the support of truncated sampling is wanted and `rollouts` have none.
+
+    Raises:
+        UnsupportedError: with `sampling_support="require"`.
+    """
+    if not sampling.wants_support or rollouts.support_ids is not None or not rollouts.completion_ids:
+        return
+    reason = getattr(engine, "why_no_support", None) or "it does not return them"
+    set_to = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    options = ", ".join(f"{name}={value}" for name, value in set_to.items() if value not in (0, 1.0))
+    text = (
+        f"got {options} and no tokens that the sampler kept from the {engine.name} engine: {reason}; without them the "
+        "sampler's log-probs are normalised over the tokens that it keeps, the trainer's over all, so that the "
+        "sampling correction is biased and the check of the weight sync is off"
+    )
+    if sampling.sampling_support == "require":
+        raise UnsupportedError(f"{text}; fix: what it needs, no truncation, or sampling_support='auto'")
+    warn_once(f"{text}; fix: what it needs, or no truncation (top_p=1, top_k=0, min_p=0)")

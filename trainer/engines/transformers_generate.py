@@ -12,22 +12,26 @@ stores B log-probs a step instead of the [B, V] scores that `output_scores` woul
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.integrations.model_modes import eagerly
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.integrations._peers import replaced
+from fused_grpo.integrations.model_modes import as_it_was
 from fused_grpo.trainer.distributed.sharding import is_sharded
-from fused_grpo.trainer.engines.protocol import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, check_extra, check_prompts, stop_token_ids
-from fused_grpo.trainer.engines.support import Support, SupportRecorder, support_fields
-from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.virtual_tokens import model_inputs, with_virtual_places
+from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.sampling import (
+    Completion,
+    Support,
+    SupportRecorder,
+    prepared,
+    rollouts_of,
+    stop_token_ids,
+)
+from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,8 +44,6 @@ _EXTRAS = frozenset(
         "begin_suppress_tokens",
         "cache_implementation",
         "disable_compile",
-        "early_stopping",
-        "length_penalty",
         "min_new_tokens",
         "num_beams",
         "sequence_bias",
@@ -70,7 +72,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     name = "transformers"
-    why_no_support = "it needs a model whose `generate` calls logits processors, and no beam search"
+    why_no_support = "it needs a model whose `generate` calls logits processors"
 
     def __init__(
         self,
@@ -101,34 +103,19 @@ class TransformersEngine(RolloutEngine):
 
         Raises:
             InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs.
+            UnsupportedError: structured outputs, or a beam search.
         """
         _check_supported(sampling)
-        check_prompts(prompt_ids, max_tokens=sampling.max_tokens)
-        prompts = [list(prompt) for prompt in prompt_ids]
-        rows = [prompt for prompt in prompts for _ in range(sampling.n)]
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
+        rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
         # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
         sampler = _Sampler(sampling, seed=seed + sampling.first_prompt)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
-        sampled: list[_Sampled] = []
+        completions: list[Completion] = []
         for start in range(0, len(rows), at_once):
-            returned = self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
-            # A model whose `generate` is its own may not call a logits processor: then log-probs are not known.
-            sampled += sampler.take() or [_Sampled(tokens, None, None) for tokens in returned]
-        sampled = [one.first(_completion_length(one.tokens, stop_ids)) for one in sampled]
-        completions = [one.tokens for one in sampled]
-        logprobs = [one.logprobs for one in sampled if one.logprobs is not None]
-        return Rollouts(
-            prompt_ids=prompts,
-            completion_ids=completions,
-            sampling_logprobs=logprobs if len(logprobs) == len(rows) else None,
-            finish_reasons=[_finish_reason(completion, stop_ids) for completion in completions],
-            num_generations=sampling.n,
-            weight_version=self.weight_version,
-            **support_fields([one.support for one in sampled] if sampling.wants_support else [None]),
-        )
+            completions += self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
+        return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Store the version: the engine's weights are the trainer's. `named_weights` is not read."""
@@ -139,17 +126,16 @@ class TransformersEngine(RolloutEngine):
 
     def _run(
         self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]
-    ) -> list[list[int]]:
-        """What `generate` returns after the prompts."""
+    ) -> list[Completion]:
+        """A completion for each row."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         prompts = with_virtual_places(prompts, self._given)
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
         # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
         inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
-        beams = sampling.extra.get("num_beams", 1) > 1
         config = GenerationConfig(
-            do_sample=beams,
+            do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
@@ -158,38 +144,26 @@ class TransformersEngine(RolloutEngine):
                 **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
             },
         )
-        # A beam search draws tokens itself, for several beams of a row: their log-probs are not known.
-        processors = LogitsProcessorList(_shaping(sampling) if beams else [sampler])
-        seeded = _seeded(sampler.seed) if beams else nullcontext()
-        # A growing KV cache would be compiled for several lengths.
-        with _in_eval_mode(self._given), eagerly(self._given), _without_generation_defaults(self._model), seeded:
+        # The model's own top_k, penalties and the like are ignored: as with vLLM, SamplingParams alone decides.
+        # Nothing is compiled: a growing KV cache would be, for several lengths.
+        with as_it_was(self._given), replaced(self._model, "generation_config", GenerationConfig()):
+            self._given.eval()
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,
                 generation_config=config,
-                logits_processor=processors,
+                logits_processor=LogitsProcessorList([sampler]),
             )
-        completions: list[list[int]] = returned[:, input_ids.shape[1] :].tolist()
-        return completions
-
-
-class _Sampled(NamedTuple):
-    """The tokens of a completion, those after the end of sequence included, and what is known of each."""
-
-    tokens: list[int]
-    logprobs: list[float] | None
-    support: Support | None
-
-    def first(self, length: int) -> _Sampled:
-        support = None if self.support is None else self.support.first(length)
-        return _Sampled(self.tokens[:length], None if self.logprobs is None else self.logprobs[:length], support)
+        # A model whose `generate` is its own may not call a logits processor: then log-probs are not known.
+        sampled = sampler.take() or [(tokens, None, None) for tokens in returned[:, input_ids.shape[1] :].tolist()]
+        return [_completion(*each, stop_ids) for each in sampled]
 
 
 class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
-        self._sampling, self.seed = sampling, seed
+        self._sampling, self._seed = sampling, seed
         self._generator: torch.Generator | None = None
         self._shaping = _shaping(sampling)
         self._tokens: list[Tensor] = []
@@ -207,20 +181,20 @@ class _Sampler:
         self._logprobs.append(logprobs.gather(1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def take(self) -> list[_Sampled]:
-        """What was sampled for each row since the last call."""
+    def take(self) -> list[tuple[list[int], list[float] | None, Support | None]]:
+        """Tokens, log-probs and supports of each row since the last call, those after the end of sequence included."""
         if not self._tokens:
             return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
         supports = self._supports.take() if self._sampling.wants_support else [None] * len(tokens)
         self._tokens, self._logprobs = [], []
-        return list(map(_Sampled, tokens, logprobs, supports))
+        return list(zip(tokens, logprobs, supports, strict=True))
 
     def _sample(self, logprobs: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
             return logprobs.argmax(dim=-1, keepdim=True)
         if self._generator is None:
-            self._generator = torch.Generator(logprobs.device).manual_seed(self.seed)
+            self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
         # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the prompt.
         # `multinomial` would raise for the whole batch, and on a GPU end the process.
         return torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
@@ -233,11 +207,10 @@ def _check_supported(sampling: SamplingParams) -> None:
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
         )
     if sampling.extra.get("num_beams", 1) > 1:
-        warn_once(
-            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs: completions of a beam search are no "
-            "samples of the policy, and the loss takes them for such, as in TRL; fix: leave it out"
+        raise UnsupportedError(
+            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy, which the "
+            "loss takes completions for: those of a beam search are none; fix: leave it out"
         )
-    check_extra(sampling, allowed=_EXTRAS, engine=TransformersEngine.name)
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:
@@ -266,42 +239,11 @@ def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Ten
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
-def _completion_length(tokens: list[int], stop_ids: list[int]) -> int:
-    return next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
-
-
-def _finish_reason(completion: list[int], stop_ids: list[int]) -> FinishReason:
-    return "stop" if completion[-1] in stop_ids else "length"
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """PyTorch's global generator with that seed, and as it was afterwards."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    # Module by module: a trainer may keep parts of its model in eval mode.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def _without_generation_defaults(model: Any) -> Iterator[None]:
-    """Ignore the model's own top_k, penalties and the like: as with vLLM, SamplingParams alone decides."""
-    from transformers import GenerationConfig
-
-    defaults = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = defaults
+def _completion(
+    tokens: list[int], logprobs: list[float] | None, support: Support | None, stop_ids: list[int]
+) -> Completion:
+    """A row up to its end of sequence."""
+    length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    reason: FinishReason = "stop" if tokens[length - 1] in stop_ids else "length"
+    known = None if logprobs is None else logprobs[:length]
+    return Completion(tokens[:length], known, reason, None if support is None else support.first(length))

@@ -86,7 +86,9 @@ def temporary_weight_files(weights: Named, *, directory: str | None = None) -> I
 def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Path]:
     """A new folder for `size` bytes, which is removed afterwards; `directory` as in `temporary_weight_files`."""
     if directory is None:
-        directory = _SHARED_MEMORY if _fits_in_shared_memory(size) else tempfile.gettempdir()
+        # With a margin: vLLM's own processes use shared memory too.
+        fits = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size
+        directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
         remove_abandoned(directory)
     folder, lock = _locked_folder(directory)
     try:
@@ -153,8 +155,3 @@ def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
     shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
     is_part = weight.nbytes < storage.nbytes()
     return weight.clone(memory_format=torch.contiguous_format) if shared or is_part else weight
-
-
-def _fits_in_shared_memory(size: int) -> bool:
-    # With a margin: vLLM's own processes use shared memory too.
-    return os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size

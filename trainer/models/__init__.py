@@ -1,1 +1,1 @@
-"""Loading models and tokenizers; adapters."""
+"""Models: loading, adapters, their weights as a stream, an estimate of the memory."""

@@ -1,7 +1,8 @@
-"""Load a model and a tokenizer, and find out how the model runs: precision, packing, dropout."""
+"""Load a model, its tokenizer and its teacher, and find out how a model runs: precision, packing, dropout."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,21 +12,27 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import is_progress_bar_enabled
 
-from fused_grpo.errors import DataError, FusedGRPOError, InputError, WrongTypeError
+from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
 from fused_grpo.integrations.model_modes import disable_dropout as disable_dropout
 from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.logging.console import progress
+from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+SELF = "self"  # the reference model
+FINGERPRINT_VALUES = 256  # of each parameter
+
+_OF_TOKENIZER = ("trust_remote_code", "revision")  # options of `from_pretrained`
 
 
 @contextmanager
@@ -60,78 +67,6 @@ def attention_cost(model: PreTrainedModel) -> float:
 
 
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
-    """The given tokenizer, or that of a model, which is given or a path or hub id.
-
-    Raises:
-        InputError: as `load_tokenizer`.
-    """
-    options = _loading_options(args)
-    of_both = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-    return load_tokenizer(str(model) if isinstance(model, Path) else model, processing_class, **of_both)
-
-
-def model_for(
-    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
-) -> Any:
-    """`load_on_rank`. As in TRL, the model's configurations get the tokenizer's padding token."""
-    loaded = load_on_rank(model, accelerator, **_loading_options(args))
-    for config in (loaded.config.get_text_config(), loaded.generation_config):
-        if config is not None:
-            config.pad_token_id = pad_token_id
-    return loaded
-
-
-def load_on_rank(model: str | Path | PreTrainedModel, accelerator: Accelerator, **options: Any) -> PreTrainedModel:
-    """The given model, or the one of a path or hub id, by `load_model`.
-
-    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
-    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate.
-    """
-    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
-    if isinstance(model, str | Path) and not in_memory_first:
-        options = {"device_map": {"": accelerator.device}, **options}
-    return load_model(str(model) if isinstance(model, Path) else model, **options)
-
-
-def _loading_options(args: GRPOConfig) -> dict[str, Any]:
-    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
-
-
-def load_model(
-    model: str | PreTrainedModel, *, trust_remote_code: bool, given: str = "model_init_kwargs", **options: Any
-) -> PreTrainedModel:
-    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
-
-    Logs a warning, once, where there are options for a module; `given` is their name in the config.
-    """
-    if not isinstance(model, str):
-        if options:
-            warn_once(
-                f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
-                "change nothing; fix: pass its path or hub id"
-            )
-        return uncompiled(model)
-    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **options}
-    downloads = not Path(model).exists() and not _is_cached(model)
-    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
-    words = f"{'downloading and ' * downloads}loading {model}"
-    with loading(f"model {model!r}"), progress(words, bars=downloads or is_progress_bar_enabled()):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **arguments)
-    return loaded
-
-
-def _is_cached(model: str) -> bool:
-    """Whether weights of that hub id are in the hub's cache."""
-    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    try:
-        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
-    except HFValidationError:  # no hub id: loading it raises its own error
-        return True
-
-
-def load_tokenizer(
-    model: str | PreTrainedModel, processing_class: Any, *, trust_remote_code: bool, revision: str | None = None
-) -> Any:
     """The given tokenizer, or the one saved with the model; with a padding token.
 
     Raises:
@@ -139,12 +74,12 @@ def load_tokenizer(
         WrongTypeError: `processing_class` is no tokenizer.
     """
     if processing_class is None:
-        source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code, revision=revision or "main"
-        )
+        options = _loading_options(args)
+        of_both = {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
+        processing_class = AutoTokenizer.from_pretrained(source, **of_both)
     if not hasattr(processing_class, "eos_token_id"):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -157,6 +92,145 @@ def load_tokenizer(
     return processing_class
 
 
+def model_for(
+    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
+) -> Any:
+    """`load_model`. As in TRL, the model's configurations get the tokenizer's padding token."""
+    loaded = load_model(model, accelerator, **_loading_options(args))
+    for config in (loaded.config.get_text_config(), loaded.generation_config):
+        if config is not None:
+            config.pad_token_id = pad_token_id
+    return loaded
+
+
+def load_model(
+    model: str | Path | PreTrainedModel,
+    accelerator: Accelerator,
+    *,
+    trust_remote_code: bool,
+    given: str = "model_init_kwargs",
+    **options: Any,
+) -> PreTrainedModel:
+    """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
+
+    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
+    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate. Logs a warning, once, where there are
+    options for a module; `given` is their name in the config.
+
+    Raises:
+        UnsupportedError: a device without fp64.
+    """
+    if accelerator.device.type == "mps":
+        raise UnsupportedError(
+            "got Apple's MPS to train on, want a device with fp64, which a loss and its counts are summed in; fix: "
+            "use_cpu=True"
+        )
+    if not isinstance(model, str | Path):
+        if options:
+            warn_once(
+                f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
+                "change nothing; fix: pass its path or hub id"
+            )
+        return uncompiled(model)
+    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
+    placed = {} if in_memory_first else {"device_map": {"": accelerator.device}}
+    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **placed, **options}
+    downloads = not Path(model).exists() and not _is_cached(str(model))
+    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
+    words = f"{'downloading and ' * downloads}loading {model}"
+    with loading(f"model {str(model)!r}"), progress(words, bars=downloads or is_progress_bar_enabled()):
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model), **arguments)
+    return loaded
+
+
+def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+    return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+
+
+def _is_cached(model: str) -> bool:
+    """Whether weights of that hub id are in the hub's cache."""
+    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    try:
+        return any(isinstance(try_to_load_from_cache(model, name), str) for name in files)
+    except HFValidationError:  # no hub id: loading it raises its own error
+        return True
+
+
 def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the causal LM from that of `PolicyLoss`."""
     return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
+
+
+def load_teacher(
+    teacher: str | Path | PreTrainedModel | None, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any
+) -> Any:
+    """The teacher, not trained, as `model_for` loads the policy; "self" and None as they are.
+
+    Raises:
+        InputError: an id is another token for the tokenizer that lies beside the teacher than for the policy's.
+        WrongTypeError: neither a path, a hub id nor a module.
+    """
+    if teacher is None or teacher == SELF:
+        return teacher
+    if not isinstance(teacher, str | Path | nn.Module):
+        raise WrongTypeError(f"got a {type(teacher).__name__} as teacher_model, want a path, a hub id or a model")
+    options = {"trust_remote_code": args.runs_remote_code, **(args.teacher_model_init_kwargs or {})}
+    if not isinstance(teacher, nn.Module):
+        _check_tokens(teacher, tokenizer, **{name: options[name] for name in _OF_TOKENIZER if name in options})
+    loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
+    return loaded.requires_grad_(False).eval()
+
+
+def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
+    try:
+        theirs = AutoTokenizer.from_pretrained(str(teacher), **options).get_vocab()
+    except (OSError, ValueError):  # no tokenizer beside the weights; where they are missing too, loading them says so
+        return
+    token_of = {index: token for token, index in theirs.items()}
+    other = [token for token, index in tokenizer.get_vocab().items() if token_of.get(index, token) != token]
+    if other:
+        index = tokenizer.get_vocab()[other[0]]
+        raise InputError(
+            f"got the teacher_model {teacher}, in whose tokenizer {len(other)} tokens of the policy's have other ids "
+            f"({index} is {token_of[index]!r} and not {other[0]!r}), want the same tokens; fix: a teacher of the "
+            "policy's family"
+        )
+
+
+def check_teacher_model(teacher: Any, policy: Any) -> None:
+    """Check that the teacher can see the policy's tokens and has a logit for each.
+
+    Raises:
+        InputError: a smaller vocabulary, or the policy itself.
+        UnsupportedError: virtual tokens, which are in the rows of one of the two.
+    """
+    for name, model in (("the policy", policy), ("the teacher", teacher)):
+        if model != SELF and is_prompt_tuned(model):
+            raise UnsupportedError(
+                f"got a teacher_model, and {name} has virtual tokens, want rows with the same places for both; fix: "
+                "LoRA instead of prompt tuning"
+            )
+    if teacher == SELF:
+        return
+    if base_model(teacher) is base_model(policy):
+        raise InputError(
+            "got the model that is trained as its teacher_model, too, want one that stays; fix: teacher_model='self' "
+            "for the model as it is now, or load it a second time"
+        )
+    ours, theirs = (len(base_model(model).get_output_embeddings().weight) for model in (policy, teacher))
+    if ours > theirs:
+        raise InputError(
+            f"got a teacher_model with a vocabulary of {theirs} and a policy with one of {ours}, want one that has all "
+            "of the policy's tokens; fix: a teacher of the policy's family; where only rows of padding differ, pass "
+            f"the policy as a loaded model after its resize_token_embeddings({theirs})"
+        )
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A sha256 sum of the first values of each parameter: it differs between models and between checkpoints of one."""
+    found = hashlib.sha256(type(base_model(model)).__name__.encode())
+    for name, parameter in model.named_parameters():
+        first = parameter.detach().flatten()[:FINGERPRINT_VALUES].cpu().contiguous()
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(first.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -80,9 +80,7 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
     linear = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
     }
-    adapted = [
-        layer for name, layer in linear.items() if lora_targets is None or name.rpartition(".")[2] in lora_targets
-    ]
+    adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
     heads = text.num_attention_heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -137,9 +135,7 @@ def memory_terms(
     if bf16:
         terms.append(Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices))
     terms += [_activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)]
-    terms += _head(shape, completion_tokens, args.chunk_bytes)
-    if teacher is not None:
-        terms += _teacher(teacher if isinstance(teacher, ModelShape) else shape, completion_tokens, args.chunk_bytes)
+    terms += _loss(shape, shape if isinstance(teacher, str) else teacher, completion_tokens, args.chunk_bytes)
     return [*terms, _engine(shape, args, (prompt_tokens + args.max_completion_length) * sequences, bf16, engine)]
 
 
@@ -175,22 +171,19 @@ def _teacher_dtype(args: GRPOConfig) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _teacher(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
-    """What the divergence adds to the loss; `chunk_bytes` is for the chunks of both models."""
-    hidden = Term("hidden states of the teacher", "4 C D of the teacher", 4 * tokens * shape.hidden)
-    chunk = Term("one chunk of its logits", "4 C V at most", _chunk(shape, tokens, None))
-    return [hidden, chunk] if chunk_bytes is None else [hidden]
-
-
-def _head(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> list[Term]:
-    chunk = _chunk(shape, tokens, chunk_bytes)
+def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_bytes: int | None) -> list[Term]:
+    """What the head's part of a step takes; `chunk_bytes` is for the chunks of both models."""
     terms = [
-        Term("one chunk of logits", f"min(chunk_bytes, 4 C V), C = {tokens:,}", chunk),
+        Term("one chunk of logits", f"min(chunk_bytes, 4 C V), C = {tokens:,}", _chunk(shape, tokens, chunk_bytes)),
         Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden),
     ]
     if shape.head_trained:
         # Computed in the forward pass, and kept beside the accumulated one until the backward pass.
         terms.append(Term("the head's new gradient", "4 V D", 4 * shape.vocabulary * shape.hidden))
+    if teacher is not None:
+        terms.append(Term("hidden states of the teacher", "4 C D of the teacher", 4 * tokens * teacher.hidden))
+        if chunk_bytes is None:
+            terms.append(Term("one chunk of its logits", "4 C V at most", _chunk(teacher, tokens, None)))
     return terms
 
 

@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from fused_grpo.trainer.engines.server.serve import server_command, server_folder
+from fused_grpo.trainer.engines.server import server_command, server_folder
 from fused_grpo.trainer.types import Rollouts
 
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*= "

@@ -20,8 +20,10 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.server import replicas, server_engine
-from fused_grpo.trainer.engines.server.answers import Choice, Logprobs, Model, ModelConfig, parsed
+from fused_grpo.trainer.engines.server.answers import parsed
+from fused_grpo.trainer.engines.server.replicas import Choice, Logprobs
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_info import Model, ModelConfig
 from fused_grpo.trainer.types import SamplingParams
 
 # Nothing that a server must not say is missing: "\x00raw" stands for bytes that are no JSON.
@@ -102,7 +104,6 @@ def changes(draw: Callable[..., Any]) -> Callable[[Any], bytes]:
     "sampling", [SAMPLING, replace(SAMPLING, top_k=5, sampling_support="auto")], ids=["all", "kept"]
 )
 def test_answers_of_any_shape_end_in_an_error_of_ours_or_in_a_result(server, converse, monkeypatch, sampling) -> None:
-    monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
     monkeypatch.setattr(replicas, "_HEALTH_INTERVAL", 0.01)
     monkeypatch.setattr(server_engine, "_RESET_ATTEMPTS", 2)
     outcomes = []

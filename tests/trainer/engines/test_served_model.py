@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fused_grpo.errors import InputError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.server.served_model import ModelFacts
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_info import ModelFacts
 
 URL = "http://127.0.0.1:8000"
 LINE = "(apply_rotary_emb): ApplyRotaryEmb(is_neox_style=True, enable_fp32_compute=False)"

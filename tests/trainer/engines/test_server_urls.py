@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines.server.urls import checked_url
+from fused_grpo.trainer.engines.server.replicas import checked_url
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from hypothesis.strategies import booleans, integers, lists
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.engines.support import Support, SupportRecorder, listed_support, num_listed, support_fields
+from fused_grpo.trainer.engines.sampling import (
+    Support,
+    SupportRecorder,
+    listed_support,
+    num_listed,
+    support_fields,
+    vllm_options,
+)
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -68,7 +75,7 @@ WRONG = {
     "negative": (tensors([-1, 4], [2, 0, 0]), "kept tokens from -1 to 4"),
     "too few sizes": (tensors([4, 4], [1, 1]), "2 kept tokens for supports of 2 tokens"),
     "too few ids": (tensors([4, 4], [1, 1, 1]), "2 kept tokens for supports of 3 tokens"),
-    "incomplete": (Support.empty(), "no complete list of the tokens that the sampler kept"),
+    "incomplete": (Support.of([]), "no complete list of the tokens that the sampler kept"),
 }
 
 
@@ -129,7 +136,7 @@ def test_an_engine_with_a_mask_asks_for_what_vllm_takes() -> None:
     engine._has_mask, engine._vocab_size = True, V
     seeded = replace(SAMPLING, seed=0)
     requests = [seeded, replace(seeded, top_k=7), replace(seeded, temperature=0.0)]
-    asked = [engine._requests(1, sampling, 0)[0] for sampling in requests]
+    asked = [engine._requests(vllm_options(one, seed=0, count=1), one)[0] for one in requests]
     assert [(one.temperature, one.top_k, one.top_p) for one in asked] == [(1.0, V, 0.9), (1.0, 7, 0.9), (1.0, 1, 0.9)]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
@@ -25,17 +26,14 @@ def test_a_generate_that_returns_plain_tokens_gives_completions_without_logprobs
     assert engine.generate([[4]], SamplingParams(n=1, max_tokens=3)).sampling_logprobs is not None
 
 
-def test_beams_follow_the_seed_and_have_no_logprobs(build_model, tokenizer) -> None:
+def test_a_beam_search_is_refused(build_model, tokenizer) -> None:
     engine = TransformersEngine(build_model(), tokenizer)
-    beams = {"num_beams": 2, "length_penalty": -0.1}
-    before = torch.get_rng_state()
-    first, again, other = (
-        engine.generate([[4, 5], [6]], SamplingParams(n=4, max_tokens=6, seed=seed, extra=beams)) for seed in (1, 1, 2)
-    )
-    assert first == again != other
-    assert first.sampling_logprobs is None
-    assert {len(ids) <= 6 for ids in first.completion_ids} == {True}
-    assert torch.equal(torch.get_rng_state(), before)
+    beams = SamplingParams(n=2, max_tokens=3, extra={"num_beams": 2})
+    with pytest.raises(UnsupportedError, match=r"got num_beams=2 .*want .*samples of the policy.*fix: leave it out"):
+        engine.generate([[4, 5]], beams)
+    with pytest.raises(InputError, match="length_penalty"):
+        engine.generate([[4, 5]], replace(beams, extra={"num_beams": 1, "length_penalty": -0.1}))
+    assert len(engine.generate([[4, 5]], replace(beams, extra={"num_beams": 1})).completion_ids) == 2
 
 
 def test_a_prompt_for_which_the_model_gives_nan_is_named_and_the_others_are_sampled(build_model, tokenizer) -> None:

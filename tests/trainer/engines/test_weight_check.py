@@ -8,8 +8,7 @@ from torch import nn
 
 from fused_grpo.errors import WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.engines import check_same_weights
-from fused_grpo.trainer.engines.weight_check import WeightCheck
+from fused_grpo.trainer.engines.checked_engine import WeightCheck, check_same_weights
 
 
 @pytest.mark.parametrize(

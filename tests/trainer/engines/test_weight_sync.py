@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines import check_same_weights
+from fused_grpo.trainer.engines.checked_engine import check_same_weights
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 

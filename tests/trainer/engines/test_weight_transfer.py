@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import weight_files
-from fused_grpo.trainer.engines.server import nccl_transfer, weight_transfer
-from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer
+from fused_grpo.trainer.engines.server import weight_transfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.weight_transfer import NCCLTransfer
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def test_only_its_name_chooses_nccl(connect, servers, model, monkeypatch, caplog
 
 def test_a_server_that_only_ipv6_reaches_is_no_member_of_a_group(servers) -> None:
     started_for_it = [SimpleNamespace(weight_transfer="nccl")]
-    assert nccl_transfer.why_not_nccl(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
+    assert weight_transfer.why_not_nccl(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
     port = servers[0].server_port
-    assert "no IPv4 connection" in nccl_transfer.why_not_nccl(Replicas([f"http://[::1]:{port}"]), started_for_it)
+    assert "no IPv4 connection" in weight_transfer.why_not_nccl(Replicas([f"http://[::1]:{port}"]), started_for_it)
 
 
 class Communicator:
@@ -103,14 +103,14 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
         """What vLLM's workers make of the last broadcasts."""
         named = zip(*(update[key] for key in ("names", "dtype_names", "shapes")), strict=True)
         shapes = [(name, (shape, getattr(torch, dtype))) for name, dtype, shape in named]
-        count = len(list(nccl_transfer._buckets(math.prod(shape) * dtype.itemsize for _, (shape, dtype) in shapes)))
+        count = len(list(weight_transfer._buckets(math.prod(shape) * dtype.itemsize for _, (shape, dtype) in shapes)))
         buckets, found = iter(wire.communicator.buckets[-count:]), {}
         packed_tensor.packed_nccl_broadcast_consumer(
             iter(shapes),
             SimpleNamespace(broadcast=lambda bucket, src: bucket.copy_(torch.from_numpy(next(buckets)))),
             src=0,
             post_unpack_func=found.update,
-            buffer_size_bytes=nccl_transfer.BUCKET_BYTES,
+            buffer_size_bytes=weight_transfer.BUCKET_BYTES,
             device="cpu",
         )
         assert next(buckets, None) is None
@@ -148,7 +148,7 @@ def test_nccl_opens_one_group_of_all_workers_and_sends_every_weight(by_nccl, ser
     calls = [dict(server.calls) for server in servers]
     joined = [NCCLWeightTransferInitInfo(**call["/init_weight_transfer_engine"]["init_info"]) for call in calls]
     assert [(info.rank_offset, info.world_size, info.packed) for info in joined] == [(1, 5, True), (3, 5, True)]
-    assert {info.packed_buffer_size_bytes for info in joined} == {nccl_transfer.BUCKET_BYTES}
+    assert {info.packed_buffer_size_bytes for info in joined} == {weight_transfer.BUCKET_BYTES}
     assert {(info.master_address, info.master_port) for info in joined} == {("127.0.0.1", wire.met[0]["master_port"])}
     update = NCCLWeightTransferUpdateInfo(**calls[1]["/update_weights"]["update_info"])
     assert update.names == [name for name, _ in weights]
@@ -252,8 +252,8 @@ def in_this_thread(work: Callable[[], Any], name: str) -> Future[Any]:
 def connected(request, connect, servers, monkeypatch) -> VLLMServerEngine:
     """An engine that sends 16 KiB at a time, from the test's own thread; its servers compute in bf16."""
     monkeypatch.setattr(weight_files, "_SHARD_BYTES", 16 << 10)
-    monkeypatch.setattr(nccl_transfer, "BUCKET_BYTES", 16 << 10)
-    monkeypatch.setattr(nccl_transfer, "in_thread", in_this_thread)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 16 << 10)
+    monkeypatch.setattr(weight_transfer, "in_thread", in_this_thread)
     for server in servers:
         server.dtype = "torch.bfloat16"
     return connect() if request.param == "files" else request.getfixturevalue("by_nccl")

@@ -17,7 +17,7 @@ from fused_grpo.trainer.checkpoint.training_state import read_adapter
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.lora_engine import VLLMAdapterEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
 from fused_grpo.trainer.models.adapters import as_reference, base_weights, merged_weights, saver_of
 from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 
-from fused_grpo.errors import InputError, WrongTypeError
+from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.models import loading
 from fused_grpo.trainer.rewards.reward_functions import load_reward_model
@@ -37,6 +37,13 @@ def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, giv
     loading.model_for("somewhere", args, accelerator, pad_token_id=0)
     assert asked.get("device_map") == expected
     assert asked["dtype"] == torch.bfloat16
+
+
+def test_a_device_without_fp64_is_refused(make_model):
+    accelerator = SimpleNamespace(device=torch.device("mps"), distributed_type=DistributedType.NO)
+    for model in (make_model(), "somewhere"):
+        with pytest.raises(UnsupportedError, match=r"got Apple's MPS .*fix: use_cpu=True"):
+            loading.model_for(model, GRPOConfig(), accelerator, pad_token_id=0)
 
 
 def test_what_is_no_tokenizer_is_refused(make_model):

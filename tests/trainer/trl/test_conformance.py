@@ -42,7 +42,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
     "no top_k": {"top_k": None},
     "generation options": {"generation_kwargs": {"min_new_tokens": 3}},
-    "beams": {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}},
     "scaled by group": {"scale_rewards": "group"},
     "scaled by batch": {"scale_rewards": "batch"},
     "not scaled": {"scale_rewards": "none"},

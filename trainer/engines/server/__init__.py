@@ -1,11 +1,55 @@
-"""vLLM servers over HTTP.
+"""vLLM servers over HTTP, and the command that starts one: vLLM's own, with the options that a trainer needs.
+
+The trainer never starts it: a server outlives runs, and may have a GPU, a container or a machine of its own.
 
 server_engine.py    the rollout engine
-replicas.py         requests to one or several servers: retries, failover, one deadline
-answers.py          what routes answer, as dataclasses, and the check of an answer against them
-urls.py             the check of server URLs: this machine only, unless the user allows others
-server_info.py      the configuration that a server reports, and whether a trainer can use it
-served_model.py     whether a server has the model that is trained
-weight_transfer.py  weights to servers through files, or by NCCL (nccl_transfer.py)
-serve.py            the command that starts a server
+replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline
+answers.py          the comparison of what routes answer with dataclasses
+server_info.py      what a server reports, and whether a trainer can use it: its configuration and its model
+weight_transfer.py  weights to servers: through files, or by NCCL
 """
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.engines.vllm.start_vllm import save_config
+from fused_grpo.trainer.engines.weight_files import Tie, write_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def server_command(
+    model: str | Path, *, port: int = 8000, host: str = "127.0.0.1", options: tuple[str, ...] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment variables of a server that a trainer can use.
+
+    Args:
+        model: a folder or hub id.
+        port: the port that the server listens on.
+        host: the address that it listens on.
+        options: further options of vLLM, such as ("--dtype", "float32", "--max-model-len", "4096").
+    """
+    # The module rather than the `vllm` script, which vLLM's CPU package does not install in a working order.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    # Log-probs of the distribution that tokens are sampled from, rather than of the model's untempered one.
+    command += ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", *options]
+    return command, {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write `model` so that a CPU server of it can follow training: the head has weights of its own, tied or not.
+
+    vLLM's CPU build never repacks a tied head after a reload; see weight_files.py.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tie = Tie.of(model)
+    weights = checkpoint_weights(model)
+    save_config(model, tokenizer, folder=str(folder), untie=tie is not None)
+    write_weights(weights if tie is None else tie.undo(weights), folder)
+    return folder

@@ -1,4 +1,4 @@
-"""What vLLM's routes answer, as dataclasses, and the comparison of JSON with them.
+"""The comparison of what vLLM's routes answer, as JSON, with dataclasses.
 
 An answer may come from another program, another version or a broken server. `parsed` compares all of it with types, so
 that the code behind it needs no guards. Fields that a dataclass lacks are left out. Values and lengths of completions
@@ -7,44 +7,10 @@ are checked with those of all engines, in checked_engine.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
-
-
-@dataclass(frozen=True)
-class Model:
-    id: str
-    max_model_len: int
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    logprobs_mode: str
-    dtype: str | None = None
-    max_logprobs: int = 0  # how many most likely tokens it lists; -1: all
-
-
-@dataclass(frozen=True)
-class VLLMConfig:
-    model_config: ModelConfig
-    device_config: dict[str, object]
-    weight_transfer_config: dict[str, object] | None = None
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    index: int
-    token_ids: list[int]
-    logprobs: Logprobs
-    finish_reason: str
 
 
 def parsed(kind: Any, value: Any, at: str) -> Any:

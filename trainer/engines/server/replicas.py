@@ -1,4 +1,4 @@
-"""Requests to one or several vLLM servers over HTTP: readiness, load balancing, retries and failover.
+"""Requests to one or several vLLM servers over HTTP, and what becomes of those of a server that fails.
 
 All requests are coroutines under one deadline (`Replicas.run`), so no request needs a timeout of its own. At the
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
@@ -7,32 +7,41 @@ Responses are not trusted. All pass through `Replica.request`: a redirect or a c
 followed or expanded, a response is read up to a size that fits the request, and errors quote it without the API key.
 `Replica.ask` compares it with a dataclass (answers.py).
 
+Nor are URLs: weight sync needs a server's development mode, in which any client that reaches the server controls it. So
+a server on another machine needs an explicit option.
+
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
-and another trainer's sync replaces it. After sampling, each server is asked for its version once. Completions of a
-server with another version were sampled from stale weights: they are dropped, and sampled again on another server.
+and another trainer's sync replaces it. After sampling, each server is asked for its version once.
+
+A server that is down, fails or has another version is out for the rest of the generation. What it has not completed, or
+sampled from stale weights, is sampled on the others; the next generation asks it again, and the next sync needs it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
+from fused_grpo._text import shown
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.answers import Choice, parsed
-from fused_grpo.trainer.engines.server.urls import checked_url
+from fused_grpo.trainer.engines.server.answers import parsed
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
-# Seconds before each attempt of one prompt; and between two health checks of a server that starts.
-_PAUSES, _HEALTH_INTERVAL = (0.0, 0.1, 0.2, 0.4, 0.8), 0.5
+# Seconds between two health checks of a server that starts.
+_HEALTH_INTERVAL = 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
 # Seconds that the other servers have to answer after one has failed.
@@ -44,14 +53,28 @@ _log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """One request to one server failed. `status` is None where no response came.
+    """One request to one server failed. `status` is None where no response came; `retry`: another server may respond.
 
     The message may quote the response: show it through `Replica.redacted`, and do not chain it to another exception.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, retry: bool = False, is_down: bool = False) -> None:
+    def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
         super().__init__(message)
-        self.status, self.retry, self.is_down = status, retry, is_down
+        self.status, self.retry = status, retry
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    index: int
+    token_ids: list[int]
+    logprobs: Logprobs
+    finish_reason: str
 
 
 class Replica:
@@ -86,7 +109,7 @@ class Replica:
         """The JSON of the response; an empty object where the response is empty.
 
         Raises:
-            RequestError: no response, an error status, or no JSON. `retry` where another attempt may succeed.
+            RequestError: no response, an error status, or no JSON.
         """
         self.in_flight += 1
         try:
@@ -94,7 +117,7 @@ class Replica:
                 content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
             self.last_error = self.redacted(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
-            raise RequestError(self.last_error, retry=True, is_down=isinstance(error, httpx.ConnectError)) from error
+            raise RequestError(self.last_error, retry=True) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
@@ -116,16 +139,20 @@ class Replica:
         except RequestError as error:
             return error.status == httpx.codes.NOT_FOUND
 
+    async def wait_until_ready(self, client: httpx.AsyncClient) -> None:
+        """Return once the server reports that it is healthy."""
+        while True:
+            try:
+                await self.request(client, "GET", "/health")
+                return
+            except RequestError as error:
+                if not error.retry:
+                    raise
+            await asyncio.sleep(_HEALTH_INTERVAL)
+
 
 class Replicas:
-    """All servers of an engine.
-
-    Args:
-        urls: "http://127.0.0.1:8000" and the like.
-        allow_remote: allow hosts that are not this machine.
-        api_key: sent as a bearer token.
-        max_concurrency: the number of prompts that are sampled at a time.
-        timeout: seconds within which each `run` ends.
+    """All servers of an engine. The arguments are those of VLLMServerEngine; `api_key` is sent as a bearer token.
 
     Raises:
         InputError: no URL, one that is not valid or holds more than an address, or a remote one without
@@ -159,7 +186,16 @@ class Replicas:
         """
 
         async def with_deadline() -> T:
-            async with asyncio.timeout(self.timeout), self._client() as client:
+            # Without the environment's proxies, which are for the internet.
+            connections = httpx.AsyncClient(
+                headers=self._headers,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
+                timeout=None,
+                trust_env=False,
+                follow_redirects=False,
+                verify=self._certificates,
+            )
+            async with asyncio.timeout(self.timeout), connections as client:
                 return await work(client)
 
         try:
@@ -181,124 +217,131 @@ class Replicas:
         self.each(lambda client, replica: replica.request(client, "POST", path, body), doing=doing)
 
     def each(self, work: Callable[[httpx.AsyncClient, Replica], Awaitable[T]], *, doing: str) -> list[T]:
-        """`run` of `work` on every server, at the same time; see `on_each`."""
-        return self.run(lambda client: self.on_each(lambda replica: work(client, replica)), doing=doing)
-
-    def _client(self) -> httpx.AsyncClient:
-        """Connections for one call of the engine; without the environment's proxies, which are for the internet."""
-        return httpx.AsyncClient(
-            headers=self._headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
-            timeout=None,
-            trust_env=False,
-            follow_redirects=False,
-            verify=self._certificates,
-        )
-
-    async def wait_until_ready(self, client: httpx.AsyncClient, replica: Replica) -> None:
-        """Return once the server reports that it is healthy."""
-        while True:
-            try:
-                await replica.request(client, "GET", "/health")
-                return
-            except RequestError as error:
-                if not error.retry:
-                    raise
-            await asyncio.sleep(_HEALTH_INTERVAL)
-
-    async def on_each(self, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """`work` on every server, at the same time.
+        """`run` of `work` on every server, at the same time.
 
         Raises:
             UnavailableError: the first failure; names the server.
         """
 
-        async def on_one(replica: Replica) -> T:
+        async def on_one(client: httpx.AsyncClient, replica: Replica) -> T:
             try:
-                return await work(replica)
+                return await work(client, replica)
             except RequestError as error:
                 raise UnavailableError(
                     f"got {replica.redacted(str(error))[:1000]} at {replica.url}, want what was asked of it; fix: look "
                     "at that server's log"
                 ) from None
 
-        return await _together(map(on_one, self.all))
+        return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
 
-    async def complete(
-        self,
-        client: httpx.AsyncClient,
-        bodies: Sequence[Json],
-        *,
-        weight_version: str,
-        read: Callable[[Json, list[Choice]], T],
+    def complete(
+        self, bodies: Sequence[Json], *, weight_version: str, read: Callable[[Json, list[Choice]], T]
     ) -> list[T]:
         """The response to each body, in the order of `bodies`, from servers whose weights have `weight_version`.
 
-        A body is sent again, to another server if possible, when its server does not respond or has an error of its
-        own; also when its server, asked after all have responded, has other weights. One response to each is kept.
+        A body goes to the least busy server, and to another one when that is out. One response to each is kept.
 
         Args:
-            client: the connections.
             bodies: requests for completions.
             weight_version: that of the last sync.
             read: makes the result from body and response; it raises RequestError where it cannot.
 
         Raises:
-            UnavailableError: no server is left, one refused a request, or a request failed too often.
+            UnavailableError: no server is left, one refused a request, or time is up.
         """
-        live, slots = list(self.all), asyncio.Semaphore(self._max_concurrency)
+        out: dict[Replica, str] = {}  # and why
+        slots = asyncio.Semaphore(self._max_concurrency)
 
-        async def completed(body: Json) -> tuple[Replica, T]:
+        def leave_out(replica: Replica, problem: str) -> None:
+            if replica not in out:
+                out[replica] = f"{problem} at {replica.url}"
+                _log.warning("%s is down or has other weights; sampling without it: %s", replica.url, shown(problem))
+
+        async def completed(client: httpx.AsyncClient, body: Json) -> tuple[Replica, T]:
             async with slots:
-                return await self._complete_one(client, body, live, read=read)
+                while live := [replica for replica in self.all if replica not in out]:
+                    replica = min(live, key=lambda replica: replica.in_flight)
+                    try:
+                        choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
+                        return replica, read(body, choices)
+                    except RequestError as error:
+                        problem = replica.redacted(str(error))[:1000]
+                        if not error.retry:
+                            raise self._no_completions(f"{problem} at {replica.url}") from None
+                        leave_out(replica, problem)
+            whys = "; ".join(out.values())
+            raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
-        found: dict[int, tuple[Replica, T]] = {}
-        while missing := [index for index in range(len(bodies)) if index not in found]:
-            results = await _together(completed(bodies[index]) for index in missing)
-            found |= zip(missing, results, strict=True)
-            # All that responded, not only live ones: one may have sampled from other weights before it stopped.
-            responders = list({replica for replica, _ in found.values()})
-            checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
-            stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
-            for replica in stale:
-                _leave_out(replica, live)
-            found = {index: result for index, result in found.items() if result[0] not in stale}
-        return [found[index][1] for index in range(len(bodies))]
+        async def all_completed(client: httpx.AsyncClient) -> list[T]:
+            found: dict[int, tuple[Replica, T]] = {}
+            while missing := [index for index in range(len(bodies)) if index not in found]:
+                results = await _together(completed(client, bodies[index]) for index in missing)
+                found |= zip(missing, results, strict=True)
+                # All that responded, not only live ones: one may have sampled from other weights before it stopped.
+                responders = list({replica for replica, _ in found.values()})
+                checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
+                stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
+                for replica in stale:
+                    leave_out(replica, "other weights than those of the last sync")
+                found = {index: result for index, result in found.items() if result[0] not in stale}
+            return [found[index][1] for index in range(len(bodies))]
 
-    async def _complete_one(
-        self, client: httpx.AsyncClient, body: Json, live: list[Replica], *, read: Callable[[Json, list[Choice]], T]
-    ) -> tuple[Replica, T]:
-        """The server that responded, and the result."""
-        last, tried = "none of them up with the weights of the last sync", list[Replica]()
-        for pause in _PAUSES:
-            await asyncio.sleep(pause)
-            if not live:
-                break
-            # The least busy one may be least busy because it fails at once.
-            replica = min(live, key=lambda replica: (tried.count(replica), replica.in_flight))
-            tried.append(replica)
-            try:
-                choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
-                return replica, read(body, choices)
-            except RequestError as error:
-                last = f"{replica.redacted(str(error))[:1000]} at {replica.url}"
-                if error.is_down:
-                    _leave_out(replica, live)
-                if not error.retry:
-                    break
-        raise UnavailableError(
-            f"got {last}, want completions from {self}; fix: look at the server's log; one trainer per server; if it "
-            "stopped, start it again and start the trainer from its last checkpoint"
+        return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
+
+    def _no_completions(self, problem: str) -> UnavailableError:
+        return UnavailableError(
+            f"got {problem}, want completions from {self}; fix: look at the server's log; one trainer per server; if "
+            "it stopped, start it again and start the trainer from its last checkpoint"
         )
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
 
 
-def _leave_out(replica: Replica, live: list[Replica]) -> None:
-    if replica in live:
-        live.remove(replica)
-        _log.warning("%s is down or has other weights; sampling without it until the next sync", replica.url)
+def checked_url(url: str, *, allow_remote: bool) -> str:
+    """The URL that routes are appended to: without "/v1" and without anything that may not be logged.
+
+    Raises:
+        InputError: not a URL, one with a user, password, query or fragment, or another machine's without
+            `allow_remote`.
+    """
+    # Parsed by the library that sends the requests: two parsers may find two hosts in one string.
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError, TypeError):
+        parts = httpx.URL()
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise InputError(
+            "got a server URL without scheme and host, want one such as 'http://127.0.0.1:8000'; fix: give both"
+        )
+    port = "" if parts.port is None else f":{parts.port}"
+    shown = f"{parts.scheme}://{f'[{parts.host}]' if ':' in parts.host else parts.host}{port}"
+    if parts.userinfo or parts.query or parts.fragment:
+        raise InputError(
+            f"got more than an address in the server URL {shown}/..., want no user, password, query or fragment, "
+            "because URLs are logged; fix: leave it out; VLLMServerEngine takes an api_key"
+        )
+    if not (allow_remote or is_loopback(parts.host)):
+        raise InputError(
+            f"got server URL {shown!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs "
+            "the server's development mode, which any client that reaches it controls; fix: a loopback address, or "
+            "vllm_server_allow_remote=True (allow_remote) on a network that you trust"
+        )
+    return (shown + parts.path).rstrip("/").removesuffix("/v1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is a loopback address, or localhost where that resolves to nothing else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" and all(map(is_loopback, _addresses(host)))
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    return set()
 
 
 def _largest_response(body: Json | None) -> int:

@@ -2,8 +2,8 @@
 
 None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
 that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
-the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures, serve.py starts a
-server; see also docs/engines.md.
+the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures; see also
+docs/engines.md.
 
 In a run over several processes each samples its own prompts, and the first one alone sends the weights.
 """
@@ -15,30 +15,28 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.protocol import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
     VLLM_EXTRAS,
     Completion,
-    check_extra,
-    check_prompts,
+    listed_support,
+    listed_within,
+    prepared,
+    rollouts_of,
     stop_token_ids,
     vllm_options,
-    vllm_rollouts,
 )
-from fused_grpo.trainer.engines.server.answers import Choice
-from fused_grpo.trainer.engines.server.replicas import Json, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.served_model import ModelFacts
-from fused_grpo.trainer.engines.server.server_info import ServerInfo, check_model, server_info
+from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
-from fused_grpo.trainer.engines.support import listed_support, num_listed
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
@@ -99,7 +97,7 @@ class VLLMServerEngine(RolloutEngine):
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
-        ask = partial(self._server_info, max_model_len=max_model_len)
+        ask = partial(server_info, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
         self._max_model_len = min(info.max_model_len for info in infos)
         self._model_name = infos[0].model_name
@@ -123,19 +121,13 @@ class VLLMServerEngine(RolloutEngine):
                 f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
                 "fix: load_weights(...), and after one that failed restart the server"
             )
-        check_prompts(prompt_ids, max_tokens=sampling.max_tokens, max_model_len=self._max_model_len)
-        check_extra(sampling, allowed=VLLM_EXTRAS, engine=self.name)
-        prompts = [list(prompt) for prompt in prompt_ids]
-        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=self._listed(sampling))
+        how: Any = {"engine": self.name, "allowed": VLLM_EXTRAS, "max_model_len": self._max_model_len}
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, **how)
+        listed = listed_within(self._max_listed, sampling, self._vocab_size)
+        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
-        groups = self._replicas.run(
-            lambda client: self._replicas.complete(
-                client, bodies, weight_version=self._server_version, read=_completions
-            ),
-            doing=f"completing {len(prompts)} prompts",
-        )
-        return vllm_rollouts(prompts, groups, sampling, weight_version=self.weight_version)
+        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
+        return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.
@@ -156,12 +148,6 @@ class VLLMServerEngine(RolloutEngine):
         self._closed = True
         self._transfer.close()
 
-    async def _server_info(
-        self, client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None
-    ) -> ServerInfo:
-        await self._replicas.wait_until_ready(client, replica)
-        return await server_info(client, replica, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
-
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
@@ -176,11 +162,6 @@ class VLLMServerEngine(RolloutEngine):
         """Before the first sync, and of a server that was restarted since: perhaps with another model."""
         if not await replica.has_weight_version(client, self._server_version):
             await check_model(client, replica, self._facts)
-
-    def _listed(self, sampling: SamplingParams) -> int:
-        """How many of the most likely tokens the servers list for the support of a token; 0: no supports."""
-        listed = num_listed(sampling, self._vocab_size) if sampling.wants_support else None
-        return 0 if listed is None or listed > self._max_listed else listed
 
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex

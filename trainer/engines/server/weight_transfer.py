@@ -1,30 +1,88 @@
 """Moves weights from the trainer to the servers: through files, or by NCCL.
 
     files   safetensors in shared memory, which every server reads: one machine, or a folder that both can read
-    nccl    experimental: a broadcast from GPU to GPU through vLLM's own weight transfer; see nccl_transfer.py
+    nccl    experimental: a broadcast from GPU to GPU through vLLM's own weight transfer
 
-server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version.
-weight_check.py compares log-probs at the next step.
+server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version. The
+log-probs are compared at the next step.
+
+**NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
+every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
+server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
+it keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model.
+
+A broadcast cannot be interrupted when the other side is gone, so each runs in a thread. After the timeout the sync has
+failed and the thread is abandoned; the servers then hang in their broadcast, and have to be restarted.
+
+It has not run on a GPU yet: tests replace the communicator, and read the broadcasts with vLLM's own code.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+import socket
+import threading
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
+import httpx
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer.engines.server.nccl_transfer import NCCLTransfer, why_not_nccl
-from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
+from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
+from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
 TransferName = Literal["auto", "files", "nccl"]
 
 _log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 10.0
+
+
+def choose_transfer(
+    wanted: TransferName, servers: Replicas, infos: Sequence[ServerInfo], *, directory: str | None = None
+) -> FileTransfer | NCCLTransfer:
+    """The transfer called `wanted`. "auto" is files: NCCL is experimental, and is chosen by its name alone.
+
+    Raises:
+        InputError: an unknown name.
+        UnavailableError: nccl was asked for and cannot run; names the reason.
+    """
+    if wanted not in get_args(TransferName):
+        raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
+    if wanted != "nccl":
+        return FileTransfer(servers, directory=directory)
+    if reason := why_not_nccl(servers, infos):
+        raise UnavailableError(
+            f"got vllm_weight_transfer='nccl' and {reason}, want GPUs on both sides and servers started with "
+            """--weight-transfer-config '{"backend": "nccl"}'; fix: that, or vllm_weight_transfer='files'"""
+        )
+    _log.warning("weights go to the servers by NCCL, which is experimental: it has not run on a GPU yet")
+    return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def why_not_nccl(servers: Replicas, infos: Sequence[ServerInfo]) -> str | None:
+    """The reason why weights cannot go by NCCL, or None."""
+    for replica, info in zip(servers.all, infos, strict=True):
+        if info.weight_transfer != "nccl":
+            return f"a server at {replica.url} that was started without it"
+    try:
+        _meeting_point(servers.all[0].url)
+    except OSError:
+        return f"no IPv4 connection to {servers.all[0].url}, and vLLM's groups know no other"
+    if not torch.cuda.is_available():
+        return "a trainer without a CUDA device"
+    if importlib.util.find_spec("vllm") is None:
+        return "no vLLM beside the trainer"
+    return None
 
 
 class FileTransfer:
@@ -54,23 +112,145 @@ class FileTransfer:
         """Do nothing: no file is left between two syncs."""
 
 
-def choose_transfer(
-    wanted: TransferName, servers: Replicas, infos: Sequence[ServerInfo], *, directory: str | None = None
-) -> FileTransfer | NCCLTransfer:
-    """The transfer called `wanted`. "auto" is files: NCCL is experimental, and is chosen by its name alone.
+class NCCLTransfer:
+    """Sends weights by broadcast. The first `send` opens the group.
 
-    Raises:
-        InputError: an unknown name.
-        UnavailableError: nccl was asked for and cannot run; names the reason.
+    Args:
+        servers: each was started with --weight-transfer-config '{"backend": "nccl"}'.
+        device: the trainer's; weights on another device are copied to it one at a time.
     """
-    if wanted not in get_args(TransferName):
-        raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
-    if wanted != "nccl":
-        return FileTransfer(servers, directory=directory)
-    if reason := why_not_nccl(servers, infos):
-        raise UnavailableError(
-            f"got vllm_weight_transfer='nccl' and {reason}, want GPUs on both sides and servers started with "
-            """--weight-transfer-config '{"backend": "nccl"}'; fix: that, or vllm_weight_transfer='files'"""
+
+    name = "nccl"
+
+    def __init__(self, servers: Replicas, *, device: torch.device) -> None:
+        self._servers, self._device = servers, device
+        self._group: Any = None  # vLLM's communicator, after a send that succeeded
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Have all servers load these weights (checkpoint names, full tensors).
+
+        Raises:
+            WeightSyncError: vLLM failed on either side, or took longer than the servers' timeout.
+        """
+        # A group whose broadcast did not finish cannot be used again.
+        group, self._group = self._group, None
+        stream, is_over = WeightStream.of(weights), threading.Event()
+        try:
+            sent = in_thread(lambda: self._send(stream, group, is_over), name="weight-transfer")
+            self._group = sent.result(self._servers.timeout)
+        except Exception as error:
+            raise WeightSyncError(
+                f"got {type(error).__name__} from vLLM's weight transfer by NCCL: {str(error) or 'its time was up'}; "
+                f"want all workers of {self._servers} to take the weights; fix: look at the servers' logs, start them "
+                "again, and raise vllm_server_timeout where it only needs longer"
+            ) from error
+        finally:
+            is_over.set()
+
+    def close(self) -> None:
+        """Leave the group, on both sides. The servers keep running."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+
+        async def leave(client: httpx.AsyncClient, replica: Replica) -> None:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await replica.request(client, "POST", "/shutdown_weight_transfer_engine")
+
+        with contextlib.suppress(UnavailableError):
+            self._servers.each(leave, doing="leaving the NCCL group")
+        with contextlib.suppress(TimeoutError):
+            in_thread(group.destroy, name="weight-transfer").result(_CLOSE_SECONDS)
+
+    def _send(self, weights: WeightStream, group: Any, is_over: threading.Event) -> Any:
+        """Send the weights; the group, for the next time."""
+        self._take_device()
+        group = group or self._meet()
+        # Meeting may take longer than the timeout. Then the sync has failed.
+        if not is_over.is_set():
+            self._update(weights, group)
+        return group
+
+    def _meet(self) -> Any:
+        """A group of this process, rank 0, and all workers: those of one server follow those of another."""
+        workers = self._servers.each(
+            lambda client, replica: replica.ask(client, "/get_world_size", field="world_size", kind=int),
+            doing="counting workers",
         )
-    _log.warning("weights go to the servers by NCCL, which is experimental: it has not run on a GPU yet")
-    return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
+        first = dict(zip(self._servers.all, itertools.accumulate([1, *workers]), strict=False))
+        address, port = _meeting_point(self._servers.all[0].url)
+        place: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers)}
+        cut = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2}
+
+        def join(client: httpx.AsyncClient, replica: Replica) -> Awaitable[object]:
+            info = {**place, **cut, "rank_offset": first[replica]}
+            return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
+
+        # Only when all have come is the group open, and a server that refuses never comes: its error ends the sync.
+        opened = in_thread(lambda: self._open(place), name="weight-transfer")
+        self._servers.each(join, doing="opening an NCCL group")
+        return opened.result()
+
+    def _open(self, place: dict[str, Any]) -> Any:
+        """vLLM's communicator, once all have met."""
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        self._take_device()
+        return trainer_init(place)
+
+    def _take_device(self) -> None:
+        """Make the trainer's device this thread's. Its current stream waits for all that the trainer has computed."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize()
+
+    def _update(self, weights: WeightStream, group: Any) -> None:
+        """One update of all servers, which receive while this process sends."""
+        shapes = weights.shapes.items()
+        update = {
+            "names": [name for name, _ in shapes],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in shapes],
+            "shapes": [list(weight.shape) for _, weight in shapes],
+        }
+        loading = functools.partial(self._servers.post, doing="loading weights")
+        loading("/start_weight_update")
+        receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
+        self._broadcast(weights, group)
+        receiving.result()
+        loading("/finish_weight_update")
+
+    def _broadcast(self, weights: WeightStream, group: Any) -> None:
+        # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
+        stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
+        for sizes in _buckets([weight.nbytes for weight in weights.shapes.values()]):
+            bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            for place in bucket.split(sizes):
+                place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
+            group.broadcast(bucket, src=0, stream=stream)
+            del bucket, place  # to be written over, in the order of the stream, by the next
+
+
+def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
+    """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the weight that overfills it."""
+    bucket: list[int] = []
+    for size in sizes:
+        bucket.append(size)
+        if sum(bucket) > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _meeting_point(server: str) -> tuple[str, int]:
+    """An address of this machine that the server can reach (loopback where both are on it), and a free port."""
+    url = httpx.URL(server)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    # IPv4, as vLLM's side listens on.
+    with socket.socket(socket.AF_INET) as connection:
+        connection.settimeout(_CLOSE_SECONDS)
+        connection.connect((url.host, port))
+        address: str = connection.getsockname()[0]
+    with socket.socket(socket.AF_INET) as free:
+        free.bind((address, 0))
+        return address, free.getsockname()[1]

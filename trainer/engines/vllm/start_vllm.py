@@ -10,6 +10,12 @@ model is: see `config_folder`.
 
 No checkpoint is written. vLLM starts from the config with dummy weights (`load_format="dummy"`), and loads the first
 real ones in the same way as all later ones: one code path, and no second copy of the model on disk.
+
+**The state of the process.** vLLM is written for a process of its own. It reseeds the global random number generators,
+turns off TF32, may leave another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing,
+binds the memory of the whole process to one NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child
+processes, creates the default process group, and at shutdown destroys that group even where the trainer created it.
+Where it has no model of its own and runs that of transformers, it changes the class. All of this is restored here.
 """
 
 from __future__ import annotations
@@ -20,16 +26,20 @@ import hashlib
 import importlib.util
 import logging
 import os
+import random
 import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
+from fused_grpo._text import shown
 from fused_grpo.errors import UnavailableError, UnsupportedError
-from fused_grpo.trainer.engines.vllm import preserved_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +103,7 @@ def start_vllm(
         options = {"distributed_executor_backend": "external_launcher", **options}
 
     def shut_down() -> None:
-        with preserved_state.preserved_default_group() if in_group else nullcontext():
+        with preserved_default_group() if in_group else nullcontext():
             if started:
                 started.pop().llm_engine.engine_core.shutdown()
                 if not on_cpu:  # what vLLM's own clean-up cannot free while the engine is referenced
@@ -208,16 +218,18 @@ def _launch_with_mask(folder: str, options: dict[str, Any], *, on_cpu: bool) -> 
     except ValueError as error:
         if not options.get("return_sampling_mask") or "sampling distribution replay" not in str(error):
             raise
-        _log.warning("vLLM starts without its sampling mask: %s", str(error)[:500])
+        _log.warning("vLLM starts without its sampling mask: %s", shown(error, 500))
     return _launch(folder, options | {"return_sampling_mask": False}, on_cpu=on_cpu)
 
 
 def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
     with ExitStack() as contexts:
-        contexts.enter_context(preserved_state.preserved_state())
+        contexts.enter_context(preserved_state())
         if on_cpu:
-            contexts.enter_context(preserved_state.without_numa_binding())
-            contexts.enter_context(preserved_state.without_warnings())
+            # Keep vLLM's worker from binding the memory of the whole process to one NUMA node.
+            bind = patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
+            contexts.enter_context(bind)
+            contexts.enter_context(without_warnings())
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -226,8 +238,84 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vllm import LLM
 
-        contexts.enter_context(preserved_state.preserved_classes())
+        contexts.enter_context(preserved_classes())
         # Otherwise vLLM collects garbage in the trainer's heap several times before it freezes it.
         gc.freeze()
         contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
         return LLM(model=folder, **options)
+
+
+@contextmanager
+def preserved_state() -> Iterator[None]:
+    """Restore the random generators, TF32, the CUDA stream, threads, the CPU affinity and the environment afterwards.
+
+    The generators are those of Python, NumPy and torch (CPU and current CUDA device). vLLM's own environment variables
+    stay, because it reads them again while it runs.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    set_num_threads, threads, cpus = torch.set_num_threads, torch.get_num_threads(), os.sched_getaffinity(0)
+    environment, has_tf32 = dict(os.environ), torch.backends.cuda.matmul.fp32_precision == "tf32"
+    stream = torch.cuda.stream(torch.cuda.current_stream()) if devices else nullcontext()
+    try:
+        with torch.random.fork_rng(devices=devices), stream:
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if has_tf32:
+            torch.set_float32_matmul_precision("high")
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+        if os.sched_getaffinity(0) != cpus:
+            os.sched_setaffinity(0, cpus)
+        for name in {*os.environ, *environment}:
+            if not name.startswith("VLLM_") and os.environ.get(name) != environment.get(name):
+                if name in environment:
+                    os.environ[name] = environment[name]
+                else:
+                    del os.environ[name]
+
+
+def preserved_default_group() -> AbstractContextManager[Any]:
+    """Let vLLM destroy its own process groups, but not the default one, which is the trainer's."""
+    owner, name, destroy = torch.distributed, "destroy_process_group", torch.distributed.destroy_process_group
+    return patch.object(owner, name, lambda group=None: None if group is None else destroy(group))
+
+
+def preserved_classes() -> AbstractContextManager[Any]:
+    """Keep vLLM from compiling classes of transformers in place, where it runs them: the trainer's model is of one."""
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+
+    def decorated(cls: Any, *args: Any, **options: Any) -> Any:
+        return cls if cls.__module__.startswith("transformers") else decorate(cls, *args, **options)
+
+    return patch.object(decorators, "_support_torch_compile", decorated)
+
+
+@contextmanager
+def errors_only(name: str) -> Iterator[None]:
+    """Let this logger pass errors only."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress Python warnings and log records below errors."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
