@@ -20,8 +20,7 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.server import replicas, server_engine
-from fused_grpo.trainer.engines.server.answers import parsed
-from fused_grpo.trainer.engines.server.replicas import Choice, Logprobs
+from fused_grpo.trainer.engines.server.replicas import Choice, Logprobs, parsed
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.server_info import Model, ModelConfig
 from fused_grpo.trainer.types import SamplingParams

@@ -5,7 +5,8 @@ deadline all requests in flight are cancelled, and vLLM drops requests whose cli
 
 Responses are not trusted. All pass through `Replica.request`: a redirect or a content encoding is an error and is not
 followed or expanded, a response is read up to a size that fits the request, and errors quote it without the API key.
-`Replica.ask` compares it with a dataclass (answers.py).
+`parsed` compares all of it with types, so that the code behind it needs no guards: it may come from another program,
+another version or a broken server. Values and lengths of completions are checked as those of all engines.
 
 Nor are URLs: weight sync needs a server's development mode, in which any client that reaches the server controls it. So
 a server on another machine needs an explicit option.
@@ -27,15 +28,16 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import httpx
 
 from fused_grpo._text import shown
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.engines.server.answers import parsed
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -383,3 +385,34 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def parsed(kind: Any, value: Any, at: str) -> Any:
+    """JSON as `kind`: a dataclass, a list or a dict of one kind, a plain type, object, or one of these or None.
+
+    Raises:
+        ValueError: says where it is something else.
+    """
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is UnionType:
+        return None if value is None else parsed(inner[0], value, at)
+    if outer is float and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if outer is not object and type(value) is not (dict if is_dataclass(outer) else outer):
+        raise ValueError(f"{at} is {type(value).__name__}, want {outer.__name__}")
+    if outer is str:
+        value.encode()  # a lone surrogate can be sent to no server and written to no file
+    if is_dataclass(outer):
+        hints = _hints(kind)
+        if missing := [name for name in hints if name not in value and not hasattr(outer, name)]:  # without a default
+            raise ValueError(f"{at} is without {missing[0]}")
+        return kind(**{name: parsed(hints[name], value[name], f"{at}.{name}") for name in hints if name in value})
+    # All at once where it can be: item by item takes half a second for a million.
+    if outer is list and (inner[0] is str or set(map(type, value)) != {inner[0]}):
+        return [parsed(inner[0], item, f"{at}[{index}]") for index, item in enumerate(value)]
+    if outer is dict and set(map(type, value.values())) != {inner[1]}:
+        return {name: parsed(inner[1], item, f"{at}[{name[:20]!r}]") for name, item in value.items()}
+    return value
+
+
+_hints = cache(get_type_hints)
