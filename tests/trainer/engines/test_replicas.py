@@ -165,8 +165,8 @@ def test_what_a_server_sampled_while_its_weights_changed_is_sampled_again_elsewh
 
 def test_a_server_that_fails_is_out_for_the_generation_and_asked_again_in_the_next(connect, servers, caplog) -> None:
     engine = connect(max_concurrency=1)
-    servers[0].faults = iter([500])
-    for served in ([1, 4], [5, 4]):
+    servers[0].faults = iter([500] * 3)
+    for served in ([3, 4], [7, 4]):
         assert engine.generate(PROMPTS[:4], SAMPLING).completion_ids == EXPECTED[: 4 * SAMPLING.n]
         assert [server.served for server in servers] == served
     assert caplog.text.count(f"{servers[0].url} is down or has other weights; sampling without it: status 500") == 1
@@ -180,7 +180,15 @@ def test_every_server_that_failed_is_named_with_its_reason(connect, servers) -> 
         UnavailableError, match=rf"none of them up .* last sync: {'; '.join(whys)}, want completions from "
     ):
         engine.generate(PROMPTS[:1], SAMPLING)
-    assert [server.served for server in servers] == [1, 1]
+    assert [server.served for server in servers] == [3, 3]
+
+
+def test_a_fault_that_passes_is_waited_for_with_a_growing_pause(connect, servers, monkeypatch) -> None:
+    engine, sleep, pauses = connect(1), asyncio.sleep, []
+    servers[0].faults = iter([500, "cut off"])
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
+    assert engine.generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert (servers[0].served, pauses) == (3, [0.2, 1.0])
 
 
 def test_a_server_without_the_newer_routes_is_synced_and_sampled_from(connect, servers) -> None:
@@ -282,7 +290,8 @@ def test_no_server_and_one_server_twice_are_refused(urls) -> None:
     ],
     ids=["error", "page", "long page", "reason"],
 )
-def test_the_key_is_sent_to_the_server_and_shown_nowhere(connect, servers, caplog, fault, said) -> None:
+def test_the_key_is_sent_to_the_server_and_shown_nowhere(connect, servers, caplog, monkeypatch, fault, said) -> None:
+    monkeypatch.setattr(replicas, "_PAUSES", (0.0,))
     engine = connect(1, api_key=KEY)
     servers[0].faults = iter([fault] * 9)
     with caplog.at_level("DEBUG"), pytest.raises(UnavailableError, match=said) as raised:

@@ -14,8 +14,8 @@ a server on another machine needs an explicit option.
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once.
 
-A server that is down, fails or has another version is out for the rest of the generation. What it has not completed, or
-sampled from stale weights, is sampled on the others; the next generation asks it again, and the next sync needs it.
+A server that fails three times or has another version is out for the rest of the generation. What it has not
+completed, or sampled from stale weights, the others sample; the next generation asks it again, the next sync needs it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from fused_grpo.trainer.distributed.threads import in_thread
 T = TypeVar("T")
 Json = dict[str, Any]
 
-# Seconds between two health checks of a server that starts.
-_HEALTH_INTERVAL = 0.5
+# Seconds before each attempt of one prompt at one server; and between two health checks of a server that starts.
+_PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
 # Seconds that the other servers have to answer after one has failed.
@@ -94,7 +94,7 @@ class Replica:
     async def ask(
         self, client: httpx.AsyncClient, path: str, body: Json | None = None, *, field: str, kind: type[T]
     ) -> T:
-        """A field of the response, of the kind that answers.py knows; POST where there is a body.
+        """A field of the response, of a kind that `parsed` knows; POST where there is a body.
 
         Raises:
             RequestError: as `request`, or a response that is something else.
@@ -263,14 +263,18 @@ class Replicas:
             async with slots:
                 while live := [replica for replica in self.all if replica not in out]:
                     replica = min(live, key=lambda replica: replica.in_flight)
-                    try:
-                        choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
-                        return replica, read(body, choices)
-                    except RequestError as error:
-                        problem = replica.redacted(str(error))[:1000]
-                        if not error.retry:
-                            raise self._no_completions(f"{problem} at {replica.url}") from None
-                        leave_out(replica, problem)
+                    for pause in _PAUSES:
+                        if pause:  # else its request begins before the next prompt looks for the least busy server
+                            await asyncio.sleep(pause)
+                        try:
+                            path, kind = "/v1/completions", list[Choice]
+                            choices = await replica.ask(client, path, body, field="choices", kind=kind)
+                            return replica, read(body, choices)
+                        except RequestError as error:
+                            problem = replica.redacted(str(error))[:1000]
+                            if not error.retry:
+                                raise self._no_completions(f"{problem} at {replica.url}") from None
+                    leave_out(replica, problem)
             whys = "; ".join(out.values())
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
