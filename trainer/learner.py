@@ -437,11 +437,7 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:
-    """The schedule called `args.lr_scheduler_type`.
-
-    Raises:
-        InputError: `args.lr_scheduler_kwargs` are not its arguments.
-    """
+    """The schedule `args.lr_scheduler_type`; InputError where `args.lr_scheduler_kwargs` are not its arguments."""
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
     options = args.lr_scheduler_kwargs
     steps = {"num_warmup_steps": math.ceil(warmup), "num_training_steps": max_steps}

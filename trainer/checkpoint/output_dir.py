@@ -55,8 +55,7 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 # A check of another process holds the lock too, for less than a millisecond.
 _TRIES, _PAUSE = 5, 0.1
-# Runs of an earlier version have reward.png.
-RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE, "reward.png")
+RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE)
 # What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
 _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
 

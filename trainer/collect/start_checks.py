@@ -217,12 +217,7 @@ def check_services(start: Start) -> None:
 
 
 def check_hub(name: str) -> None:
-    """Check that the final model can be uploaded under that name.
-
-    Raises:
-        UnavailableError: there is no login.
-        InputError: no repository can have the name.
-    """
+    """UnavailableError without a login to the hub; InputError where no repository can have that name."""
     if get_token() is None:
         raise UnavailableError(
             "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "

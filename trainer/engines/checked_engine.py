@@ -100,11 +100,7 @@ def checked_generate(
 
 
 def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-    """`engine.load_weights`, with the engine's `weight_version` checked afterwards.
-
-    Raises:
-        WeightSyncError: the engine reports another version; or what the engine itself raises.
-    """
+    """`engine.load_weights`; WeightSyncError where the engine reports another `weight_version` afterwards."""
     try:
         engine.load_weights(named_weights, version=version)
     finally:
@@ -172,11 +168,7 @@ class WeightCheck:
         self._has_warned = False
 
     def __call__(self, mean_difference: float, max_difference: float, *, engine: str, version: int) -> None:
-        """Check the differences of a step; see `check_same_weights`.
-
-        Raises:
-            WeightSyncError: as `check_same_weights`, where that is the reaction.
-        """
+        """`check_same_weights` of the differences of a step, with the reaction that the options ask for."""
         try:
             check_same_weights(mean_difference, max_difference, engine=engine, version=version, **self._options)
         except WeightSyncError as error:

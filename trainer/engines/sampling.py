@@ -59,11 +59,7 @@ MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion, as vLLM finds them: the tokenizer's and those of the model's generation config.
-
-    Raises:
-        InputError: one of them is no number.
-    """
+    """The ids that end a completion, as vLLM finds them: the tokenizer's and the generation config's."""
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
     ids = from_model if isinstance(from_model, Iterable) else [from_model]
@@ -252,11 +248,7 @@ def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int) -
 
 
 def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
-    """Warn, or raise, where the support of truncated sampling is wanted and `rollouts` have none.
-
-    Raises:
-        UnsupportedError: with `sampling_support="require"`.
-    """
+    """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none."""
     if not sampling.wants_support or rollouts.support_ids is not None or not rollouts.completion_ids:
         return
     reason = getattr(engine, "why_no_support", None) or "it does not return them"

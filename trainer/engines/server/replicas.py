@@ -94,11 +94,7 @@ class Replica:
     async def ask(
         self, client: httpx.AsyncClient, path: str, body: Json | None = None, *, field: str, kind: type[T]
     ) -> T:
-        """A field of the response, of a kind that `parsed` knows; POST where there is a body.
-
-        Raises:
-            RequestError: as `request`, or a response that is something else.
-        """
+        """A field of the response, of a kind that `parsed` knows, or RequestError; POST where there is a body."""
         answer = await self.request(client, "POST" if body else "GET", path, body)
         try:
             found: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
@@ -108,11 +104,7 @@ class Replica:
         return found
 
     async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> object:
-        """The JSON of the response; an empty object where the response is empty.
-
-        Raises:
-            RequestError: no response, an error status, or no JSON.
-        """
+        """The JSON of the response, {} where it is empty; RequestError: no response, an error status, or no JSON."""
         self.in_flight += 1
         try:
             async with client.stream(method, self.url + path, json=body) as response:
@@ -181,11 +173,7 @@ class Replicas:
         self._certificates = ssl.create_default_context()
 
     def run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]], *, doing: str) -> T:
-        """The result of `work`, within `timeout` seconds.
-
-        Raises:
-            UnavailableError: it took longer; names the servers and their last errors.
-        """
+        """The result of `work`; UnavailableError with each server's last error after `timeout` seconds."""
 
         async def with_deadline() -> T:
             # Without the environment's proxies, which are for the internet.
@@ -211,19 +199,11 @@ class Replicas:
             ) from error
 
     def post(self, path: str, body: Json | None = None, *, doing: str) -> None:
-        """Send the same request to every server.
-
-        Raises:
-            UnavailableError: a server refused it, or did not respond in time.
-        """
+        """Send the same request to every server; UnavailableError where one refuses it or does not respond in time."""
         self.each(lambda client, replica: replica.request(client, "POST", path, body), doing=doing)
 
     def each(self, work: Callable[[httpx.AsyncClient, Replica], Awaitable[T]], *, doing: str) -> list[T]:
-        """`run` of `work` on every server, at the same time.
-
-        Raises:
-            UnavailableError: the first failure; names the server.
-        """
+        """`run` of `work` on every server, at the same time; the first failure is an UnavailableError that names it."""
 
         async def on_one(client: httpx.AsyncClient, replica: Replica) -> T:
             try:
@@ -305,12 +285,7 @@ class Replicas:
 
 
 def checked_url(url: str, *, allow_remote: bool) -> str:
-    """The URL that routes are appended to: without "/v1" and without anything that may not be logged.
-
-    Raises:
-        InputError: not a URL, one with a user, password, query or fragment, or another machine's without
-            `allow_remote`.
-    """
+    """The URL that routes are appended to: without "/v1" and without what may not be logged; else an InputError."""
     # Parsed by the library that sends the requests: two parsers may find two hosts in one string.
     try:
         parts = httpx.URL(url)

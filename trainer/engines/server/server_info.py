@@ -89,11 +89,7 @@ class ModelFacts:
         self._has_biases = any(getattr(module, "bias", None) is not None for module in linear)
 
     def check(self, url: str, printed: str) -> None:
-        """Compare with what a server's workers have printed of its model.
-
-        Raises:
-            InputError: it is another model.
-        """
+        """Compare with what a server's workers have printed of its model; InputError where it is another one."""
         served = _printed_sizes(printed)
         pairs = [(name, size, served.get(name)) for name, size in self._sizes.items()]
         wrong = [f"{min(found)} {name}, not {size}" for name, size, found in pairs if found and size not in found]
@@ -152,11 +148,7 @@ async def server_info(
 
 
 async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
-    """Compare the model of a server with the trainer's; warn where the server does not say what it has.
-
-    Raises:
-        InputError: it is another model.
-    """
+    """InputError where a server's model is not the trainer's; a warning where it does not say what it has."""
     call = {"method": "get_model_inspection"}
     try:
         printed = await replica.ask(client, "/collective_rpc", call, field="results", kind=list[str])

@@ -99,11 +99,7 @@ class FileTransfer:
         self._servers, self._directory = servers, directory
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Have all servers load these weights (checkpoint names, full tensors).
-
-        Raises:
-            UnavailableError: a server refused them, or did not respond in time.
-        """
+        """Have all servers load these weights (checkpoint names, full tensors); UnavailableError where one does not."""
         with temporary_weight_files(weights, directory=self._directory) as folder:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             self._servers.post("/collective_rpc", call, doing="loading weights")
@@ -127,11 +123,7 @@ class NCCLTransfer:
         self._group: Any = None  # vLLM's communicator, after a send that succeeded
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Have all servers load these weights (checkpoint names, full tensors).
-
-        Raises:
-            WeightSyncError: vLLM failed on either side, or took longer than the servers' timeout.
-        """
+        """Have all servers load these weights (checkpoint names, full tensors); WeightSyncError where vLLM fails."""
         # A group whose broadcast did not finish cannot be used again.
         group, self._group = self._group, None
         stream, is_over = WeightStream.of(weights), threading.Event()

