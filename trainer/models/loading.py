@@ -43,9 +43,9 @@ def loading(what: str) -> Iterator[None]:
     except (FusedGRPOError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of the network, the hub, a file
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error).split())[:600] or type(error).__name__
         raise DataError(
-            f"got {what} cannot be loaded: {first}; want a folder with a model in it, or the name of one on the hub; "
+            f"got {what} cannot be loaded: {reason}; want a folder with a model in it, or the name of one on the hub; "
             "fix: the path or the name, or a network and a login where it is on the hub"
         ) from error
 
