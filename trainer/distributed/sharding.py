@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -44,6 +45,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         enable_tf32(args.tf32)
     ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in DDP_OPTIONS if getattr(args, name) is not None}
     backend = {} if args.ddp_backend is None else {"backend": args.ddp_backend}
+    AcceleratorState._reset_state()  # as transformers: a cell that runs again may ask for another precision
     accelerator = Accelerator(
         mixed_precision="bf16" if wants_bf16(args) else "no",
         # Without it, Accelerate on a machine without an accelerator lets every rank train by itself.
@@ -64,11 +66,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
 
 def prepare_sharding(accelerator: Accelerator) -> None:
-    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; without FSDP, do nothing.
-
-    Raises:
-        UnsupportedError: DeepSpeed, or FSDP 1.
-    """
+    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; UnsupportedError: other sharding."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UnsupportedError(
             "got DeepSpeed, want DDP or FSDP2: Accelerate has it update the weights inside the backward pass of every "

@@ -46,6 +46,13 @@ def test_a_run_on_the_cpu_uses_no_gpu(made, monkeypatch):
     assert not wants_bf16(args)
 
 
+def test_a_second_trainer_of_a_process_may_have_another_precision(make_trainer):
+    for bf16 in (False, True, False):
+        trainer = make_trainer(bf16=bf16, max_steps=1)
+        trainer.train()
+        assert trainer.accelerator.mixed_precision == ("bf16" if bf16 else "no")
+
+
 def test_precision_and_determinism_are_set_for_the_process(made, monkeypatch):
     seen = []
     monkeypatch.setattr(sharding, "enable_full_determinism", seen.append)
