@@ -125,6 +125,20 @@ def test_deep_nesting_does_not_take_the_process_down(tmp_path: Path, deep, strea
             load_rows(str(tmp_path / "rows.json"), streaming=streaming)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.bz2", ".ndjson.xz", ".jsonl.zst", ".json.lz4", ".zip"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_compressed_json_in_a_folder_does_not_take_the_process_down(tmp_path: Path, suffix, streaming):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f"train{suffix}").write_bytes(gzip.compress(b"[" * 20_000))
+    with pytest.raises(DataError, match=f"train{suffix} is compressed, so its JSON cannot .*; unpack it"):
+        load_rows(str(tmp_path), streaming=streaming)
+
+
+def test_compressed_tables_in_a_folder_are_read(tmp_path: Path):
+    (tmp_path / "train.csv.gz").write_bytes(gzip.compress(b"prompt,answer\n1+1=,2\n"))
+    assert load_rows(str(tmp_path))[0] == {"prompt": "1+1=", "answer": 2}
+
+
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(), st.text('[]{}",\\ n\n', max_size=6)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a]", max_size=2), inner, max_size=2),

@@ -170,12 +170,7 @@ def load_all(options: TrainOptions) -> tuple[Any, Any]:
 
 
 def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
-    """The training or the held-out rows that the options name, as these fit them to the trainer.
-
-    Raises:
-        DataError: a source that cannot be read, or has not the columns that the options name.
-        InputError: a function that cannot be loaded.
-    """
+    """The training or the held-out rows that the options name, with the columns that these want; or a DataError."""
     from fused_grpo.trainer.data.datasets import first_rows, with_system_prompt
 
     option, source, split, limit = (

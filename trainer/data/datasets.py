@@ -28,7 +28,8 @@ RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_ex
 _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][{}\0]|null)')
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
 
 
@@ -278,6 +279,8 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
     for file in path.rglob("*") if path.is_dir() else ():
+        if file.suffix in _PACKED and FILE_FORMATS.get(file.with_suffix("").suffix, "json") == "json":
+            raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
         if file.suffix in FILE_FORMATS and not file.is_dir():
             _check_file(file, is_json=FILE_FORMATS[file.suffix] == "json")
     return load_dataset(source, config, split=split, streaming=streaming)
