@@ -177,6 +177,8 @@ def _problem_of_folder(folder: Path, plain: bool) -> str | None:
     if plain and not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
         return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
+    if odd := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
+        return f"with {odd[0]}, which is no regular file"  # it might hang or fill the memory
     weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
     for index in folder.glob("*.index.json") if plain else ():
         named = set(json.loads(index.read_bytes())["weight_map"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import namedtuple
 from functools import partial
@@ -88,6 +89,13 @@ FOLDERS = {
     "no weights": Change(lambda f: (f / "model.safetensors").unlink(), "a folder without weights"),
     "a shard too few": Change(of_shards, r"without model-00002-of-00002\.safetensors, which .*index\.json names"),
     "a pointer": Change(lambda f: write(f / "model.safetensors", "version https://git-lfs"), "whose model.safetensors"),
+    "a pipe": Change(
+        lambda f: os.mkfifo(f / "chat_template.jinja"), "with chat_template.jinja, which is no regular file"
+    ),
+    "a device": Change(
+        lambda f: (f / "vocab.json").symlink_to("/dev/zero"), "with vocab.json, which is no regular file"
+    ),
+    "a link to nothing": Change(lambda f: (f / "a.bin").symlink_to("gone"), "with a.bin, which is no regular file"),
     "no tokenizer": Change(without_tokenizer, "tokenizer.*(without a vocabulary|cannot be loaded)"),
     "temperature": Change(partial(generation, temperature=0.6), "generation_config of .* could not be saved .*do_samp"),
     "top_p": Change(partial(generation, top_p=0.9), "generation_config of .* could not be saved"),
