@@ -232,11 +232,7 @@ def check_hub(name: str) -> None:
 
 
 def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
-    """The configuration of a module, or of a path or hub id.
-
-    Raises:
-        DataError: it cannot be loaded.
-    """
+    """The configuration of a module, or of a path or hub id; DataError where it cannot be loaded."""
     if isinstance(model, nn.Module):
         return base_model(model).config
     options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}

@@ -82,12 +82,12 @@ def prepared(
 ) -> tuple[list[list[int]], int]:
     """A copy of the prompts, and the seed of a call, from `seeds` where `sampling` has none.
 
-    Refuses what an engine would crash on, ignore, or silently cut a completion short for.
-
-    Raises:
-        InputError: an empty prompt, one that leaves no room for `max_tokens` more in `max_model_len`, or a key of
-            `sampling.extra` that is not in `allowed`.
+    InputError for what an engine would crash on, ignore, or silently cut a completion short for: an empty prompt, one
+    without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that is not in `allowed`.
     """
+    stops = sampling.extra.get("stop_token_ids", [])
+    if not isinstance(stops, list) or any(type(token) is not int for token in stops):
+        raise InputError(f"got stop_token_ids={stops!r}, want a list of token ids; fix: generation_kwargs")
     for row, prompt in enumerate(prompt_ids):
         if not prompt:
             raise InputError(

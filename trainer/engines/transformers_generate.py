@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations._peers import replaced
 from fused_grpo.integrations.model_modes import as_it_was
 from fused_grpo.trainer.distributed.sharding import is_sharded
@@ -99,12 +99,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
-        """Sample `sampling.n` completions for each prompt; see RolloutEngine.
-
-        Raises:
-            InputError: an empty prompt, or `extra` with a name that is not in `_EXTRAS`.
-            UnsupportedError: structured outputs, or a beam search.
-        """
+        """Sample `sampling.n` completions for each prompt; see RolloutEngine. InputError: unusable options."""
         _check_supported(sampling)
         prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
         rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
@@ -113,8 +108,18 @@ class TransformersEngine(RolloutEngine):
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
         completions: list[Completion] = []
-        for start in range(0, len(rows), at_once):
-            completions += self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
+        try:
+            for start in range(0, len(rows), at_once):
+                completions += self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
+        except (TypeError, ValueError) as error:
+            cache = self._cache_implementation
+            given = sampling.extra | ({} if cache is None else {"cache_implementation": cache})
+            if not given or isinstance(error, FusedGRPOError):
+                raise
+            raise InputError(
+                f"got {given} for generate() of transformers, want values that it takes; fix: generation_kwargs or "
+                f"cache_implementation ({type(error).__name__}: {error})"
+            ) from error
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.transformers_generate import _EXTRAS, TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
 
 
@@ -34,6 +34,37 @@ def test_a_beam_search_is_refused(build_model, tokenizer) -> None:
     with pytest.raises(InputError, match="length_penalty"):
         engine.generate([[4, 5]], replace(beams, extra={"num_beams": 1, "length_penalty": -0.1}))
     assert len(engine.generate([[4, 5]], replace(beams, extra={"num_beams": 1})).completion_ids) == 2
+
+
+VALUES = ["x", -1, 10**6, None, {}, [["a"]], [[10**6]], 0.5, True]
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
+@pytest.mark.parametrize("name", sorted(_EXTRAS - {"num_beams"}))
+def test_values_that_generate_does_not_take_are_named(build_model, tokenizer, name) -> None:
+    engine, outcomes = TransformersEngine(build_model(), tokenizer), []
+    for value in VALUES:
+        try:
+            engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3, extra={name: value}))
+        except InputError as error:
+            outcomes.append(str(error))
+    assert all(name in outcome and "want" in outcome and "fix: " in outcome for outcome in outcomes)
+    assert outcomes or name in ("cache_implementation", "disable_compile", "min_new_tokens")
+
+
+def test_a_cache_that_transformers_does_not_have_is_named(build_model, tokenizer) -> None:
+    engine = TransformersEngine(build_model(), tokenizer, cache_implementation="typo")
+    with pytest.raises(InputError, match=r"got \{'cache_implementation': 'typo'\} for generate\(\) .*Invalid"):
+        engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3))
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_the_options(build_model, tokenizer) -> None:
+    model = build_model()
+    with (
+        mock.patch.object(model, "generate", side_effect=ValueError("mine")),
+        pytest.raises(ValueError, match=r"^mine$"),
+    ):
+        TransformersEngine(model, tokenizer).generate([[4, 5]], SamplingParams(n=2, max_tokens=3))
 
 
 def test_a_prompt_for_which_the_model_gives_nan_is_named_and_the_others_are_sampled(build_model, tokenizer) -> None:
