@@ -2,7 +2,8 @@
 PYTHON ?= python3
 SEED ?= 0
 OUTPUT_DIR ?= runs/demo
-JOBS ?= 2
+# Of three files at a time one waits for a process, a server or a deadline: two leave two cores idle for a third of the time.
+JOBS ?= 3
 # Whole files to each worker, in the order that tests/conftest.py gives them.
 PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "junit.xml")
         tests = [path for paths in AREAS.values() for path in paths]
-        command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", f"--junitxml={result}"]
+        command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=3", "--dist=loadfile", f"--junitxml={result}"]
         subprocess.run([*command, *tests, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         cases = list(ElementTree.parse(result).getroot().iter("testcase"))
     rows = [(area, *count([case for case in cases if is_of(case, paths)])) for area, paths in AREAS.items()]

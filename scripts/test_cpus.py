@@ -74,7 +74,7 @@ ROWS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments for each row, with two workers."""
+    """Run pytest with these arguments for each row, with three workers."""
     flags, model = this_cpu()
     print(f"{model}\n\n| row | bits | passed | failed | skipped | minutes |\n|---|---|---:|---:|---:|---:|", flush=True)
     failed = 0
@@ -99,7 +99,7 @@ def run_tests(
 ) -> tuple[bool, tuple[int, int, int, str]]:
     """Whether pytest was green; (passed, failed, skipped, minutes). Prints the output of a run that failed."""
     start = time.monotonic()
-    command = [python, "-m", "pytest", "-q", "--numprocesses=2", "--dist=loadfile", *tests]
+    command = [python, "-m", "pytest", "-q", "--numprocesses=3", "--dist=loadfile", *tests]
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stdout, file=sys.stderr)
