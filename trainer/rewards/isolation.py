@@ -225,8 +225,9 @@ class Worker:
 
         def exchange() -> bytes:
             # An exception in a future would be a reference cycle that holds `self`.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended: what it said before that is read
                 connection.sendall(request.encode())
+            with contextlib.suppress(OSError):
                 return replies.readline(REPLY_BYTES)
             return b""
 

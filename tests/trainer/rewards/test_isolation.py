@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.distributed.threads import in_thread
-from fused_grpo.trainer.rewards import isolated
+from fused_grpo.trainer.rewards import isolated, isolation
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
 SOURCE = """
@@ -146,6 +148,23 @@ def test_a_function_of_an_importable_module_is_sent_by_its_name():
     function = isolated(format_reward, timeout=30)
     assert function(completions=["<think>1</think>2", "2"]) == [1.0, 0.0]
     assert function.__name__ == "format_reward"
+
+
+def test_what_a_process_said_before_it_ended_is_read_however_late(monkeypatch):
+    started = []
+
+    def popen(*arguments, **options):
+        started.append(subprocess.Popen(*arguments, **options))
+        return started[0]
+
+    def late(work, name):
+        started[0].wait(60)
+        return in_thread(work, name=name)
+
+    monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setattr(isolation, "in_thread", late)
+    with pytest.raises(InputError, match=r"cannot load: .* named 'no'"):
+        IsolatedReward("no.such:module", timeout=1.0, memory=None, on_failure=0.0)(completions=["a"])
 
 
 def test_arguments_that_are_not_json_and_functions_that_are_not_there_are_named(source):
