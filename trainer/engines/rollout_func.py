@@ -91,10 +91,8 @@ class FunctionEngine(RolloutEngine):
             columns = _checked(output, len(prompts) * sampling.n)
             # int() would cut numbers, and read text.
             prompt_ids, ids = ([list(map(as_index, one)) for one in output[name]] for name in _REQUIRED[:2])
-            # None is a log-prob that the sampler could not compute.
-            logprobs = output["logprobs"] and [
-                [nan if p is None else float(p) for p in one] for one in output["logprobs"]
-            ]
+            given = output["logprobs"]  # in which None is a log-prob that the sampler could not compute
+            logprobs = None if given is None else [[nan if p is None else float(p) for p in one] for one in given]
         except TypeError as error:
             raise DataError(f"got {error} from rollout_func, want lists of token ids and of their log-probs") from error
         # As in TRL, a completion that is padded has ended.

@@ -59,7 +59,7 @@ MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion, as vLLM finds them: the tokenizer's and the generation config's."""
+    """The ids that end a completion, as vLLM finds them: tokenizer's and generation config's; InputError: no ids."""
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
     ids = from_model if isinstance(from_model, Iterable) else [from_model]
@@ -86,7 +86,7 @@ def prepared(
     without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that is not in `allowed`.
     """
     stops = sampling.extra.get("stop_token_ids", [])
-    if not isinstance(stops, list) or any(type(token) is not int for token in stops):
+    if not isinstance(stops, list | tuple) or any(type(token) is not int for token in stops):
         raise InputError(f"got stop_token_ids={stops!r}, want a list of token ids; fix: generation_kwargs")
     for row, prompt in enumerate(prompt_ids):
         if not prompt:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
@@ -45,6 +47,12 @@ def test_what_the_function_returns_becomes_rollouts(engine) -> None:
     assert rollouts.finish_reasons == ["stop", "length", "stop", "length"]
     assert rollouts.extra == {"env_reward": [1.0, 2.0, 3.0, 4.0], "source": ["web"] * 4}
     assert rollouts.weight_version == 7
+
+
+def test_logprobs_may_be_arrays_and_tensors(engine) -> None:
+    made = {"completion_ids": [[9, 8]] * 4, "prompt_ids": GOOD["prompt_ids"]}
+    for logprobs in (np.full((4, 2), -0.5), torch.full((4, 2), -0.5)):
+        assert engine(**made, logprobs=logprobs).generate(PROMPT_IDS, SAMPLING).sampling_logprobs == [[-0.5, -0.5]] * 4
 
 
 def test_the_function_sees_each_prompt_once_per_completion_and_the_trainer(trainer) -> None:
