@@ -124,9 +124,8 @@ class WithCallbacks:
         self.log(LogEntry(self.step_metrics.take() | closing))
         return closing
 
-    _determine_best_metric: Any = (
-        Trainer._determine_best_metric
-    )  # whether an evaluation is the best; the state keeps it
+    # The first is whether an evaluation is the best one, which the state keeps.
+    _determine_best_metric: Any = Trainer._determine_best_metric
     _load_callback_state: Any = Trainer._load_callback_state
     add_callback: Any = Trainer.add_callback
     pop_callback: Any = Trainer.pop_callback
