@@ -76,6 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FARM"] = f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}"
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # and where a test collects garbage, none of them is looked through
+
+
 def pytest_unconfigure() -> None:
     folder, _, session = os.environ.get("FARM", "").partition(":")
     if session == str(os.getpid()):

@@ -179,6 +179,7 @@ def become(request: dict[str, Any]) -> None:
     """Run a script as `python script arguments` would, in this process."""
     os.setsid()  # killed alone, or with what it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, for a whole suite
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)

@@ -390,9 +390,10 @@ for more in sorted(Path(__file__).parent.glob("planted_bugs_of_*.py")):
 
 
 def copy_of_the_project(folder: Path) -> None:
-    for name in ("fused_grpo", "kernels", "trainer", "tests"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*-pytest-*"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("fused_grpo", "kernels", "trainer"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    for name in ("tests", "pyproject.toml"):  # no bug is planted there
+        (folder / name).symlink_to(ROOT / name)
 
 
 def plant(bug: Bug, folder: Path) -> None:
@@ -415,7 +416,7 @@ def run(selection: list[str], folder: Path) -> int:
 
     assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
     # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
-    return int(pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "--full", *selection]))
+    return int(pytest.main(["-x", "-q", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "--full", *selection]))
 
 
 def try_here(name: str) -> int:

@@ -124,7 +124,8 @@ def given(tmp_path_factory):
 KINDS = {"LoRA": ("--use-peft", "--lora-r", 4), "KL": ("--beta", 0.1, "--sync-ref-model", "--ref-model-sync-steps", 3)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# A reference that follows is killed and resumed by tests/trainer/checkpoint/test_resume.py, too.
+@pytest.mark.parametrize("kind", ["LoRA", pytest.param("KL", marks=pytest.mark.full)])
 def test_a_run_of_ones_own_goes_on_from_its_checkpoint_as_if_nothing_had_happened(start, given, tmp_path, kind):
     run = start(tmp_path / "whole", *given, *KINDS[kind])
     assert run.wait() == 0, run.output

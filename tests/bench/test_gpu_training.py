@@ -17,7 +17,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
     ("part", "figures"),
     [
         ("phase", {f"training phase: {name}{what}" for name in training.makers() for what in ("", ", peak")}),
-        ("longest", {f"longest completion: {name}" for name in training.makers()}),
+        pytest.param("longest", {f"longest completion: {name}" for name in training.makers()}, marks=pytest.mark.full),
         ("published", {"training phase"}),
     ],
 )

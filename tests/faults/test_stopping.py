@@ -17,6 +17,14 @@ from fused_grpo.trainer.distributed.stopping import StopOnSignal
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_in_a_terminal():
+    """Under nohup a whole suite ignores SIGHUP, and the trainer leaves what is ignored alone."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, time_limit, tmp_path):
     with time_limit(20) as clock:
         # What a resumed run needs is saved, whatever save_only_model says.

@@ -101,7 +101,7 @@ def step(hidden, weight, bias, targets):
         ("aot_eager", False, targets()),
         ("aot_eager", True, targets()),
         ("aot_eager", False, several()),
-        ("inductor", False, targets()),
+        pytest.param("inductor", False, targets(), marks=pytest.mark.full),
         ("inductor", True, targets()),
         ("inductor", True, several()),
     ],
