@@ -134,7 +134,6 @@ class PolicyLoss(nn.Module):
             entropy_threshold=entropy_threshold,
             num_entropy_tokens=num_entropy_tokens,
             config=self.loss_config if config is None else config,
-            chunk_bytes=self.chunk_bytes,
             distillation=distillation,
             **options,
         )
@@ -153,11 +152,10 @@ class PolicyLoss(nn.Module):
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
-        return linear_logprobs(hidden, weight, batch.targets, chunk_bytes=self.chunk_bytes, **options)
+        return linear_logprobs(hidden, weight, batch.targets, **options)
 
     def _entropies(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
-        options["chunk_bytes"] = self.chunk_bytes
         return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
 
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
@@ -177,15 +175,9 @@ class PolicyLoss(nn.Module):
         their logits: the transform, and the tokens that the sampler kept."""
         states = self.run(batch)[0] if states is None else states
         model = base_model(self.model)
-        head = head_of(model)
-        hidden: Tensor = states.flatten(0, 1).index_select(0, batch.predictors)
-        options = {
-            "bias": getattr(head, "bias", None),
-            "temperature": self.temperature,
-            **head_transform(model.config),
-        }
-        if batch.support is not None:
-            options["support"] = batch.support
+        head, hidden = head_of(model), states.flatten(0, 1).index_select(0, batch.predictors)
+        options = {"bias": getattr(head, "bias", None), "temperature": self.temperature, "support": batch.support}
+        options |= {"chunk_bytes": self.chunk_bytes, **head_transform(model.config)}
         return hidden, weight_of(head), options
 
 

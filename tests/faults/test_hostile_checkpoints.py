@@ -201,6 +201,23 @@ def test_a_changed_field_is_refused_or_said_or_changes_nothing(outcome, copy, tm
     assert end in ("refused", "said", "unaffected") or set(way) & set(FREE), (way, node)
 
 
+def test_a_name_that_this_run_does_not_save_reaches_none_of_its_objects(outcome, copy):
+    """The scheduler of PyTorch, for one, takes any name for an attribute of its functions."""
+    saved = json.loads((copy("saved") / "training.json").read_bytes())
+    ways = [way for way in [(), *places(saved)] if not set(way) & set(FREE)]
+    for number, way in enumerate(way for way in ways if isinstance(at(saved, way), dict)):
+        directory, content = copy(str(number)), json.loads(json.dumps(saved))
+        at(content, way)["unknown"] = [1]
+        replace(directory / "training.json", json.dumps(content).encode())
+        assert outcome(resign(directory)) in ("refused", "unaffected"), way
+
+
+def at(value: Any, way: tuple[Any, ...]) -> Any:
+    for key in way:
+        value = value[key]
+    return value
+
+
 FORMS = {
     "shorter": lambda tensor: tensor.flatten()[: max(0, tensor.numel() - 1)].clone(),
     "another shape": lambda tensor: tensor[None].clone(),

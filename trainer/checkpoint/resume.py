@@ -206,8 +206,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             # Of a stream it may still be refused: before anything else changes.
             collector.load_state(numbers["collector"], _group(mine, "prefetched"))
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            schedule = here["scheduler"].keys() & numbers["scheduler"].keys()
-            learner.scheduler.load_state_dict({name: numbers["scheduler"][name] for name in schedule})
+            learner.scheduler.load_state_dict(files.known_part(here["scheduler"], numbers["scheduler"]))
             learner.nonfinite.load_state(numbers["skipped"])
             if learner.args.use_adaptive_entropy:
                 learner.entropy.load_state(numbers["entropy"])

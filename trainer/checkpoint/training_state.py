@@ -321,6 +321,15 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
 
 
+def known_part(here: Any, saved: Any) -> Any:
+    """Of saved JSON what this run would have saved in its place: no other name is loaded into its objects."""
+    if isinstance(here, dict):
+        return {name: known_part(value, saved[name]) for name, value in here.items() if saved.get(name) is not None}
+    if isinstance(here, list | tuple) and here:
+        return [known_part(*pair) for pair in zip(here, saved, strict=True)]
+    return None if here is None and isinstance(saved, dict | list) else saved
+
+
 def check_tensors(here: Tensors, saved: Tensors, *, stateless: frozenset[str] = frozenset()) -> None:
     """Compare tensors with those of this run: names, shapes and dtypes; all values are finite.
 
@@ -398,12 +407,13 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     steps = args.optimizer_steps_per_generation(processes) * args.num_iterations
     calls, place = numbers["collector"]["generate_calls"], numbers["collector"]["sampler"]
     used, rows = place["prompts"], place["num_prompts"]
-    schedule = numbers["scheduler"].get("last_epoch", 0) - learner.beginning[1].get("last_epoch", 0)
+    schedule, beginning = numbers["scheduler"], learner.beginning[1]
+    counts = [name for name in ("last_epoch", "_step_count") if name in beginning and name in schedule]
     # Where a callback has left out the rest of an epoch, its prompts were left out too.
     jumped = rows is not None and epoch > step * prompts / steps / rows + 1e-6
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
-        "scheduler.last_epoch": schedule == step - skips["total"] or "last_epoch" not in learner.beginning[1],
+        "scheduler": all(schedule[name] - beginning[name] == step - skips["total"] for name in counts),
         "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
         "prompts": used >= calls * prompts and (jumped or used == calls * prompts),
