@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import fused_grpo
-from fused_grpo._version import __version__
+from fused_grpo import __version__
 from fused_grpo.bench.heads.suites import Case, cases
 from fused_grpo.bench.heads.worker_pool import Measurement, WorkerPool
 from fused_grpo.env import versions

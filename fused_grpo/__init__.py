@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fused_grpo._version import __version__ as __version__
     from fused_grpo.config import GRPOLossConfig as GRPOLossConfig
-    from fused_grpo.distillation import Distillation as Distillation
+    from fused_grpo.divergence import Distillation as Distillation
     from fused_grpo.divergence import DivergenceOutput as DivergenceOutput
     from fused_grpo.divergence import fused_linear_divergence as fused_linear_divergence
     from fused_grpo.errors import FusedGRPOError as FusedGRPOError
@@ -25,15 +24,16 @@ if TYPE_CHECKING:
     from fused_grpo.loss import GRPOLossOutput as GRPOLossOutput
     from fused_grpo.loss import grpo_loss as grpo_loss
 
+__version__ = "0.1.0.dev0"
+
 _HOME = {
-    "Distillation": "distillation",
+    "Distillation": "divergence",
     "DivergenceOutput": "divergence",
     "FusedGRPOError": "errors",
     "FusedLinearGRPOLoss": "fused_loss",
     "GRPOLossConfig": "config",
     "GRPOLossOutput": "loss",
     "LogProbs": "logprobs",
-    "__version__": "_version",
     "fused_linear_divergence": "divergence",
     "fused_linear_grpo_loss": "fused_loss",
     "grpo_loss": "loss",
@@ -41,7 +41,7 @@ _HOME = {
     "linear_logprobs_and_entropy": "logprobs",
 }
 
-__all__ = [*_HOME]
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

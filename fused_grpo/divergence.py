@@ -6,28 +6,33 @@ gradients are taken in the forward pass and scaled in the backward pass; use `to
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, reference
-from fused_grpo._checks import (
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.precision import full_precision
+from fused_grpo.config import LARGEST, GRPOLossConfig
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.head.checks import (
     check_dense,
     check_main_grad,
     check_plan,
     check_same_device,
     check_temperature_values,
     is_number,
+    outside_graphs,
 )
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import check_normaliser
-from fused_grpo.chunked_divergence import TwoHeads, chunked_divergence
-from fused_grpo.errors import InputError
-from fused_grpo.head import Head, flatten_head, needs_gradient
-from fused_grpo.logprob_plans import rows_of
-from fused_grpo.loss_gradients import AttachGradients
-from fused_grpo.precision import full_precision
+from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_divergence
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head, flatten_head
+from fused_grpo.head.logprob_plans import rows_of
+from fused_grpo.head.loss_gradients import AttachGradients
+from fused_grpo.loss import check_normaliser
+from fused_grpo.passes import choice
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -61,7 +66,7 @@ def fused_linear_divergence(
     teacher_softcap: float | None = None,
     weight_main_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> DivergenceOutput:
     """The divergence of a student from a teacher over the whole vocabulary, with gradients for the student.
 
@@ -117,7 +122,7 @@ def fused_linear_divergence(
     check_pair(heads, student_hidden, teacher_hidden)
     check_temperature_values(heads.student.temperature)
     weights = _weights(student_hidden, mask, num_tokens)
-    chosen = _dispatch.choose(impl, student_hidden)
+    chosen = choice.choose(impl, student_hidden)
     check_main_grad(weight_main_grad, student_weight, chosen)
     index = rows_of(weights != 0)
     weights = weights.to(heads.student.dtype)
@@ -128,12 +133,19 @@ def fused_linear_divergence(
             divergence = reference_divergence(rows, kind, beta)
             loss, divergence = (some * divergence).sum(), divergence.detach()
         else:
-            passes = _dispatch.passes(chosen)
-            wanted = {name: needs_gradient(getattr(heads.student, name)) for name in ("hidden", "weight", "bias")}
-            how: dict[str, Any] = {"kind": kind, "beta": beta, "weights": some, "chunk_bytes": chunk_bytes}
-            how |= {"wanted": wanted, "rounded": weight_main_grad is None}
+            passes = choice.passes(chosen)
+            wanted = Wanted.of(heads.student)
             with torch.no_grad():
-                divergence, gradients = chunked_divergence(rows, passes, **how)
+                divergence, gradients = chunked_divergence(
+                    rows,
+                    passes,
+                    kind=kind,
+                    beta=beta,
+                    weights=some,
+                    chunk_bytes=chunk_bytes,
+                    wanted=wanted,
+                    rounded=weight_main_grad is None,
+                )
                 loss = (some * divergence).sum()
             leaves = (heads.student.hidden, student_weight, student_bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
@@ -211,6 +223,81 @@ def reference_divergence(heads: TwoHeads, kind: str, beta: float) -> Tensor:
     logits = []
     for head in (heads.student, heads.teacher):
         hidden = head.hidden if head.index is None else head.hidden[head.index]
-        raw = hidden.to(head.dtype) @ reference.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
-        logits.append(reference.transform_logits(raw, **head.row_arguments(slice(None))))
-    return reference.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)
+        raw = hidden.to(head.dtype) @ formulas.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
+        logits.append(formulas.transform_logits(raw, **head.transform()))
+    return formulas.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """A teacher, and how much the policy's divergence from it counts in a loss; nothing of it gets a gradient.
+
+    Args:
+        hidden: [..., D] of the tokens of the policy's `hidden`; D and dtype may differ, fp64 is for both or for none.
+        weight: [V, D], of the same vocabulary.
+        coef: what the divergences are multiplied by, at least 0.
+        kind, beta: as in `fused_linear_divergence`.
+        bias, logit_scale, softcap: of the teacher, as in `linear_logprobs`. The policy's temperature divides its
+            logits, too.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    _: KW_ONLY
+    coef: float
+    kind: DivergenceKind = "reverse_kl"
+    beta: float = 0.5
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+def check_together(distillation: Distillation | None, config: GRPOLossConfig, **options: Any) -> None:
+    """Check a distillation, and the loss that it is added to.
+
+    Raises:
+        InputError: another type, an unknown kind, or numbers out of range.
+        UnsupportedError: `options` (score, support, process_group) or an entropy bonus that cannot be combined with it.
+    """
+    if distillation is None:
+        return
+    if not isinstance(distillation, Distillation):
+        raise InputError(f"got distillation of type {type(distillation).__name__}, want a Distillation or None")
+    check_kind(distillation.kind, distillation.beta)
+    if not is_number(distillation.coef, 0.0, LARGEST):
+        raise InputError(f"got coef={distillation.coef!r} of a distillation, want a finite number >= 0")
+    obstacles = {
+        "a process_group": (options["process_group"] is not None, "both distributions whole on each rank"),
+        "support": (options["support"] is not None, "divergences over the whole vocabulary"),
+        "score='needed'": (options["score"] == "needed", "every token, since each has a divergence; fix: score='all'"),
+        f"entropy_coef={config.entropy_coef}": (config.entropy_coef > 0, "0; kind='reverse_kl' has an entropy bonus"),
+    }
+    for name, (given, want) in obstacles.items():
+        if given:
+            fix = (
+                "" if "fix: " in want else "; fix: leave either, or take fused_linear_divergence for a loss of its own"
+            )
+            raise UnsupportedError(f"got distillation with {name}, want {want}{fix}")
+
+
+def teacher_of(
+    distillation: Distillation | None,
+    student: Head,
+    hidden: Tensor,
+    temperature: float | Tensor,
+    inputs: LossInputs,
+    impl: str,
+) -> Teacher | None:
+    """The teacher of a student, whose `hidden` has its own shape, after the checks of both; None without one.
+
+    The weight of a token's divergence is that of its loss, so that micro-batches add up in the same way.
+    """
+    if distillation is None:
+        return None
+    d = distillation
+    head = head_of("teacher", d.hidden, d.weight, d.bias, temperature, d.logit_scale, d.softcap)
+    check_pair(TwoHeads(student, head), hidden, d.hidden)
+    if impl != "reference":  # which rounds it itself; here once for all chunks
+        head = replace(head, weight=head.weight.to(head.hidden.dtype))
+    weights = d.coef * inputs.tokens.weights
+    return Teacher(head, weights, torch.zeros_like(weights), d.kind, d.beta, choice.passes(impl))

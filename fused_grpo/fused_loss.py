@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo import _dispatch, reference
-from fused_grpo._checks import check_main_grad, check_plan, check_score
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import LossInputs, loss_inputs
-from fused_grpo.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.chunked_loss import Score, chunked_loss
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import GRPOLossConfig, loss_config
-from fused_grpo.distillation import Distillation, check_together, teacher_of
-from fused_grpo.divergence import reference_divergence
-from fused_grpo.entries import Support, kept_mask, support_of
-from fused_grpo.head import Head, flatten_head, needs_gradient
-from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.loss_gradients import AttachGradients, statistics_of, value_and_gradient
-from fused_grpo.precision import full_precision
-from fused_grpo.shards import shards_of
-from fused_grpo.support import supported_loss
+from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
+from fused_grpo.head.checks import check_main_grad, check_plan, check_score, outside_graphs
+from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
+from fused_grpo.head.chunked_loss import LossPlan, Score, chunked_loss
+from fused_grpo.head.entries import Support, kept_mask, support_of
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head, flatten_head
+from fused_grpo.head.kept_loss import supported_loss
+from fused_grpo.head.loss_gradients import AttachGradients, statistics_of, value_and_gradient
+from fused_grpo.head.sharded import shards_of
+from fused_grpo.loss import GRPOLossOutput, loss_inputs
+from fused_grpo.passes import choice
 
 
 @outside_graphs
@@ -60,7 +60,7 @@ def fused_linear_grpo_loss(
     process_group: Any = None,
     support: tuple[Tensor, Tensor] | None = None,
     distillation: Distillation | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of `targets` from hidden states and the head, with gradients for hidden, weight and bias.
 
@@ -112,7 +112,7 @@ def fused_linear_grpo_loss(
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
     head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
     # Arguments that one rank alone may have wrong are checked before the first collective.
-    chosen = _dispatch.choose(impl, hidden)
+    chosen = choice.choose(impl, hidden)
     restricted = support_of(support, head, process_group=process_group)
     check_main_grad(weight_main_grad, weight, chosen)
     check_together(distillation, config, score=score, support=support, process_group=process_group)
@@ -143,19 +143,17 @@ def fused_linear_grpo_loss(
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher)
         else:
-            passes = _dispatch.passes(chosen)
-            wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
+            passes = choice.passes(chosen)
+            plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy, rounded=weight_main_grad is None)
             with torch.no_grad():
-                how: dict[str, Any] = {"chunk_bytes": chunk_bytes, "wanted": wanted, "score": score, "entropy": entropy}
-                how["rounded"] = weight_main_grad is None
                 if restricted is None:
-                    done = chunked_loss(head, inputs, config, passes, shards=shards, teacher=teacher, **how)
+                    done = chunked_loss(head, inputs, config, passes, plan, shards=shards, teacher=teacher)
                 else:
-                    done = supported_loss(head, restricted, inputs, config, passes, **how)
+                    done = supported_loss(head, restricted, inputs, config, passes, plan)
             known = (done.statistics["loss"], done.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*known, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             logprobs, statistics = done.logprobs, done.statistics
-    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy)
+    metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 
@@ -173,7 +171,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         chunk_bytes: int | None = None,
         process_group: Any = None,
-        impl: _dispatch.Impl = "auto",
+        impl: choice.Impl = "auto",
     ) -> None:
         super().__init__()
         check_plan(impl, chunk_bytes, process_group=process_group)
@@ -197,11 +195,11 @@ def _reference_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss, log-probs [N], statistics) through full logits and autograd."""
     kept = None if support is None else kept_mask(support, len(head.weight))
-    logprobs, entropy = reference.logprobs_and_entropy(
-        head.hidden, head.weight, head.targets, **head.row_arguments(slice(None)), kept=kept
+    logprobs, entropy = formulas.logprobs_and_entropy(
+        head.hidden, head.weight, head.targets, **head.transform(), kept=kept
     )
-    loss, _ = reference.grpo_loss(logprobs, entropy, inputs, config)
-    passes = _dispatch.passes("reference")
+    loss, _ = formulas.grpo_loss(logprobs, entropy, inputs, config)
+    passes = choice.passes("reference")
     done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if teacher is not None:

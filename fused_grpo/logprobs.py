@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _custom_ops, _dispatch, reference  # noqa: F401 - _custom_ops registers the op that is called here
-from fused_grpo._checks import check_plan
-from fused_grpo.entries import Support, kept_mask, support_of
-from fused_grpo.head import Head, flatten_head, needs_gradient
-from fused_grpo.precision import full_precision
-from fused_grpo.several_targets import rows_with
-from fused_grpo.support import supported_logprobs
+from fused_grpo._maths import formulas
+from fused_grpo._maths.precision import full_precision
+from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
+from fused_grpo.head.checks import check_plan
+from fused_grpo.head.entries import Support, kept_mask, support_of
+from fused_grpo.head.head import Head, flatten_head, needs_gradient
+from fused_grpo.head.kept_tokens import supported_logprobs
+from fused_grpo.head.several_targets import rows_with
+from fused_grpo.passes import choice
 
 
 class LogProbs(NamedTuple):
@@ -50,7 +52,7 @@ def linear_logprobs(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> Tensor:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
@@ -117,7 +119,7 @@ def linear_logprobs_and_entropy(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> LogProbs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
@@ -154,7 +156,7 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, **refused)
     restricted = None if support is None else support_of(support, head, **refused)
     if process_group is not None:
-        from fused_grpo.vocab_parallel import vocab_parallel_logprobs
+        from fused_grpo.head.sharded import vocab_parallel_logprobs
 
         options: dict[str, Any] = {"impl": impl, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
         values = vocab_parallel_logprobs(head, process_group, ignore_index=ignore_index, entropy=entropy, **options)
@@ -177,7 +179,7 @@ def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[
     kept, head = head.without_ignored(ignore_index)
     mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
-        logprobs, entropy = reference.logprobs_and_entropy(
-            head.hidden, head.weight, head.targets.clamp_min(0), **head.row_arguments(slice(None)), kept=mask
+        logprobs, entropy = formulas.logprobs_and_entropy(
+            head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=mask
         )
     return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, reference
-from fused_grpo._checks import check_dense, check_plan, check_same_device
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import loss_inputs
-from fused_grpo.config import GRPOLossConfig, loss_config
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LossInputs, Sequences, TokenInputs, token_weights
+from fused_grpo._maths.precision import compute_dtype
+from fused_grpo.config import LARGEST, GRPOLossConfig, loss_config
 from fused_grpo.errors import InputError
-from fused_grpo.loss_gradients import AttachGradients, statistics_of, value_and_gradient
-from fused_grpo.precision import compute_dtype
+from fused_grpo.head.checks import check_dense, check_plan, check_same_device, is_number, outside_graphs
+from fused_grpo.head.loss_gradients import AttachGradients, statistics_of, value_and_gradient
+from fused_grpo.passes import choice
+
+FLOATING = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
 
 
 class GRPOLossOutput(NamedTuple):
@@ -48,7 +51,7 @@ def grpo_loss(
     num_entropy_tokens: float | Tensor | None = None,
     covariance_selected: Tensor | None = None,
     config: GRPOLossConfig | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of given log-probs, differentiable with respect to `logprobs` and `entropy`.
 
@@ -107,16 +110,16 @@ def grpo_loss(
     )
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None
-    chosen = _dispatch.choose(impl, logprobs)
-    passes = _dispatch.passes(chosen)
+    chosen = choice.choose(impl, logprobs)
+    passes = choice.passes(chosen)
     done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
     if chosen == "reference":
-        loss = reference.grpo_loss(flat, flat_entropy, inputs, config)[0]
+        loss = formulas.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
         known = (statistics["loss"], done, None, passes)
         loss = AttachGradients.apply(*known, flat, flat_entropy)  # type: ignore[no-untyped-call]
-    metrics = reference.finish_metrics(statistics, inputs, has_entropy=entropy is not None)
+    metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy is not None)
     return GRPOLossOutput(loss, metrics, logprobs.detach())
 
 
@@ -139,3 +142,122 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
             f"got entropy_coef={config.entropy_coef} and top_entropy_quantile={config.top_entropy_quantile} without "
             "entropy; fix: pass entropy, which linear_logprobs_and_entropy gives"
         )
+
+
+def loss_inputs(
+    shape: torch.Size,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    advantages: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None = None,
+    cu_seqlens: Tensor | None,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampling_logprobs: Tensor | None,
+    entropy_threshold: float | Tensor | None,
+    num_tokens: float | Tensor | None,
+    num_sequences: float | Tensor | None,
+    num_entropy_tokens: float | Tensor | None,
+    config: GRPOLossConfig,
+    covariance_selected: Tensor | None = None,
+) -> LossInputs:
+    """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
+    per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    per_token |= {"sampling_logprobs": sampling_logprobs, "covariance_selected": covariance_selected}
+    given = {name: x for name, x in {"cu_seqlens": cu_seqlens, **per_token}.items() if x is not None}
+    check_dense(advantages=advantages, **given)
+    sequences = Sequences(sequence_lengths(shape, cu_seqlens))
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
+        if tensor is not None and name in FLOATING and not tensor.is_floating_point():
+            raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
+    if config.beta > 0 and ref_logprobs is None:
+        raise InputError(f"got beta={config.beta} without ref_logprobs; fix: pass ref_logprobs, or beta=0.0")
+    check_same_device(advantages=advantages, cu_seqlens=cu_seqlens, **per_token)
+    if advantages.device != device:
+        raise InputError(f"got advantages on {advantages.device} and tokens on {device}, want one device")
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_entropy_tokens": num_entropy_tokens}
+    for name, value in counts.items():
+        check_normaliser(name, value, device)
+    check_threshold(entropy_threshold, device)
+    flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
+    flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
+    others = {name: per_token[name] for name in FLOATING}
+    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in others.items()}
+    selected = None if covariance_selected is None else covariance_selected.reshape(-1) != 0
+    weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
+    tokens = TokenInputs(
+        advantages=per_token_advantages(advantages, shape, sequences).to(dtype),
+        weights=weights.to(dtype),
+        mask=flat_mask,
+        **flat,
+    )
+    if num_entropy_tokens is None and config.entropy_coef and config.top_entropy_quantile == 1.0:
+        num_entropy_tokens = flat_mask.sum().clamp_min(1.0) if num_tokens is None else num_tokens
+    return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens, selected)
+
+
+def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | tuple[int, int]:
+    """Lengths [B] of packed sequences, or (B, T) of padded ones."""
+    if cu_seqlens is None:
+        if len(shape) != 2:
+            raise InputError(
+                f"got tokens of shape {tuple(shape)} without cu_seqlens; "
+                "want padded [B, T] (with a mask), or packed [N] with cu_seqlens [B+1]"
+            )
+        return shape[0], shape[1]
+    if len(shape) != 1:
+        raise InputError(f"got cu_seqlens with tokens of shape {tuple(shape)}, want packed tokens [N]; fix: .flatten()")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"got cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}, want [B+1] int32")
+    lengths = cu_seqlens.diff()
+    if cu_seqlens.device.type == "cpu":
+        first, last, ordered = int(cu_seqlens[0]), int(cu_seqlens[-1]), bool((lengths >= 0).all())
+        if first != 0 or last != shape[0] or not ordered:
+            raise InputError(f"got cu_seqlens from {first} to {last}, want ascending from 0 to N={shape[0]}")
+    return lengths
+
+
+def per_token_advantages(advantages: Tensor, shape: torch.Size, sequences: Sequences) -> Tensor:
+    """Advantages [N] from one per sequence [B] or one per token."""
+    if not advantages.is_floating_point():
+        raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
+    advantages = advantages.detach()
+    if advantages.shape == (len(sequences),):
+        return sequences.spread(advantages, shape.numel())
+    if advantages.shape == shape:
+        return advantages.reshape(-1)
+    raise InputError(
+        f"got advantages {tuple(advantages.shape)}, want [B] = ({len(sequences)},), one per sequence, "
+        f"or {tuple(shape)}, one per token"
+    )
+
+
+def check_normaliser(name: str, value: float | Tensor | None, device: torch.device) -> None:
+    want = "a finite number > 0: the count over the whole optimizer step"
+    if isinstance(value, Tensor):
+        check_scalar(name, value, device)
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if value is not None and not (is_number(value, 0, LARGEST) and value):
+        raise InputError(f"got {name}={value!r}, want {want}")
+
+
+def check_threshold(value: float | Tensor | None, device: torch.device) -> None:
+    if isinstance(value, Tensor):
+        check_scalar("entropy_threshold", value, device)
+    elif value is not None and not is_number(value, -LARGEST, LARGEST):
+        raise InputError(f"got entropy_threshold={value!r}, want a finite number, a 0-d tensor or None")
+
+
+def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
+    """Check that `value` is one real number on the CPU or on `device`."""
+    check_dense(**{name: value})
+    if value.ndim != 0 or value.is_complex():
+        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")
+    if value.device.type not in ("cpu", device.type):
+        raise InputError(f"got {name} on {value.device} and tokens on {device}, want one device")

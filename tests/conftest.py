@@ -137,7 +137,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def skip_what_cannot_run(items: list[pytest.Item]) -> None:
-    from fused_grpo._dispatch import why_not_interpreted
+    from fused_grpo.passes.choice import why_not_interpreted
 
     reasons = {"engine": None if importlib.util.find_spec("vllm") else "vLLM is not installed"}
     if DEVICE != "cuda":

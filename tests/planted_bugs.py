@@ -62,239 +62,250 @@ class Bug(NamedTuple):
 
 BUGS = {
     "a tile's targets are off by one": Bug(
-        "fused_grpo/head.py", "targets - columns.start if", "targets - columns.start - 1 if", REAL
+        "fused_grpo/head/head.py", "targets - columns.start if", "targets - columns.start - 1 if", REAL
     ),
     "every tile gets the bias of the first": Bug(
-        "fused_grpo/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
+        "fused_grpo/head/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
     ),
     "dH of later tiles replaces that of earlier ones": Bug(
-        "fused_grpo/head_gradients.py",
+        "fused_grpo/head/gradients.py",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=False)",
         REAL,
     ),
     "dW of later row groups replaces that of earlier ones": Bug(
-        "fused_grpo/head_gradients.py",
+        "fused_grpo/head/gradients.py",
         "accumulate=tile.columns.start in self._started)",
         "accumulate=False)",
         EXACT,
     ),
     "db is that of the last row group": Bug(
-        "fused_grpo/head_gradients.py",
+        "fused_grpo/head/gradients.py",
         "columns += values.sum(0, dtype=columns.dtype)",
         "columns.copy_(values.sum(0, dtype=columns.dtype))",
         EXACT,
     ),
     "rows that are left out are scattered to the wrong place": Bug(
-        "fused_grpo/head_gradients.py",
+        "fused_grpo/head/gradients.py",
         "self._hidden[index] = done",
         "self._hidden[tile.rows] = done",
         EXACT,
     ),
     "dH without its factors": Bug(
-        "fused_grpo/head_gradients.py", "torch.mul(done, factor[:, None], out=", "torch.mul(done, 1.0, out=", LAYOUT
+        "fused_grpo/head/gradients.py", "torch.mul(done, factor[:, None], out=", "torch.mul(done, 1.0, out=", LAYOUT
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
-        "fused_grpo/chunked_loss.py",
+        "fused_grpo/head/chunked_loss.py",
         '"every_row": one_group or not two_phases',
         '"every_row": True',
         ["tests/ops/test_loss_promises.py", "-k", "no_phase_multiplies and torch"],
     ),
     "an expanded temperature is never checked": Bug(
-        "fused_grpo/head.py",
+        "fused_grpo/head/head.py",
         ".reshape(-1).contiguous()",
         ".reshape(-1)",
         ["tests/ops/test_bad_input.py", "-k", "temperature"],
     ),
     "rows with nothing but an entropy gradient are left out": Bug(
-        "fused_grpo/logprob_plans.py",
+        "fused_grpo/head/logprob_plans.py",
         "some | (grad_entropy != 0)",
         "some",
         EXACT,
     ),
     "small gradients vanish in fp16": Bug(
-        "fused_grpo/logprob_plans.py", "if head.takes_weights or not len(head.targets):", "if True:", HALF
+        "fused_grpo/head/logprob_plans.py", "if head.takes_weights or not len(head.targets):", "if True:", HALF
     ),
-    "fp16 takes weights": Bug("fused_grpo/head.py", "self.gemm_dtype != torch.float16", "True", HALF),
+    "fp16 takes weights": Bug("fused_grpo/head/head.py", "self.gemm_dtype != torch.float16", "True", HALF),
     "the weight of the target forgets the soft cap": Bug(
-        "fused_grpo/torch_passes/row_passes.py", "-total * tile.slope_at_target", "-total", ROW_PASSES
+        "fused_grpo/passes/torch_passes/row_passes.py", "-total * tile.slope_at_target", "-total", ROW_PASSES
     ),
     "the weight of the target has the sign of the others": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "tile.put_at_target_(out, -total if",
         "tile.put_at_target_(out, total if",
         ROW_PASSES,
     ),
     "the scale of the weights forgets 1 - p": Bug(
-        "fused_grpo/statistics.py",
+        "fused_grpo/_maths/statistics.py",
         "return -torch.expm1(logprobs) / total",
         "return torch.ones_like(logprobs) / total",
         ["tests/ops/test_extremes.py", "-k", "confident and torch"],
     ),
     "the scale of the weights forgets the temperature": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "* tile.logit_scale / tile.temperature, known",
         "* tile.logit_scale, known",
         ROW_PASSES,
     ),
     "temperature missing from the gradient": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "slope, share = tile.logit_scale / tile.temperature[:, None]",
         "slope, share = tile.logit_scale / torch.ones_like(tile.temperature[:, None])",
         EXACT,
     ),
     "derivative of the soft cap": Bug(
-        "fused_grpo/torch_passes/blocks.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
+        "fused_grpo/passes/torch_passes/blocks.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
     ),
     "sign of the entropy's gradient": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "of_entropy = -upstream_entropy,",
         "of_entropy = upstream_entropy,",
         EXACT,
     ),
     "the target counts among the others": Bug(
-        "fused_grpo/torch_passes/blocks.py",
+        "fused_grpo/passes/torch_passes/blocks.py",
         "torch.where(targets[:, None] == column, -torch.inf, kept)",
         "kept",
         EXACT,
     ),
     "1 - p by subtraction": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "at_target = upstream * -torch.expm1(log_p)",
         "at_target = upstream * (1 - torch.exp(log_p))",
         ROW_PASSES,
     ),
     "a shift that is never raised": Bug(
-        "fused_grpo/torch_passes/row_passes.py", "    if not higher.any():", "    if True:", RISING
+        "fused_grpo/passes/torch_passes/row_passes.py", "    if not higher.any():", "    if True:", RISING
     ),
     "weights that do not follow a raised shift": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "before.mul_(torch.exp(shift - finite(raised))[:, None])",
         "pass",
         RISING,
     ),
     "sums that do not follow a raised shift": Bug(
-        "fused_grpo/statistics.py", "(rescale * totals).sum(0)", "totals.sum(0)", RISING
+        "fused_grpo/_maths/statistics.py", "(rescale * totals).sum(0)", "totals.sum(0)", RISING
     ),
     "a row that is no number spoils the others": Bug(
-        "fused_grpo/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "        out.masked_fill_(lost[:, None], 0.0)",
         "        pass",
         NO_NUMBERS,
     ),
     "a row without a gradient takes part": Bug(
-        "fused_grpo/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
+        "fused_grpo/passes/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
     ),
     "a tile that is only looked at is changed": Bug(
-        "fused_grpo/torch_passes/blocks.py", "if out is None and self.as_it_is:", "if False:", STATISTICS
+        "fused_grpo/passes/torch_passes/blocks.py", "if out is None and self.as_it_is:", "if False:", STATISTICS
     ),
-    "a log-prob is rounded like its logits": Bug("fused_grpo/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
+    "a log-prob is rounded like its logits": Bug("fused_grpo/_maths/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
     "columns that share a cache set": Bug(
-        "fused_grpo/chunking.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
+        "fused_grpo/passes/chunking.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
-    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/chunking.py", "rows, most))", "rows))", LAYOUT),
-    "memory that is in use is given out again": Bug("fused_grpo/_cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES),
+    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/passes/chunking.py", "rows, most))", "rows))", LAYOUT),
+    "memory that is in use is given out again": Bug(
+        "fused_grpo/passes/cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES
+    ),
     "memory is kept that the kernel cannot take": Bug(
-        "fused_grpo/_cpu_buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
+        "fused_grpo/passes/cpu_buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
     ),
     "entropy without the target's own term": Bug(
-        "fused_grpo/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
+        "fused_grpo/_maths/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
     ),
     "shards merged without regard to their maxima": Bug(
-        "fused_grpo/statistics.py", "rescale = drop.exp()", "rescale = torch.ones_like(drop)", SHARDS
+        "fused_grpo/_maths/statistics.py", "rescale = drop.exp()", "rescale = torch.ones_like(drop)", SHARDS
     ),
     "a shard starts where its rank says": Bug(
-        "fused_grpo/shards.py",
+        "fused_grpo/head/sharded.py",
         "start = sum(self.sizes[: dist.get_rank(self.group)])",
         "start = dist.get_rank(self.group) * len(head.weight)",
         SHARDS,
     ),
     "dH of a shard is not summed over ranks": Bug(
-        "fused_grpo/shards.py", "dist.all_reduce(d_hidden, group=self.group)", "pass", SHARDS
+        "fused_grpo/head/sharded.py", "dist.all_reduce(d_hidden, group=self.group)", "pass", SHARDS
     ),
     "ignored rows keep their log-prob": Bug(
-        "fused_grpo/_custom_ops.py",
+        "fused_grpo/head/registered_ops.py",
         "return torch.where(rows, values, 0)",
         "return values",
         ["tests/ops/test_error_grid.py", "-k", "nan_in_ignored and triton"],
     ),
     "a master weight is rounded with its gradient": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
         "return weight.to(dtype).to(weight.dtype)",
         ORACLE,
     ),
     "the upper clip on the wrong side": Bug(
-        "fused_grpo/reference.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
+        "fused_grpo/_maths/formulas.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
     ),
     "delta bounds the clipped branch, too": Bug(
-        "fused_grpo/reference.py", "ratio.clamp(lowest, highest) * advantages)", "bounded * advantages)", TRL
+        "fused_grpo/_maths/formulas.py", "ratio.clamp(lowest, highest) * advantages)", "bounded * advantages)", TRL
     ),
     "cispo sends a gradient through its weight": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "ratio.clamp(max=terms.epsilon_high).detach()",
         "ratio.clamp(max=terms.epsilon_high)",
         OF_TYPES,
     ),
     "sapo's temperatures the wrong way round": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "torch.where(advantages > 0, *terms.sapo",
         "torch.where(advantages < 0, *terms.sapo",
         OF_TYPES,
     ),
     "vespo's k for every advantage": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)",
         "config.vespo_k_pos",
         OF_TYPES,
     ),
     "the KL against the policy": Bug(
-        "fused_grpo/reference.py", "ref_logprobs - logprobs, 0.0)", "logprobs - ref_logprobs, 0.0)", TRL
+        "fused_grpo/_maths/formulas.py", "ref_logprobs - logprobs, 0.0)", "logprobs - ref_logprobs, 0.0)", TRL
     ),
     "the sampler's ratio upside down": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "torch.where(mask, old - sampling_logprobs",
         "torch.where(mask, sampling_logprobs - old",
         TRL,
     ),
     "what is out of bounds is truncated, not left out": Bug(
-        "fused_grpo/reference.py", "(ratio < low) | (ratio > high), 0.0, ratio)", "ratio > high, high, ratio)", TRL
+        "fused_grpo/_maths/formulas.py",
+        "(ratio < low) | (ratio > high), 0.0, ratio)",
+        "ratio > high, high, ratio)",
+        TRL,
     ),
     "the off-policy mask takes positive advantages": Bug(
-        "fused_grpo/reference.py", "(tokens.advantages >= 0) | sequences", "(tokens.advantages > 1e9) | sequences", TRL
+        "fused_grpo/_maths/formulas.py",
+        "(tokens.advantages >= 0) | sequences",
+        "(tokens.advantages > 1e9) | sequences",
+        TRL,
     ),
     "the tokens of low entropy are kept": Bug(
-        "fused_grpo/reference.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
+        "fused_grpo/_maths/formulas.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
     ),
     "the entropy bonus is a penalty": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "loss = loss - (torch.where(mask, entropy_weights",
         "loss = loss + (torch.where(mask, entropy_weights",
         TRL,
     ),
     "a sequence's ratio is the sum of its tokens'": Bug(
-        "fused_grpo/_loss_inputs.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
+        "fused_grpo/_maths/inputs.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
     ),
     "a sequence's gradient is not shared out": Bug(
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask)",
         "shares = sequences.sum(of_ratio) * sequences.sum(tokens.mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(
-        "fused_grpo/_loss_inputs.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
+        "fused_grpo/_maths/inputs.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
     ),
     "dr_grpo divides by its own length": Bug(
-        "fused_grpo/_loss_inputs.py",
+        "fused_grpo/_maths/inputs.py",
         "num_sequences * config.max_completion_length)",
         "num_sequences * on.sum() / len(sequences))",
         OF_TYPES,
     ),
     "dW of a row with nothing but an entropy gradient": Bug(
-        "fused_grpo/loss_gradients.py", "(self.logprobs != 0) | (self.entropy != 0)", "self.logprobs != 0", VARIANTS
+        "fused_grpo/head/loss_gradients.py",
+        "(self.logprobs != 0) | (self.entropy != 0)",
+        "self.logprobs != 0",
+        VARIANTS,
     ),
     "a main gradient without the upstream one": Bug(
-        "fused_grpo/loss_gradients.py",
+        "fused_grpo/head/loss_gradients.py",
         "addcmul_(gradients[1], upstream.to(gradients[1].dtype))",
         "add_(gradients[1])",
         PROMISES,
@@ -351,7 +362,7 @@ BUGS = {
         ["tests/kernels/test_row_passes.py", "-k", "factor_of_one and triton"],
     ),
     "tiles are taken where the caller bounds the memory": Bug(
-        "fused_grpo/logprob_plans.py",
+        "fused_grpo/head/logprob_plans.py",
         "not (chunk_bytes is None and passes.prefers_tiles(head.hidden))",
         "not passes.prefers_tiles(head.hidden)",
         ["tests/kernels/test_tuning.py"],

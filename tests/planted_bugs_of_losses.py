@@ -10,37 +10,37 @@ LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
 
 BUGS = {
     "dppo masks what moves back": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "(advantages < 0) & (moved < 0) &",
         "(advantages < 0) & (moved > 0) &",
         AUTHORS,
     ),
     "dppo's divergence without the other tokens": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "(old - logprobs) + rest * (rest.log() - left.log())",
         "(old - logprobs)",
         AUTHORS,
     ),
     "dppo's ratio is to the old policy": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         'terms.correction != "sampler":',
         'terms.correction != "old":',
         AUTHORS,
     ),
     "gmpo does not clip": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "change.clamp(max=terms.epsilon_high),",
         "change.clamp(max=9.0),",
         AUTHORS,
     ),
     "a clipped token of gmpo has a gradient": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]",
         "pass",
         AUTHORS,
     ),
     "sequences are rejected by the sum": (
-        "fused_grpo/reference.py",
+        "fused_grpo/_maths/formulas.py",
         "statistic = inputs.sequences.mean(of_tokens, mask)",
         "statistic = inputs.sequences.sum(torch.where(mask, of_tokens, 0.0))",
         AUTHORS,
@@ -52,7 +52,7 @@ BUGS = {
         AUTHORS,
     ),
     "kl-cov takes the smallest covariances": (
-        "fused_grpo/covariance.py",
+        "fused_grpo/_maths/covariance.py",
         "order, count = order.flip(0), max",
         "order, count = order, max",
         AUTHORS,

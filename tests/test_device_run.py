@@ -14,7 +14,8 @@ import pytest
 import torch
 from device_under_test import Trip, between, placed
 
-from fused_grpo import kernels, torch_passes
+from fused_grpo import kernels
+from fused_grpo.passes import torch_passes
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.distillation import Distillation
+from fused_grpo.divergence import Distillation
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.integrations.logit_transform import head_transform

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, head, logprob_plans
+from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.statistics import Statistics
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
-from fused_grpo.precision import full_precision
-from fused_grpo.statistics import Statistics
+from fused_grpo.head import head, logprob_plans
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.passes import choice
+from fused_grpo.passes.protocol import RowPasses
 
 
 class Action(NamedTuple):
@@ -128,14 +130,15 @@ def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Sta
     """The op's plan for log-probs by tiles of logits, with tiles [R, C] of this shape: one exists at a time."""
 
     class Tiled(head.Head):
-        def tile_memory(self, passes: ModuleType, *unused: Any, **how: Any) -> Tensor:
+        def tile_memory(self, passes: RowPasses, *unused: Any, **options: Any) -> Tensor:
             tile: Tensor = passes.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
             return tile
 
     zeros = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     whole = Tiled(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
     # If something is wanted, the plan never takes the kernel without logits.
-    return logprob_plans.forward(whole, triton(), entropy=False, wanted={"weight": False})
+    options = logprob_plans.Options(entropy=False, wanted=Wanted(hidden=True))
+    return logprob_plans.forward(whole, triton(), options)
 
 
 def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:
@@ -151,6 +154,6 @@ def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperatu
     return found
 
 
-def triton() -> ModuleType:
+def triton() -> Any:
     """The kernels, imported on first use: then Triton decides whether it interprets them."""
-    return _dispatch.passes("triton")
+    return choice.passes("triton")

@@ -42,7 +42,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_grpo import _custom_ops, chunking
+from fused_grpo.head import registered_ops
+from fused_grpo.passes import chunking
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 """A kernel and its arguments; of tensors only the dtypes."""
@@ -124,7 +125,7 @@ class Trace(TorchDispatchMode):
         name, kwargs = name_of(func), kwargs or {}
         if func.namespace == "fused_grpo":
             with self:  # the operations inside a custom op
-                return getattr(_custom_ops, "_" + func._opname)(*args, **kwargs)
+                return getattr(registered_ops, "_" + func._opname)(*args, **kwargs)
         values = computed(func, args, kwargs)
         leaves_gpu = name == "_to_copy" and kwargs.get("device") == torch.device("cpu")
         if (name in ANSWERS or leaves_gpu) and args[0].is_cuda:

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fused_grpo._maths.formulas import kl_term, policy_term, vespo_phi
+from fused_grpo._maths.precision import compute_dtype
 from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.logprobs import linear_logprobs
-from fused_grpo.precision import compute_dtype
-from fused_grpo.reference import kl_term, policy_term, vespo_phi
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0

@@ -28,8 +28,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from fused_grpo._maths.precision import compute_dtype
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.precision import compute_dtype
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")

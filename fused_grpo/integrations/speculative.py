@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch
-from fused_grpo._checks import differentiated_once
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import LossInputs
-from fused_grpo.chunked_loss import ChunkedLoss, chunked_loss
+from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head import Head
-from fused_grpo.logprob_plans import rows_of
+from fused_grpo.head.checks import differentiated_once, outside_graphs
+from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, chunked_loss
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head
+from fused_grpo.head.logprob_plans import rows_of
+from fused_grpo.head.loss_gradients import scaled
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
-from fused_grpo.loss_gradients import scaled
-from fused_grpo.precision import full_precision
+from fused_grpo.passes import choice
 
 TOLERANCE = 1e-4
 """The largest difference between the upstream gradient of a token and the speculative one, relative to the sum of its
@@ -45,7 +45,7 @@ def speculative_logprobs(
     config: GRPOLossConfig,
     *,
     chunk_bytes: int | None = None,
-    impl: _dispatch.Impl = "auto",
+    impl: choice.Impl = "auto",
 ) -> LogProbs:
     """Log-probs and entropies [N] of the head's rows, for a caller who computes the loss of `config` from them.
 
@@ -64,7 +64,7 @@ def speculative_logprobs(
         UnavailableError: impl="triton" where Triton cannot run.
         UnsupportedError: create_graph=True, in the backward pass.
     """
-    options = {"impl": _dispatch.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
+    options = {"impl": choice.choose(impl, head.hidden), "chunk_bytes": chunk_bytes}
     return LogProbs(*_Speculative.apply(head.hidden, head.weight, head.bias, head, inputs, config, options))  # type: ignore[no-untyped-call]
 
 
@@ -82,14 +82,13 @@ class _Speculative(torch.autograd.Function):
         config: GRPOLossConfig,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
+        plan = LossPlan(options["chunk_bytes"], Wanted(*ctx.needs_input_grad[:3]), "all")
         with full_precision(hidden):
-            how: dict[str, Any] = {"chunk_bytes": options["chunk_bytes"], "wanted": wanted, "score": "all"}
-            done = chunked_loss(head, inputs, config, _dispatch.passes(options["impl"]), **how)
+            done = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.speculative, ctx.gradients = done.upstream, done.gradients
-        ctx.targets, ctx.options = head.targets, head.row_arguments(slice(None)) | options | {"bias": None}
+        ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
         return _with_masked_rows(done, head, inputs, options)
 
     @staticmethod
@@ -105,7 +104,7 @@ class _Speculative(torch.autograd.Function):
             del gradients
             logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
             return *_from_scratch(ctx, leaves, upstream), None, None, None, None
-        passes = _dispatch.passes(ctx.options["impl"])
+        passes = choice.passes(ctx.options["impl"])
         return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
 
@@ -118,7 +117,7 @@ def _with_masked_rows(
     if left_out is not None and not len(left_out):
         return done.logprobs, done.entropy
     rows = slice(None) if left_out is None else left_out
-    arguments = {**head.row_arguments(slice(None)), "temperature": head.temperature[rows], **options}
+    arguments = {**head.transform(), "temperature": head.temperature[rows], **options}
     with torch.no_grad():
         values = linear_logprobs_and_entropy(head.hidden[rows], head.weight, head.targets[rows], **arguments)
     logprobs, entropy = done.logprobs.clone(), done.entropy.clone()

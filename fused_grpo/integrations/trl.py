@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import loss_inputs
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.head import flatten_head
+from fused_grpo.head.checks import outside_graphs
+from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.integrations.speculative import speculative_logprobs
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.loss import loss_inputs
 
 check_version("trl", "~=1.16.0")
 

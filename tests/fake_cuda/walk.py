@@ -31,13 +31,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_grpo import (
     GRPOLossConfig,
-    _custom_ops,
     fused_linear_divergence,
     fused_linear_grpo_loss,
     grpo_loss,
     linear_logprobs_and_entropy,
 )
 from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu, known
+from fused_grpo.head import registered_ops
 
 N, D, V = 8192, 4096, 151936
 MEMORY = 141 * 2**30
@@ -73,11 +73,11 @@ def call_logprobs(
     rest = (given.get("logit_scale", 1.0), given.get("softcap"), -100, entropy, "auto", None, False, flags)
 
     def call() -> Any:
-        out = _custom_ops._linear_logprobs(*inputs, *rest)
+        out = registered_ops._linear_logprobs(*inputs, *rest)
         if wanted == "no_grad":
             return out
         grads = (torch.empty_like(out[0]), torch.empty_like(out[1]) if entropy else None)
-        return _custom_ops._linear_logprobs_backward(*inputs, *out, *grads, *rest)
+        return registered_ops._linear_logprobs_backward(*inputs, *out, *grads, *rest)
 
     return call
 

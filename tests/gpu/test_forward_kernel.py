@@ -9,7 +9,8 @@ import torch
 from device_under_test import DEVICE
 from gpu_problems import SIZES, Problem, assert_as_exact, make_problem
 
-from fused_grpo import kernels, reference
+from fused_grpo import kernels
+from fused_grpo._maths import formulas
 
 pytestmark = pytest.mark.rehearsed
 
@@ -28,7 +29,7 @@ def check(problem: Problem, options: dict[str, Any], *, entropy: bool) -> None:
     targets = problem.targets.clamp_min(0)
     ours = kernels.logprob_forward(problem.hidden, problem.weight, targets, entropy=entropy, **options)[:2]
     plain, exact = (
-        reference.logprobs_and_entropy(x.hidden, x.weight, targets, **options)
+        formulas.logprobs_and_entropy(x.hidden, x.weight, targets, **options)
         for x in (problem.to(torch.float32), problem.to(torch.float64))
     )
     assert (ours[0] <= 0).all()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from gpu_problems import SIZES, Problem, assert_gradient, logprobs_of, loss_of, make_problem, report
 
-from fused_grpo import chunking
-from fused_grpo.head import Head
+from fused_grpo.head.head import Head
+from fused_grpo.passes import chunking
 
 pytestmark = pytest.mark.gpu
 

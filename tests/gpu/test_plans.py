@@ -20,7 +20,8 @@ from gpu_problems import (
     report,
 )
 
-from fused_grpo import head, kernels, logprob_plans
+from fused_grpo import kernels
+from fused_grpo.head import head, logprob_plans
 
 pytestmark = [pytest.mark.rehearsed, pytest.mark.grid]
 

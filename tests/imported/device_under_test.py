@@ -54,7 +54,9 @@ def why_not() -> str | None:
 def install() -> None:
     """Wrap everything that tests call, before the first test module is imported."""
     import fused_grpo
-    from fused_grpo import fused_loss, head, head_gradients, kernels, torch_passes
+    from fused_grpo import fused_loss, kernels
+    from fused_grpo.head import gradients, head
+    from fused_grpo.passes import torch_passes
 
     for module, names in OPS.items():
         home = __import__(f"fused_grpo.{module}", fromlist=names)
@@ -64,11 +66,11 @@ def install() -> None:
     fused_loss.FusedLinearGRPOLoss.forward = between(fused_loss.FusedLinearGRPOLoss.forward)
     for name in set(kernels.__all__) - set(NO_PASSES):
         for passes in (kernels, torch_passes):
-            if hasattr(passes, name):
+            if getattr(passes, name, None) is not None:
                 setattr(passes, name, between(getattr(passes, name)))
     if NAME == "cpu":
         head.Head.gemm_dtype = property(lambda self: self.hidden.dtype)
-        head.multiply_into = head_gradients.multiply_into = as_tensor_cores(head.multiply_into)
+        head.multiply_into = gradients.multiply_into = as_tensor_cores(head.multiply_into)
 
 
 def between(function: Callable[..., Any]) -> Callable[..., Any]:

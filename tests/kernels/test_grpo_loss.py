@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo import reference
+from fused_grpo._maths import formulas
 from fused_grpo.config import TokenTerms
 from fused_grpo.kernels import grpo_token_loss, token_statistics
 
@@ -57,7 +57,7 @@ def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple
     inputs = {name: x if x.dtype == torch.bool else x.to(dtype) for name, x in inputs.items()}
     leaves = {name: inputs.pop(name).detach() for name in ("logprobs", "log_ratio") if name in inputs}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    loss, statistics = reference.token_loss(**leaves, **inputs, terms=TokenTerms(**CONFIG | config))
+    loss, statistics = formulas.token_loss(**leaves, **inputs, terms=TokenTerms(**CONFIG | config))
     return list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)), statistics
 
 

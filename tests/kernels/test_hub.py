@@ -125,6 +125,9 @@ calls = {
     "divergence_gradient_": lambda f: f(
         some, some, kind="jsd", beta=0.5, upstream=ones, student_head=of_rows, teacher_head=of_rows
     ),
+    "Divergence": lambda f: f(
+        some, some, kind="jsd", beta=0.5, student_head=of_rows, teacher_head=of_rows, targets=ids
+    ).divergence,
     "grpo_token_loss": lambda f: f(ones, inputs=dict.fromkeys(["advantages", "weights", "mask"], ones), terms=TERMS),
     "prefers_tiles": lambda f: f(some),
     "scale_": lambda f: f(some, ones[0]),

@@ -13,8 +13,10 @@ import torch
 from device_under_test import DEVICE
 from torch import Tensor
 
-from fused_grpo import chunking, kernels, torch_passes
-from fused_grpo.statistics import HEADROOM, RowState, Statistics
+from fused_grpo import kernels
+from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics
+from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes.protocol import RowPasses
 
 pytestmark = pytest.mark.grid
 
@@ -357,7 +359,7 @@ def test_both_modules_of_passes_take_the_same_arguments() -> None:
     def arguments(function: Any) -> set[str]:
         return {x for name in inspect.signature(function).parameters for x in (head if name == "head" else (name,))}
 
-    shared = set(kernels.__all__) - {"is_available", "logprob_forward", "prefers_tiles"}
-    assert shared == set(torch_passes.__all__) - {"Divergence"}
-    for name in shared:
+    shared = set(kernels.__all__) - {"is_available"}
+    assert shared == set(torch_passes.__all__) == {name for name in vars(RowPasses) if not name.startswith("_")}
+    for name in shared - {"logprob_forward"}:
         assert arguments(getattr(kernels, name)) == arguments(getattr(torch_passes, name)), name

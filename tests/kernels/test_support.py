@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking, kernels, torch_passes
+from fused_grpo import kernels
+from fused_grpo.passes import chunking, torch_passes
 
 N, V, D, E = 7, 19, 45, 29
 NARROW = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

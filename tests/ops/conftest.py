@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo import head, head_gradients, linear_logprobs
+from fused_grpo import linear_logprobs
+from fused_grpo.head import gradients, head
 
 
 @dataclass
@@ -77,6 +78,6 @@ def gemms(monkeypatch) -> list[tuple[str, int]]:
         monkeypatch.setattr(home, name, counted)
 
     count(head, "logits_into", "logits")
-    count(head_gradients, "weighted_sum_into", "hidden")
-    count(head_gradients.HeadGradients, "_add_weight_gradient", "weight")
+    count(gradients, "weighted_sum_into", "hidden")
+    count(gradients.HeadGradients, "_add_weight_gradient", "weight")
     return ran

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from fused_grpo import FusedGRPOError, GRPOLossConfig, _dispatch, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import FusedGRPOError, GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.passes import choice
 
 pytestmark = pytest.mark.cpu_only(
     reason="a GPU looks at values in an assertion, which ends the process: tests/gpu has it in one of its own"
@@ -177,7 +178,7 @@ def test_errors_are_also_the_standard_ones():
 
 def test_auto_says_once_which_path_it_took(caplog, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    _dispatch.announce.cache_clear()
+    choice.announce.cache_clear()
     with caplog.at_level("INFO", logger="fused_grpo"):
         for _ in range(2):
             fused_linear_grpo_loss(**good())

@@ -16,7 +16,7 @@ from numerics import largest, rms
 from torch import Tensor
 
 from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.head import Head
+from fused_grpo.head.head import Head
 
 pytestmark = pytest.mark.grid
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo import GRPOLossConfig, chunking, fused_linear_grpo_loss, linear_logprobs_and_entropy
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs_and_entropy
+from fused_grpo.passes import chunking
 
 pytestmark = pytest.mark.grid
 

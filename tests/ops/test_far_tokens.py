@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from fused_grpo import chunking, fused_linear_grpo_loss, linear_logprobs, torch_passes
-from fused_grpo.statistics import finish_rows
+from fused_grpo import fused_linear_grpo_loss, linear_logprobs
+from fused_grpo._maths.statistics import finish_rows
+from fused_grpo.passes import chunking, torch_passes
 
 pytestmark = pytest.mark.grid
 

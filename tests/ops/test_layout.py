@@ -11,8 +11,9 @@ from device_under_test import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_grpo import chunking, fused_linear_grpo_loss, kernels, linear_logprobs, torch_passes
-from fused_grpo.head import Head
+from fused_grpo import fused_linear_grpo_loss, kernels, linear_logprobs
+from fused_grpo.head.head import Head
+from fused_grpo.passes import chunking, torch_passes
 
 CPU = torch.device("cpu")
 of_sizes = pytest.mark.cpu_only(reason="it computes sizes, and asks no op")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grpo import GRPOLossConfig, chunked_loss, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo.head import chunked_loss
 
 pytestmark = pytest.mark.grid
 

@@ -9,14 +9,9 @@ import torch
 from device_under_test import DEVICE, assert_rounded, rounds
 from torch.nn.functional import linear
 
-from fused_grpo import (
-    GRPOLossConfig,
-    chunking,
-    fused_linear_grpo_loss,
-    grpo_loss,
-    linear_logprobs,
-)
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.errors import InputError
+from fused_grpo.passes import chunking
 
 IMPLS = ["torch", "triton", "reference"]
 FAST = ["torch", "triton"]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numerics import largest, rms
 from torch import Tensor
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy, support
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.head import kept_tokens
 
 LEAVES = ("hidden", "weight", "bias")
 IMPLS = ["torch", "triton"]
@@ -163,7 +164,7 @@ def test_any_support_is_that_of_masked_logits(data):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_long_segments_are_summed_in_pieces(monkeypatch, impl):
     """Every row keeps the same tokens: each of them, and each row, has more entries than a piece."""
-    monkeypatch.setattr(support, "PIECE", 3)
+    monkeypatch.setattr(kept_tokens, "PIECE", 3)
     inputs = make_inputs([20] * 11, V=21)
     judge(inputs, impl=impl)
     judge(make_inputs([20, 1, 0] * 4, V=21), impl=impl)
@@ -218,8 +219,8 @@ def test_a_support_without_entries_changes_no_bit():
 @pytest.mark.parametrize("score", ["all", "needed"])
 def test_rows_without_advantage_and_masked_rows_take_no_part(monkeypatch, score):
     seen = []
-    original = support.Entries.of
-    monkeypatch.setattr(support.Entries, "of", lambda *given: seen.append(given[1].tolist()) or original(*given))
+    original = kept_tokens.Entries.of
+    monkeypatch.setattr(kept_tokens.Entries, "of", lambda *given: seen.append(given[1].tolist()) or original(*given))
     inputs = make_inputs([3] * 6)
     inputs["support"][0][:3] = torch.arange(3)  # of a masked row, without its target
     inputs["targets"][:] = torch.where(torch.arange(6) > 0, inputs["support"][0][::3], 39)

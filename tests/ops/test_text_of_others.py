@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis.strategies import characters, integers, one_of, sampled_from, text
 
 from fused_grpo import errors
-from fused_grpo._text import CHARACTERS, LINES, NOTE, quoted, shown
+from fused_grpo.errors import CHARACTERS, LINES, NOTE, quoted, shown
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.FusedGRPOError)]
 hostile = one_of(

@@ -14,8 +14,9 @@ from torch import Tensor, func
 from torch.autograd import forward_ad
 
 import fused_grpo
-from fused_grpo import _custom_ops, divergence, support, vocab_parallel
+from fused_grpo import divergence
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.head import kept_tokens, registered_ops, sharded
 from fused_grpo.integrations import speculative
 
 pytestmark = pytest.mark.cpu_only(reason="it is about what PyTorch differentiates, not about numbers")
@@ -174,10 +175,10 @@ def test_a_compiled_tangent_is_right_or_refused(op, outside):
 
 
 def test_no_function_of_ours_has_a_backward_without_the_check():
-    modules = (_custom_ops, divergence, support, vocab_parallel, speculative)
+    modules = (registered_ops, divergence, kept_tokens, sharded, speculative)
     functions = [x for x in torch.autograd.Function.__subclasses__() if x.__module__.startswith("fused_grpo")]
     assert {x.__module__ for x in functions} >= {x.__name__ for x in modules[2:]}
-    for function in [SimpleNamespace(backward=_custom_ops._backward), *functions]:
+    for function in [SimpleNamespace(backward=registered_ops._backward), *functions]:
         if (
             getattr(function, "__name__", "") != "_Share"
         ):  # verl's: plain operations, differentiable any number of times

@@ -14,9 +14,9 @@ import vocab_parallel_run
 from torch import Tensor
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
+from fused_grpo._maths.statistics import finish_rows
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.statistics import finish_rows
-from fused_grpo.torch_passes import row_statistics
+from fused_grpo.passes.torch_passes import row_statistics
 
 pytestmark = [pytest.mark.grid, pytest.mark.cpu_only(reason="its ranks are processes that compute on a CPU")]
 

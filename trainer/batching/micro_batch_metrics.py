@@ -24,10 +24,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo._loss_inputs import LossInputs, loss_inputs
-from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
-from fused_grpo.covariance import select_by_covariance
-from fused_grpo.reference import (
+from fused_grpo._maths.covariance import select_by_covariance
+from fused_grpo._maths.formulas import (
     bounded_ratio,
     kl_term,
     log_rho,
@@ -35,6 +33,9 @@ from fused_grpo.reference import (
     sampling_weights,
     vespo_weights,
 )
+from fused_grpo._maths.inputs import LossInputs
+from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
+from fused_grpo.loss import loss_inputs
 from fused_grpo.trainer.types import MicroBatch
 
 Sums = dict[str, Tensor]

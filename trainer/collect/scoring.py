@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
-from fused_grpo._text import shown
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, total_rewards
 from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import Row

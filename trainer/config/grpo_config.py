@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import BOUNDED, GRPOLossConfig
+from fused_grpo.config import BOUNDED, GRPOLossConfig, check_option_types, is_of, readable
 from fused_grpo.errors import InputError
-from fused_grpo.option_types import check_option_types, is_of, readable
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, warn_once, with_trl_fields

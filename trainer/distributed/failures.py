@@ -26,8 +26,7 @@ from accelerate.utils import gather_object
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fused_grpo._text import shown
-from fused_grpo.errors import FusedGRPOError, PeerError, show_causes
+from fused_grpo.errors import FusedGRPOError, PeerError, show_causes, shown
 from fused_grpo.trainer.logging.console import live
 
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.

@@ -33,7 +33,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fused_grpo._text import elide_lines, elide_middle, visible
+from fused_grpo.errors import elide_lines, elide_middle, visible
 from fused_grpo.trainer.logging.formatting import (
     MISSING,
     conversation,

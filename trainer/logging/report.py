@@ -23,8 +23,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from fused_grpo._text import visible
-from fused_grpo.errors import CheckpointError
+from fused_grpo.errors import CheckpointError, visible
 from fused_grpo.trainer.config.file_names import (
     METRICS_FILE,
     OLD_ROLLOUTS_FILE,

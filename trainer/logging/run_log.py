@@ -26,9 +26,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from fused_grpo._text import shown, visible
 from fused_grpo.env import machine, versions
-from fused_grpo.errors import CheckpointError
+from fused_grpo.errors import CheckpointError, shown, visible
 from fused_grpo.trainer.config.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.config.redaction import redacted, to_json
 from fused_grpo.trainer.config.trl_fields import warn_once

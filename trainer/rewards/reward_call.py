@@ -33,8 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from fused_grpo._text import quoted, shown
-from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError
+from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
 from fused_grpo.trainer.config.redaction import to_json
 from fused_grpo.trainer.distributed.threads import in_thread
 

@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import Any
 
-from fused_grpo._text import shown
+from fused_grpo.errors import shown
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, load_reward, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError

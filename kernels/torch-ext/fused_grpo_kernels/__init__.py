@@ -6,7 +6,7 @@ differentiates, and selects among them.
 """
 
 from ._device import is_available
-from .divergence import divergence_gradient_
+from .divergence import Divergence, divergence_gradient_
 from .finish_rows import finish_rows
 from .grpo_loss import grpo_token_loss, token_statistics
 from .logits_gradient import logits_gradient_
@@ -17,6 +17,7 @@ from .support import entry_logits, weighted_rows_
 from .tuning import prefers_tiles
 
 __all__ = [
+    "Divergence",
     "divergence_gradient_",
     "empty_tile",
     "entry_logits",

@@ -17,6 +17,7 @@ minus the sum of the others', which a difference of two probabilities near 1 wou
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import exp, inverse, log1p, logit, logit_slope
+from .finish_rows import finish_rows
+from .softmax_weights import row_statistics
 from .tuning import pair_tile
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
@@ -185,8 +188,8 @@ def divergence_gradient_(
     kind: str,
     beta: float,
     upstream: Tensor | None,
-    student_head: dict[str, Any],
-    teacher_head: dict[str, Any],
+    student_head: Mapping[str, Any],
+    teacher_head: Mapping[str, Any],
     targets: Tensor | None = None,
     grad_logprobs: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
@@ -235,3 +238,58 @@ def divergence_gradient_(
             **pair_tile(student.device).launch_options(),
         )
     return divergence, gradient
+
+
+class Divergence:
+    """The divergence of two tiles in two steps, for a gradient that depends on the student's log-probs.
+
+    Args:
+        student, teacher, kind, beta, student_head, teacher_head: as in `divergence_gradient_`.
+        targets: [R] int64 in [0, V), of `statistics` and of the gradient.
+        entropy: also compute the student's entropies.
+        differentiated: whether `gradient_` will be called; here it makes no difference.
+    """
+
+    def __init__(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        *,
+        kind: str,
+        beta: float,
+        student_head: Mapping[str, Any],
+        teacher_head: Mapping[str, Any],
+        targets: Tensor,
+        entropy: bool = False,
+        differentiated: bool = True,
+    ) -> None:
+        self._tiles, self._targets, self._entropy = (student, teacher), targets, entropy
+        options = {"kind": kind, "beta": beta, "student_head": student_head, "teacher_head": teacher_head}
+        self._options: dict[str, Any] = options
+        self._divergence: Tensor | None = None
+
+    @property
+    def divergence(self) -> Tensor:
+        """[R] fp32. Where there is a gradient, of the same launch."""
+        if self._divergence is None:
+            self._divergence, _ = divergence_gradient_(*self._tiles, upstream=None, **self._options)
+        return self._divergence
+
+    def statistics(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Those of the student, as `finish_rows` returns them: a pass of its own, before the gradient."""
+        head = self._options["student_head"]
+        state = row_statistics(self._tiles[0], self._targets, entropy=self._entropy, **head)
+        return finish_rows([state], entropy=self._entropy)
+
+    def gradient_(self, upstream: Tensor, grad_logprobs: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """The gradient of `divergence_gradient_`, for dL/ddivergence and dL/dlogprobs, each [R] fp32."""
+        self._divergence, gradient = divergence_gradient_(
+            *self._tiles,
+            upstream=upstream,
+            targets=self._targets,
+            grad_logprobs=grad_logprobs,
+            dtype=dtype,
+            **self._options,
+        )
+        assert gradient is not None
+        return gradient

@@ -22,7 +22,7 @@ launcher adds them in fp64 and in a fixed order, so that a count of tokens is ex
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -258,7 +258,7 @@ def grpo_token_loss(
     logprobs: Tensor,
     *,
     log_ratio: Tensor | None = None,
-    inputs: dict[str, Tensor | None],
+    inputs: Mapping[str, Tensor | None],
     terms: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradient of the loss, and the partial sums of all metrics.

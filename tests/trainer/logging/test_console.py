@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fused_grpo._text import elide_middle, visible
+from fused_grpo.errors import elide_middle, visible
 from fused_grpo.trainer.logging.console import Console, best_and_worst
 from fused_grpo.trainer.logging.formatting import duration, short_number, sparkline
 

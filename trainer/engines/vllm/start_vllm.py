@@ -38,8 +38,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from fused_grpo._text import shown
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

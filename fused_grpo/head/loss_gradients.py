@@ -1,6 +1,6 @@
 """The gradient of the GRPO loss in the log-probs, taken together with its value. Both public losses use it.
 
-The derivatives have a closed form (`reference.py`), so one pass over the tokens gives the loss, its metrics and
+The derivatives have a closed form (`formulas.py`), so one pass over the tokens gives the loss, its metrics and
 d loss / d log p. The backward pass (`AttachGradients`) only scales the gradients by the upstream one.
 """
 
@@ -8,47 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fused_grpo import reference, torch_passes
-from fused_grpo._checks import differentiated_once, transformed
-from fused_grpo._loss_inputs import LossInputs
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.statistics import Upstream
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-
-
-class LossGradients(NamedTuple):
-    """The gradients of a loss for an upstream gradient of 1."""
-
-    logprobs: Tensor  # [N]
-    entropy: Tensor | None  # [N], None for 0
-
-    def of(self, rows: slice | Tensor) -> LossGradients:
-        """The gradients of some rows."""
-        return self._replace(logprobs=self.logprobs[rows], entropy=None if self.entropy is None else self.entropy[rows])
-
-    def have_gradient(self) -> Tensor:
-        """Which tokens have a gradient that is not 0, [N]."""
-        return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
+from fused_grpo.head.checks import differentiated_once
+from fused_grpo.passes import torch_passes
+from fused_grpo.passes.protocol import RowPasses
+from fused_grpo.passes.torch_passes.row_passes import transformed
 
 
 def value_and_gradient(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: ModuleType
-) -> tuple[LossGradients, Any]:
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: RowPasses
+) -> tuple[Upstream, Any]:
     """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
     # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
     # of activation checkpointing would run the whole region again to recompute them.
     hooks = nullcontext() if transformed() else saved_tensors_hooks(_unchanged, _unchanged)
     with torch.no_grad(), hooks:
-        logprobs, factors = logprobs.detach(), reference.token_factors(logprobs, entropy, inputs, config)
+        logprobs, factors = logprobs.detach(), formulas.token_factors(logprobs, entropy, inputs, config)
         of_sequence, entropy_weights = config.ratio_of_sequence, factors["entropy_weights"]
         gradient, of_ratio, sums = passes.grpo_token_loss(
             logprobs,
-            log_ratio=reference.sequence_log_ratio(logprobs, inputs, config) if of_sequence else None,
+            log_ratio=formulas.sequence_log_ratio(logprobs, inputs, config) if of_sequence else None,
             inputs={
                 **inputs.tokens.rows(slice(None)),
                 **factors,
@@ -57,16 +45,16 @@ def value_and_gradient(
             terms=TokenTerms.of(config),
         )
         if of_ratio is not None:
-            gradient = gradient + reference.share_of_ratio(logprobs, of_ratio, inputs, config)
+            gradient = gradient + formulas.share_of_ratio(logprobs, of_ratio, inputs, config)
         upstream = None if entropy_weights is None else -torch.where(inputs.tokens.mask, entropy_weights, 0.0)
-        return LossGradients(gradient, upstream), sums
+        return Upstream(gradient, upstream), sums
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def statistics_of(sums: Sequence[Any], done: LossGradients, mask: Tensor, passes: ModuleType) -> dict[str, Tensor]:
+def statistics_of(sums: Sequence[Any], done: Upstream, mask: Tensor, passes: RowPasses) -> dict[str, Tensor]:
     """The statistics of all tokens, and the number of unmasked ones without a gradient."""
     zero = (mask > done.have_gradient()).sum()  # in the mask and without: one operation on two bools
     return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
@@ -81,7 +69,7 @@ class AttachGradients(torch.autograd.Function):
         loss: Tensor,
         gradients: Sequence[Tensor | None],
         weight_main_grad: Tensor | None,
-        passes: ModuleType,
+        passes: RowPasses,
         *leaves: Tensor | None,
     ) -> Tensor:
         ctx.gradients, ctx.weight_main_grad, ctx.passes = list(gradients), weight_main_grad, passes
@@ -105,13 +93,13 @@ class AttachGradients(torch.autograd.Function):
 
 
 def scaled(
-    gradients: Sequence[Tensor | None], factor: Tensor, passes: ModuleType, *, in_place: bool
+    gradients: Sequence[Tensor | None], factor: Tensor, passes: RowPasses, *, in_place: bool
 ) -> list[Tensor | None]:
     """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
     own = (gradient if gradient is None or in_place else gradient.clone() for gradient in gradients)
     return [gradient if gradient is None else _scaled_in_place(gradient, factor, passes) for gradient in own]
 
 
-def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: ModuleType) -> Tensor:
+def _scaled_in_place(gradient: Tensor, factor: Tensor, passes: RowPasses) -> Tensor:
     scale_: Callable[[Tensor, Tensor], Tensor] = (passes if gradient.is_contiguous() else torch_passes).scale_
     return scale_(gradient, factor)

@@ -19,9 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_columns
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head import Head, local_targets, needs_gradient
-from fused_grpo.statistics import RowState
+from fused_grpo.head import logprob_plans, several_targets
+from fused_grpo.head.checks import differentiated_once
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head, local_targets, needs_gradient
+from fused_grpo.passes import choice
+from fused_grpo.passes.protocol import RowPasses
 
 
 class Shards(NamedTuple):
@@ -80,3 +85,71 @@ def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
     # torch 2.13 renamed it and warns under the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, mine, group=group)
+
+
+def vocab_parallel_logprobs(
+    head: Head,
+    group: Any,
+    *,
+    ignore_index: int,
+    impl: str,
+    chunk_bytes: int | None,
+    batch_invariant: bool,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """(log p [N] or [N, K], entropy [N]) of `head` whose weight and bias are this rank's shard."""
+    shards = shards_of(head, group, impl=impl)
+    kept, head = head.without_ignored(ignore_index, vocab_size=sum(shards.sizes))
+    head = shards.own(head)
+    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant)
+    passes, tensors = choice.passes(choice.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
+    logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
+    return torch.where(kept, logprobs, 0.0), torch.where(several_targets.rows_with(kept), entropies, 0.0)
+
+
+class _VocabParallel(torch.autograd.Function):
+    """(log p, entropy), each [N]; the backward pass recomputes the shard's logits tile by tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        shards: Shards,
+        passes: RowPasses,
+        options: logprob_plans.Options,
+    ) -> tuple[Tensor, Tensor]:
+        rows, wanted = len(head.targets), Wanted(*ctx.needs_input_grad[:3])
+        if len(weight):
+            own = logprob_plans.fold(head, passes, options._replace(wanted=wanted))
+        else:
+            own = no_columns(rows, dtype=head.dtype, device=hidden.device)
+            own = own._replace(target_logit=own.shift.new_full(head.targets.shape, -torch.inf))
+        statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options.entropy)
+        ctx.plan = (passes, shards, wanted, options.chunk_bytes, head.logit_scale, head.softcap)
+        ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
+        ctx.set_materialize_grads(False)
+        entropy = statistics.entropy
+        return statistics.logprobs, torch.zeros_like(statistics.shift) if entropy is None else entropy
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
+        passes, shards, wanted, chunk_bytes, logit_scale, softcap = ctx.plan
+        head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
+        grad_logprobs = torch.zeros_like(targets, dtype=head.dtype) if grad_logprobs is None else grad_logprobs
+        d_hidden, d_weight, d_bias = logprob_plans.backward(
+            head,
+            passes,
+            Statistics(*statistics),
+            Upstream(grad_logprobs, grad_entropy),
+            wanted,
+            chunk_bytes=chunk_bytes,
+            hidden_dtype=head.dtype,
+        )
+        if d_hidden is not None:
+            d_hidden = shards.sum_over_ranks(d_hidden).to(hidden.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None

@@ -31,15 +31,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking, reference
-from fused_grpo.head import SLICE_BYTES, Head, Tile
-from fused_grpo.statistics import RowState, Statistics, finite, merge_rows
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.statistics import RowState, Statistics, finite, merge_rows
+from fused_grpo.head.head import SLICE_BYTES, Head, Tile
+from fused_grpo.passes import chunking
+from fused_grpo.passes.protocol import RowPasses
 
 
 def rows_with(some: Tensor) -> Tensor:
@@ -53,22 +55,23 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
     The tile has raw logits. Targets of other tiles have a logit of -inf.
     """
     column, here, _ = _columns(tile)
-    z = reference.transform_logits(_at(tile, column), **{**tile.arguments, "bias": None})
+    transform: LogitTransform = {**tile.transform, "bias": None}  # which is in `_at`
+    z = formulas.transform_logits(_at(tile, column), **transform)
     z = torch.where(here, z, -torch.inf)
     top = z.argmax(1, keepdim=True)
     return replace(tile, targets=tile.targets.gather(1, top)[:, 0]), z - finite(z.gather(1, top))
 
 
-def row_statistics(tile: Tile, passes: ModuleType, *, entropy: bool) -> RowState:
+def row_statistics(tile: Tile, passes: RowPasses, *, entropy: bool) -> RowState:
     """The state of a tile's rows; for K targets without the largest of them, and with all their logits [R, K]."""
     if tile.targets.ndim == 1:
-        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.arguments))
+        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
     tile, below = largest_target(tile)
     state = row_statistics(tile, passes, entropy=entropy)
     return state._replace(target_logit=state.target_logit[:, None] + below)
 
 
-def finish_rows(parts: Sequence[RowState], passes: ModuleType, *, entropy: bool) -> Statistics:
+def finish_rows(parts: Sequence[RowState], passes: RowPasses, *, entropy: bool) -> Statistics:
     """The statistics of whole rows from the states of all their columns; the log-probs have the targets' shape."""
     if parts[0].target_logit.ndim == 1:
         return Statistics(*passes.finish_rows(parts, entropy=entropy))
@@ -131,14 +134,20 @@ def known_targets(
     return head, KnownTargets(of_top, largest, every[:, 0], grad_entropy, values, idle)
 
 
-def logits_gradient_(tile: Tile, passes: ModuleType, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
+def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
     """The pass `logits_gradient_` for a tile with distinct targets: d loss / d(h.w) [R, C] over its logits."""
     column, here, first = _columns(tile)
     # In rows without a gradient 0, even if their logits are NaN.
-    values = (rows.at_targets * _slopes(_at(tile, column), tile.arguments)).masked_fill_(rows.idle, 0.0)
-    upstream = {"grad_logprobs": rows.grad_logprobs, "grad_entropy": rows.grad_entropy, "dtype": dtype}
-    largest = rows.largest - tile.columns.start
-    out: Tensor = passes.logits_gradient_(tile.logits, largest, known=rows.known, **upstream, **tile.arguments)
+    values = (rows.at_targets * _slopes(_at(tile, column), tile.transform)).masked_fill_(rows.idle, 0.0)
+    out = passes.logits_gradient_(
+        tile.logits,
+        rows.largest - tile.columns.start,
+        known=rows.known,
+        grad_logprobs=rows.grad_logprobs,
+        grad_entropy=rows.grad_entropy,
+        dtype=dtype,
+        **tile.transform,
+    )
     values = values.to(out.dtype)
     values = torch.where(here, values, values.gather(1, first))
     return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
@@ -157,13 +166,13 @@ def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: T
     # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
     budget = SLICE_BYTES if gradient.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES // 4
     for rows in chunking.chunks(len(gradient), max(1, budget // (gradient[:1].nbytes or 1))):
-        arguments, x = head.row_arguments(rows), None
+        transform, x = head.transform(rows), None
         for k, token in enumerate(head.targets[rows].clamp_min(0).t()):
             w = head.weight[token].to(head.hidden.dtype).to(head.dtype)
             if head.softcap is not None:
                 x = (head.hidden[rows].to(head.dtype) * w).sum(1, keepdim=True)
                 x = x if head.bias is None else x + head.bias[token, None]
-            gradient[rows].addcmul_(moved[rows, k, None] * _slopes(x, arguments), w)
+            gradient[rows].addcmul_(moved[rows, k, None] * _slopes(x, transform), w)
     return gradient.masked_fill_((grad_logprobs == 0).all(1, keepdim=True), 0.0)
 
 
@@ -181,13 +190,12 @@ def _columns(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
 
 def _at(tile: Tile, column: Tensor) -> Tensor:
     """h.w + b [R, K] at columns of a raw tile."""
-    raw, bias = tile.logits.gather(1, column), tile.arguments["bias"]
+    raw, bias = tile.logits.gather(1, column), tile.transform.get("bias")
     return raw if bias is None else raw + bias[column]
 
 
-def _slopes(x: Tensor | None, head: dict[str, Any]) -> Tensor:
+def _slopes(x: Tensor | None, transform: LogitTransform) -> Tensor:
     """dz / d(h.w) [R, K] for x = h.w + b [R, K]; [R, 1] without a soft cap, which alone needs x."""
-    slope: Tensor = head["logit_scale"] / head["temperature"][:, None]
-    if head["softcap"] is None or x is None:
-        return slope
-    return slope * reference.cap_slope(x * (head["logit_scale"] / head["softcap"]))
+    scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
+    slope = scale / transform["temperature"][:, None]
+    return slope if softcap is None or x is None else slope * formulas.cap_slope(x * (scale / softcap))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from fused_grpo import chunking
+from fused_grpo.passes import chunking
 
 
 def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from fused_grpo import reference
-from fused_grpo._checks import transformed
-from fused_grpo.config import TokenTerms
-from fused_grpo.statistics import (
+from fused_grpo._maths import formulas
+from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.statistics import (
     HEADROOM,
     RowState,
     Statistics,
@@ -21,10 +20,16 @@ from fused_grpo.statistics import (
     share_of_others,
     with_part,
 )
-from fused_grpo.torch_passes.blocks import RawTile, block_sums, exp, in_place
+from fused_grpo.config import TokenTerms
+from fused_grpo.passes.torch_passes.blocks import RawTile, block_sums, exp, in_place
+
+# Whether a transform of torch.func is active.
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def row_statistics(logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Any) -> RowState:
+def row_statistics(
+    logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Unpack[LogitTransform]
+) -> RowState:
     """The state of the rows of a tile, which is not changed. `targets` outside of [0, C) are in another tile.
 
     `head` is bias [C] or None, temperature [R], logit_scale and softcap.
@@ -39,7 +44,7 @@ def softmax_weights_(
     known: Statistics | None = None,
     entropy: bool = False,
     dtype: torch.dtype | None = None,
-    **head: Any,
+    **head: Unpack[LogitTransform],
 ) -> tuple[Tensor, Tensor, Statistics]:
     """Overwrite a tile with the weights E of its tokens: (E [R, C] in `dtype`, scale [R], the rows' statistics) with
 
@@ -111,7 +116,7 @@ def logits_gradient_(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     dtype: torch.dtype | None = None,
-    **head: Any,
+    **head: Unpack[LogitTransform],
 ) -> Tensor:
     """d loss / d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
@@ -164,11 +169,11 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def grpo_token_loss(
-    logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: dict[str, Tensor | None], terms: TokenTerms
+    logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: Mapping[str, Tensor | None], terms: TokenTerms
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """(d loss / d log p [N], d loss / d log_ratio [N] if given, sums for `token_statistics`).
 
-    `inputs` are the other [N] arguments of `reference.token_loss`.
+    `inputs` are the other [N] arguments of `formulas.token_loss`.
     """
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     with torch.inference_mode(False), torch.enable_grad():
@@ -178,7 +183,7 @@ def grpo_token_loss(
         leaves = [ours[name].detach() for name in names]  # type: ignore[union-attr]
 
         def loss_of(*leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return reference.token_loss(**{**ours, **dict(zip(names, leaves, strict=True))}, terms=terms)  # type: ignore[arg-type]
+            return formulas.token_loss(**{**ours, **dict(zip(names, leaves, strict=True))}, terms=terms)  # type: ignore[arg-type]
 
         if transformed():  # by torch.func, inside of which requires_grad_() is not allowed
             gradients, statistics = torch.func.grad(loss_of, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
@@ -189,5 +194,5 @@ def grpo_token_loss(
 
 
 def token_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The statistics of `reference.token_loss` over the tokens of several calls."""
-    return reference.merge_statistics(partials)
+    """The statistics of `formulas.token_loss` over the tokens of several calls."""
+    return formulas.merge_statistics(partials)

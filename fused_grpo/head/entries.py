@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._checks import check_dense, check_same_device
-from fused_grpo._graphs import outside_graphs
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
-from fused_grpo.head import Head
-from fused_grpo.logprob_plans import may_synchronize
+from fused_grpo.head.checks import check_dense, check_same_device, outside_graphs
+from fused_grpo.head.head import Head
+from fused_grpo.head.logprob_plans import may_synchronize
 
 Support = tuple[Tensor, Tensor]
 """(token_ids [E], offsets [N + 1]), int64."""

@@ -11,13 +11,13 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.passes.protocol import RowPasses
 
 Impl = Literal["auto", "triton", "torch", "reference"]
 logger = logging.getLogger("fused_grpo")
@@ -73,6 +73,12 @@ def announce(chosen: str, device: str, obstacle: str | None) -> None:
 
 
 @functools.cache
-def passes(impl: str) -> ModuleType:
-    """The module with the row passes: `fused_grpo.kernels` for "triton", else `fused_grpo.torch_passes`."""
-    return importlib.import_module("fused_grpo.kernels" if impl == "triton" else "fused_grpo.torch_passes")
+def passes(impl: str) -> RowPasses:
+    """The row passes: those of `fused_grpo.kernels` for "triton", else those of `torch_passes`."""
+    if impl == "triton":
+        from fused_grpo import kernels
+
+        return kernels
+    from fused_grpo.passes import torch_passes
+
+    return torch_passes

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo import _dispatch, logprob_plans, several_targets
-from fused_grpo._checks import differentiated_once
-from fused_grpo.head import Head
-from fused_grpo.precision import compute_dtype
-from fused_grpo.several_targets import rows_with
-from fused_grpo.statistics import Statistics
+from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.statistics import Statistics, Upstream
+from fused_grpo.head import logprob_plans, several_targets
+from fused_grpo.head.checks import differentiated_once
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head
+from fused_grpo.head.several_targets import rows_with
+from fused_grpo.passes import choice
 
 _OPTIONS = (
     "float logit_scale, float? softcap, int ignore_index, bool entropy, str impl, int? chunk_bytes, "
@@ -66,20 +68,18 @@ def _linear_logprobs(
     head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
     kept, head = head.without_ignored(ignore_index)
     rows = rows_with(kept)
-    chosen = _dispatch.choose(impl, hidden)
+    chosen = choice.choose(impl, hidden)
     # Of no element, each with a memory of its own: PyTorch takes no output twice.
     d_hidden, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     one_launch = chosen == "triton" and not any(wanted)
     index = None if one_launch or batch_invariant else logprob_plans.rows_of(rows)
-    options: dict[str, Any] = {"entropy": entropy, "chunk_bytes": chunk_bytes}
+    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
     if _takes_gradient(wanted, batch_invariant):
-        statistics, d_hidden, largest = logprob_plans.forward_with_gradient(
-            head.select(index), _dispatch.passes(chosen), **options
-        )
+        plan = logprob_plans.forward_with_gradient
+        statistics, d_hidden, largest = plan(head.select(index), choice.passes(chosen), options)
     else:
-        options |= {"batch_invariant": batch_invariant, "wanted": _named(wanted) if any(wanted) else None}
-        statistics = logprob_plans.forward(head.select(index), _dispatch.passes(chosen), **options)
+        statistics = logprob_plans.forward(head.select(index), choice.passes(chosen), options)
     logprobs, entropies, *others = statistics
 
     def of_all(values: Tensor) -> Tensor:
@@ -92,10 +92,6 @@ def _linear_logprobs(
     known = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
     largest = of_all(largest) if _takes_gradient(wanted, batch_invariant) else largest
     return logprobs, logprobs.new_empty(0) if entropies is None else of_all(entropies), known, d_hidden, largest
-
-
-def _named(wanted: list[bool]) -> dict[str, bool]:
-    return dict(zip(("hidden", "weight", "bias"), wanted, strict=True))
 
 
 def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
@@ -155,11 +151,10 @@ def _linear_logprobs_backward(
         return [several_targets.hidden_gradient(head, d_hidden, largest, g).to(hidden.dtype)]
     gradients = logprob_plans.backward(
         head,
-        _dispatch.passes(_dispatch.choose(impl, hidden)),
+        choice.passes(choice.choose(impl, hidden)),
         Statistics(logprobs, entropies if entropy else None, *others),
-        grad_logprobs=g,
-        grad_entropy=None if grad_entropy is None else torch.where(rows_with(kept), grad_entropy, 0.0),
-        wanted=_named(wanted),
+        Upstream(g, None if grad_entropy is None else torch.where(rows_with(kept), grad_entropy, 0.0)),
+        Wanted(*wanted),
         chunk_bytes=chunk_bytes,
     )
     return [gradient for gradient in gradients if gradient is not None]

@@ -11,15 +11,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo._graphs import outside_graphs
+from fused_grpo.config import LARGEST, is_held
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.option_types import LARGEST, is_held
+from fused_grpo.passes.torch_passes.row_passes import transformed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            # Not as a decorator: that imports the compiler, which costs eager users four seconds.
+            uncompiled: Callable[P, R] = torch.compiler.disable(function)
+            return uncompiled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
 IMPLS = ("auto", "triton", "torch", "reference")
@@ -27,9 +45,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
 SMALLEST = torch.finfo(torch.float32).tiny
 
-# What torch.func, and batched gradients, wrap tensors in; whether a transform of torch.func is active.
+# What torch.func, and batched gradients, wrap tensors in.
 _wrapped: Any = torch._C._functorch
-transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def check_head(

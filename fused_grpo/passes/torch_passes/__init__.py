@@ -9,10 +9,14 @@ of `statistics.py`.
 A tile is column-major: a GEMM then packs the hidden states, which fit a cache, for each block of W, and not W.
 """
 
-from fused_grpo.statistics import finish_rows
-from fused_grpo.torch_passes.blocks import empty_tile
-from fused_grpo.torch_passes.divergence import Divergence, divergence_gradient_
-from fused_grpo.torch_passes.row_passes import (
+from torch import Tensor
+
+from fused_grpo._maths.statistics import finish_rows
+from fused_grpo.passes.protocol import LogprobForward
+from fused_grpo.passes.torch_passes.blocks import empty_tile
+from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gradient_
+from fused_grpo.passes.torch_passes.kept_tokens import entry_logits, weighted_rows_
+from fused_grpo.passes.torch_passes.row_passes import (
     grpo_token_loss,
     logits_gradient_,
     row_statistics,
@@ -21,7 +25,6 @@ from fused_grpo.torch_passes.row_passes import (
     softmax_weights_,
     token_statistics,
 )
-from fused_grpo.torch_passes.support import entry_logits, weighted_rows_
 
 __all__ = [
     "Divergence",
@@ -31,6 +34,8 @@ __all__ = [
     "finish_rows",
     "grpo_token_loss",
     "logits_gradient_",
+    "logprob_forward",
+    "prefers_tiles",
     "row_statistics",
     "scale_",
     "scale_hidden",
@@ -38,3 +43,11 @@ __all__ = [
     "token_statistics",
     "weighted_rows_",
 ]
+
+logprob_forward: LogprobForward | None = None
+"""There is no pass without tiles."""
+
+
+def prefers_tiles(hidden: Tensor) -> bool:
+    """Always."""
+    return True

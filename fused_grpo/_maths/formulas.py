@@ -48,7 +48,7 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
 The loss is sum(weights * l) - sum(entropy_weights * H). The weights contain the mask and the normaliser of the loss
-type (`_loss_inputs.py`), so the sum over micro-batches equals the loss of the whole step. On policy,
+type (`inputs.py`), so the sum over micro-batches equals the loss of the whole step. On policy,
 `old_logprobs=None` stands for `logprobs.detach()`: r is 1, and its gradient is that of log p.
 """
 
@@ -56,19 +56,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from fused_grpo._loss_inputs import LossInputs
+from fused_grpo._maths.covariance import select_by_covariance
+from fused_grpo._maths.inputs import LogitTransform, LossInputs
+from fused_grpo._maths.precision import compute_dtype
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-from fused_grpo.covariance import select_by_covariance
-from fused_grpo.precision import compute_dtype
 
 
 def transform_logits(
-    raw: Tensor, *, bias: Tensor | None, temperature: Tensor, logit_scale: float, softcap: float | None
+    raw: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """z [N, V] from raw = h.w [N, V], bias [V] and temperature [N]."""
     x = logit_scale * (raw if bias is None else raw + bias.to(raw.dtype))
@@ -87,11 +92,8 @@ def logprobs_and_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None,
-    temperature: Tensor,
-    logit_scale: float,
-    softcap: float | None,
     kept: Tensor | None = None,
+    **transform: Unpack[LogitTransform],
 ) -> tuple[Tensor, Tensor]:
     """log p of the targets, [N] or [N, K], and the entropy [N], through full logits [N, V] and autograd.
 
@@ -99,7 +101,7 @@ def logprobs_and_entropy(
     """
     dtype = compute_dtype(hidden)
     raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
-    z = transform_logits(raw, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap)
+    z = transform_logits(raw, **transform)
     z = z if kept is None else z.masked_fill(~kept, -torch.inf)
     log_p = torch.log_softmax(z, dim=-1)
     # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.

@@ -26,25 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers, _dispatch, chunking, logprob_plans, reference
-from fused_grpo._checks import differentiated_once
-from fused_grpo._graphs import outside_graphs
-from fused_grpo._loss_inputs import LossInputs
-from fused_grpo.chunked_loss import ChunkedLoss, Score, rows_in_order
-from fused_grpo.config import GRPOLossConfig
-from fused_grpo.entries import Entries, Segments, Support, check_kept
-from fused_grpo.head import Head, needs_gradient
-from fused_grpo.loss_gradients import LossGradients, statistics_of, value_and_gradient
-from fused_grpo.precision import full_precision
-from fused_grpo.statistics import Statistics
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+from fused_grpo._maths import formulas
+from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream
+from fused_grpo.head import logprob_plans
+from fused_grpo.head.checks import differentiated_once, outside_graphs
+from fused_grpo.head.entries import Entries, Segments, Support, check_kept
+from fused_grpo.head.gradients import Gradients, Wanted
+from fused_grpo.head.head import Head
+from fused_grpo.passes import choice, chunking, cpu_buffers
+from fused_grpo.passes.protocol import RowPasses
 
 PIECE = 256
 """How many entries are summed at a time."""
@@ -64,10 +60,10 @@ class SupportedHead:
         head: Head,
         support: Support,
         take_part: Tensor,
-        passes: ModuleType,
+        passes: RowPasses,
         *,
         chunk_bytes: int | None,
-        wanted: dict[str, bool],
+        wanted: Wanted,
     ) -> None:
         self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
         restricted = Segments(support[1]).sizes > 0
@@ -81,9 +77,8 @@ class SupportedHead:
         """The statistics of all rows, [N] each, 0 for rows that take no part."""
         head, known = self._head, []
         if len(self.others):
-            wanted = self._wanted if any(self._wanted.values()) else None
-            how: dict[str, Any] = {"entropy": entropy, "chunk_bytes": self._chunk_bytes, "wanted": wanted}
-            known.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, **how)))
+            options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted)
+            known.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, options)))
         with full_precision(head.hidden):
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
@@ -106,22 +101,27 @@ class SupportedHead:
     def _tiles(self, e: Entries, raw: Tensor) -> Iterator[tuple[slice, tuple[slice, Tensor, Tensor], Tensor]]:
         """(rows, (their entries, the row and the column of each in the tile), logits z [R, K])."""
         head, device = self._head, raw.device
-        cap: dict[str, Any] = {"logit_scale": head.logit_scale, "softcap": head.softcap}
         most = chunking.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
         for rows, items, width in e.tiles(most):
             row = e.row[items]
             temperature = head.temperature[e.rows[row]]
-            values = reference.transform_logits(raw[items, None], bias=None, temperature=temperature, **cap)[:, 0]
+            values = formulas.transform_logits(
+                raw[items, None],
+                bias=None,
+                temperature=temperature,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+            )[:, 0]
             column = torch.arange(items.start, items.stop, device=device) - e.segments.offsets[row]
             z = self._passes.empty_tile(rows.stop - rows.start, width, dtype=head.dtype, device=device)
             z.fill_(-torch.inf)[row - rows.start, column] = values
             yield rows, (items, row - rows.start, column), z
 
     def _of_tile(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
-        state = self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z)))
+        state = RowState(*self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z))))
         return Statistics(*self._passes.finish_rows([state], entropy=entropy))
 
-    def gradients(self, known: Statistics, upstream: LossGradients, *, rounded: bool = True) -> Gradients:
+    def gradients(self, known: Statistics, upstream: Upstream, *, rounded: bool = True) -> Gradients:
         """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N]."""
         head = self._head
         index = upstream.have_gradient()[self._entries.rows].nonzero()[:, 0]
@@ -135,33 +135,47 @@ class SupportedHead:
         d_weight = d_weight.to(head.weight.dtype) if d_weight is not None and rounded else d_weight
         return d_hidden, d_weight, None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype)
 
-    def _gradients_of_others(self, known: Statistics, upstream: LossGradients, *, rounded: bool) -> Gradients:
+    def _gradients_of_others(self, known: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
         """Gradients of the rows without a restriction, which those of the entries complete."""
         head, wanted, rows = self._head, self._wanted, self.others
         if len(rows):
             # A bias in the dtype of the accumulators has a gradient that is not rounded yet.
-            bias, mine = None if head.bias is None else head.bias.to(head.dtype), upstream.of(rows)
-            how: dict[str, Any] = {"wanted": wanted, "chunk_bytes": self._chunk_bytes, "rounded": False}
-            how |= {"grad_logprobs": mine.logprobs, "grad_entropy": mine.entropy}
-            return logprob_plans.backward(replace(head, bias=bias).select(rows), self._passes, known.rows(rows), **how)
+            bias = None if head.bias is None else head.bias.to(head.dtype)
+            return logprob_plans.backward(
+                replace(head, bias=bias).select(rows),
+                self._passes,
+                known.rows(rows),
+                upstream.rows(rows),
+                wanted,
+                chunk_bytes=self._chunk_bytes,
+                rounded=False,
+            )
         # Each row of these is written once, so that it is rounded once.
         dtype = head.weight.dtype if rounded else head.dtype
-        d_weight = _cpu_buffers.empty_like(head.weight, dtype=dtype).zero_() if wanted["weight"] else None
-        d_bias = head.temperature.new_zeros(len(head.weight)) if wanted["bias"] else None
-        return torch.zeros_like(head.hidden) if wanted["hidden"] else None, d_weight, d_bias
+        d_weight = cpu_buffers.empty_like(head.weight, dtype=dtype).zero_() if wanted.weight else None
+        d_bias = head.temperature.new_zeros(len(head.weight)) if wanted.bias else None
+        return torch.zeros_like(head.hidden) if wanted.hidden else None, d_weight, d_bias
 
     def _entry_gradients(
-        self, e: Entries, raw: Tensor, places: Tensor, known: Statistics, upstream: LossGradients
+        self, e: Entries, raw: Tensor, places: Tensor, known: Statistics, upstream: Upstream
     ) -> Tensor:
         """g = dL/dx of the entries, [E]."""
         head, g = self._head, torch.empty_like(raw)
         for rows, (items, *at), z in self._tiles(e, raw):
-            mine, ones = upstream.of(e.rows[rows]), z.new_ones(len(z))
-            how = {"known": known.rows(e.rows[rows]), "grad_logprobs": mine.logprobs, "grad_entropy": mine.entropy}
-            g[items] = self._passes.logits_gradient_(z, places[rows], temperature=ones, dtype=z.dtype, **how)[tuple(at)]
+            grad_logprobs, grad_entropy = upstream.rows(e.rows[rows])
+            gradient = self._passes.logits_gradient_(
+                z,
+                places[rows],
+                known=known.rows(e.rows[rows]),
+                grad_logprobs=grad_logprobs,
+                grad_entropy=grad_entropy,
+                temperature=z.new_ones(len(z)),
+                dtype=z.dtype,
+            )
+            g[items] = gradient[tuple(at)]
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
         if head.softcap is not None:
-            slope *= reference.cap_slope(raw * (head.logit_scale / head.softcap))
+            slope *= formulas.cap_slope(raw * (head.logit_scale / head.softcap))
         return g.mul_(slope)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
@@ -211,11 +225,10 @@ def supported_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p [N], entropy [N], or zeros unless `entropy`) over the kept tokens; targets may be `ignore_index`."""
     kept, head = head.without_ignored(ignore_index)
-    passes = _dispatch.passes(_dispatch.choose(impl, head.hidden))
-    wanted = {name: needs_gradient(getattr(head, name)) for name in ("hidden", "weight", "bias")}
-    leaves = (head.hidden, head.weight, head.bias)
-    constant: dict[str, Any] = {name: None if x is None else x.detach() for name, x in zip(wanted, leaves, strict=True)}
-    head = replace(head, **constant)
+    passes = choice.passes(choice.choose(impl, head.hidden))
+    wanted, leaves = Wanted.of(head), (head.hidden, head.weight, head.bias)
+    bias = None if head.bias is None else head.bias.detach()
+    head = replace(head, hidden=head.hidden.detach(), weight=head.weight.detach(), bias=bias)
     rows = SupportedHead(head, support, kept, passes, chunk_bytes=chunk_bytes, wanted=wanted)
     return _Supported.apply(*leaves, rows, entropy)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -239,34 +252,4 @@ class _Supported(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         known = Statistics(*ctx.saved_tensors[3:])
         g = torch.zeros_like(known.logprobs) if grad_logprobs is None else grad_logprobs
-        return *ctx.rows.gradients(known, LossGradients(g, grad_entropy)), None, None
-
-
-def supported_loss(
-    head: Head,
-    support: Support,
-    inputs: LossInputs,
-    config: GRPOLossConfig,
-    passes: ModuleType,
-    *,
-    chunk_bytes: int | None,
-    wanted: dict[str, bool],
-    score: Score,
-    entropy: bool,
-    rounded: bool,
-) -> ChunkedLoss:
-    """`chunked_loss` over the kept tokens: the statistics of all rows, the loss, then the gradients."""
-    differentiated = any(wanted.values())
-    order, _ = rows_in_order(inputs, config, score, differentiated)
-    scored = inputs.tokens.mask
-    if order is not None:
-        scored = torch.zeros_like(scored).index_fill_(0, order, True)
-        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
-    rows = SupportedHead(head, support, scored, passes, chunk_bytes=chunk_bytes, wanted=wanted)
-    known = rows.statistics(entropy=entropy)
-    done, sums = value_and_gradient(known.logprobs, known.entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], done, scored, passes)
-    recomputed = done.have_gradient()[rows.others].sum() * differentiated
-    gradients = rows.gradients(known, done, rounded=rounded) if differentiated else (None, None, None)
-    statistics = {**statistics, "recomputed": recomputed.to(statistics["loss"].dtype)}
-    return ChunkedLoss(statistics, known.logprobs, known.entropy, (done.logprobs, done.entropy), gradients)
+        return *ctx.rows.gradients(known, Upstream(g, grad_entropy)), None, None

@@ -9,15 +9,33 @@ multiply smaller tensors:
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers
-from fused_grpo.head import Head, Tile, multiply_into, weighted_sum_into
-from fused_grpo.statistics import Statistics
+from fused_grpo._maths.statistics import Statistics, Upstream
+from fused_grpo.head.head import Head, Tile, multiply_into, needs_gradient, weighted_sum_into
+from fused_grpo.passes import cpu_buffers
+from fused_grpo.passes.protocol import RowPasses
+
+
+class Wanted(NamedTuple):
+    """Which of the three gradients are wanted."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    @staticmethod
+    def of(head: Head) -> Wanted:
+        """Those that autograd needs."""
+        return Wanted(*map(needs_gradient, (head.hidden, head.weight, head.bias)))
+
+
+NOTHING = Wanted()
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Those of hidden, weight and bias."""
 
 
 class HeadGradients:
@@ -33,11 +51,9 @@ class HeadGradients:
     def __init__(
         self,
         head: Head,
+        wanted: Wanted,
         *,
         one_group: bool,
-        hidden: bool,
-        weight: bool,
-        bias: bool,
         scale: Tensor | None = None,
         hidden_dtype: torch.dtype | None = None,
         every_row: bool = True,
@@ -47,44 +63,43 @@ class HeadGradients:
         # No tile writes the gradient of rows that take no part, nor of any row of an empty shard.
         every_row = every_row and head.index is None and len(head.weight) > 0
         allocate = torch.empty_like if every_row else torch.zeros_like
-        self._hidden = allocate(head.hidden, dtype=hidden_dtype) if hidden else None
+        self._hidden = allocate(head.hidden, dtype=hidden_dtype) if wanted.hidden else None
         self._rows: Tensor | None = None  # the accumulator of the current row group
         self._factor: Tensor | None = None  # its upstream gradients times the scale of its weights
         self._scaled_hidden: Tensor | None = None  # its hidden states, times that factor
         self._started: set[int] = set()  # first columns of the slices of dW that have been written
         weight_dtype = None if one_group and rounded else head.dtype
-        self._weight = _cpu_buffers.empty_like(head.weight, dtype=weight_dtype) if weight else None
-        self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if bias else None
+        self._weight = cpu_buffers.empty_like(head.weight, dtype=weight_dtype) if wanted.weight else None
+        self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if wanted.bias else None
 
-    def add_known(
-        self,
-        tile: Tile,
-        passes: ModuleType,
-        known: Statistics,
-        *,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None = None,
-    ) -> None:
-        """Add a tile of raw logits whose statistics are known, for the upstream gradients [R] of its rows."""
+    def add_known(self, tile: Tile, passes: RowPasses, known: Statistics, upstream: Upstream) -> None:
+        """Add a tile of raw logits whose statistics are known, for the upstream gradients of its rows."""
+        grad_logprobs, grad_entropy = upstream
         if grad_entropy is None and self._head.takes_weights:
-            options = {"known": known, "dtype": self._head.gemm_dtype, **tile.arguments}
-            weights, scale, _ = passes.softmax_weights_(tile.logits, tile.targets, **options)
+            weights, scale, _ = passes.softmax_weights_(
+                tile.logits, tile.targets, known=known, dtype=self._head.gemm_dtype, **tile.transform
+            )
             self.add_weights(tile, passes, weights, scale, grad_logprobs)
             return
         if self.scale is not None:
             grad_logprobs = grad_logprobs * self.scale
             grad_entropy = None if grad_entropy is None else grad_entropy * self.scale
-        upstream: dict[str, Any] = {"known": known, "grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy}
-        upstream["dtype"] = self._head.gemm_dtype
-        self._add(tile, passes.logits_gradient_(tile.logits, tile.targets, **upstream, **tile.arguments))
+        gradient = passes.logits_gradient_(
+            tile.logits,
+            tile.targets,
+            known=known,
+            grad_logprobs=grad_logprobs,
+            grad_entropy=grad_entropy,
+            dtype=self._head.gemm_dtype,
+            **tile.transform,
+        )
+        self._add(tile, gradient)
 
     def add_gradient(self, tile: Tile, gradient: Tensor) -> None:
         """Add d-logits [R, C], which include the scale."""
         self._add(tile, gradient)
 
-    def add_weights(
-        self, tile: Tile, passes: ModuleType, weights: Tensor, scale: Tensor, grad_logprobs: Tensor
-    ) -> None:
+    def add_weights(self, tile: Tile, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor) -> None:
         """Add softmax weights [R, C], with d log p / d(h.w) = scale * weights, for the upstream gradients [R]."""
         if tile.columns.start == 0:  # once for a row group, not for each of its tiles
             hidden = None if self._weight is None else tile.hidden
@@ -148,7 +163,7 @@ class HeadGradients:
         if self.scale is not None and gradient is not None and gradient.dtype == self._head.dtype:
             gradient.div_(self.scale)
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self) -> Gradients:
         """(dH, dW, db), each in the dtype of its input unless the constructor said otherwise. To be called once."""
         if self._weight is not None and not self._started:
             self._weight.zero_()

@@ -64,6 +64,21 @@ class Statistics(NamedTuple):
         return Statistics(*(None if some[0] is None else torch.cat(some) for some in columns))  # type: ignore[arg-type]
 
 
+class Upstream(NamedTuple):
+    """The gradients of a loss in the results of rows, for an upstream gradient of 1."""
+
+    logprobs: Tensor  # [N]
+    entropy: Tensor | None  # [N], None for 0
+
+    def rows(self, rows: slice | Tensor) -> Upstream:
+        """The gradients of some rows."""
+        return Upstream(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+
+    def have_gradient(self) -> Tensor:
+        """Which rows have a gradient that is not 0, [N]."""
+        return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
+
+
 def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
     """The state of `count` rows without any column."""
     values = torch.zeros((4, count), dtype=dtype, device=device)

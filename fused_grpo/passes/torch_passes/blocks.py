@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo import _cpu_buffers, chunking
-from fused_grpo.reference import cap_slope
+from fused_grpo._maths.formulas import cap_slope
+from fused_grpo.passes import chunking, cpu_buffers
 
 _PARTS = 4
 _LOG2E = math.log2(math.e)
@@ -19,7 +19,7 @@ _LOG2E = math.log2(math.e)
 def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
     stride = chunking.column_stride(rows)
-    return _cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
+    return cpu_buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
 
 
 def block_width(tile: Tensor) -> int:

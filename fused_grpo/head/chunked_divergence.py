@@ -15,23 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking
-from fused_grpo.head import Head, Tile
-from fused_grpo.head_gradients import HeadGradients
-from fused_grpo.logprob_plans import power_of_two_scale
-from fused_grpo.statistics import RowState, Statistics
-from fused_grpo.torch_passes import Divergence
+from fused_grpo.head.gradients import Gradients, HeadGradients, Wanted
+from fused_grpo.head.head import Head, Tile
+from fused_grpo.head.logprob_plans import power_of_two_scale
+from fused_grpo.passes import chunking
+from fused_grpo.passes.protocol import RowPasses, TileDivergence
 
 # fp16 ends at 2^16: d-logits are at most the upstream gradient times a log-ratio, which may be hundreds.
 _FP16_EXPONENT = 6
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -45,58 +40,20 @@ class TwoHeads:
         """Some of the rows."""
         return TwoHeads(self.student.select(index), self.teacher.select(index))
 
-    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None) -> tuple[Tensor, Tensor]:
+    def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None) -> tuple[Tensor, Tensor]:
         """[R, V] for the logits of each. The slopes of the student's soft cap take as much on the torch path."""
         tiles = 2 if self.student.softcap is None else 3
         if chunk_bytes is None and self.student.hidden.device.type == "cpu":
             chunk_bytes = chunking.CPU_PAIR_BYTES
         budget = None if chunk_bytes is None else max(1, chunk_bytes // tiles)
         rows = min(head.chunk_rows(budget) for head in (self.student, self.teacher))
-        where = {"dtype": self.student.dtype, "device": self.student.hidden.device}
-        shape = rows, len(self.student.weight)
-        return passes.empty_tile(*shape, **where), passes.empty_tile(*shape, **where)
+        dtype, device, columns = self.student.dtype, self.student.hidden.device, len(self.student.weight)
+        student, teacher = (passes.empty_tile(rows, columns, dtype=dtype, device=device) for _ in range(2))
+        return student, teacher
 
     def tiles(self, memory: tuple[Tensor, Tensor]) -> Iterator[tuple[Tile, Tile]]:
         """Whole rows of both, chunk by chunk."""
         yield from zip(self.student.tiles(memory[0]), self.teacher.tiles(memory[1]), strict=True)
-
-
-class OnePass:
-    """`torch_passes.Divergence` by the kernel, which computes the divergence and the gradient in one launch.
-
-    So the statistics of the student's softmax are a pass of their own.
-    """
-
-    def __init__(
-        self,
-        passes: ModuleType,
-        student: Tensor,
-        teacher: Tensor,
-        *,
-        targets: Tensor,
-        entropy: bool,
-        differentiated: bool,
-        **how: Any,
-    ) -> None:
-        self._passes, self._targets, self._entropy = passes, targets, entropy
-        self._tiles, self._how = (student, teacher), how
-        self._divergence: Tensor | None = None
-
-    @property
-    def divergence(self) -> Tensor:
-        if self._divergence is None:
-            self._divergence, _ = self._passes.divergence_gradient_(*self._tiles, upstream=None, **self._how)
-        return self._divergence
-
-    def statistics(self) -> Statistics:
-        head = self._how["student_head"]
-        state = self._passes.row_statistics(self._tiles[0], self._targets, entropy=self._entropy, **head)
-        return Statistics(*self._passes.finish_rows([RowState(*state)], entropy=self._entropy))
-
-    def gradient_(self, upstream: Tensor, grad_logprobs: Tensor, *, dtype: torch.dtype) -> Tensor:
-        how = {"upstream": upstream, "targets": self._targets, "grad_logprobs": grad_logprobs, "dtype": dtype}
-        self._divergence, gradient = self._passes.divergence_gradient_(*self._tiles, **how, **self._how)
-        return gradient  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -108,26 +65,31 @@ class Teacher:
     divergence: Tensor  # [N], 0 for the rows that have not been visited
     kind: str
     beta: float
-    passes: ModuleType
+    passes: RowPasses
     memory: Tensor | None = None  # [R, V] for its logits of a chunk
 
-    def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> Divergence | OnePass:
+    def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> TileDivergence:
         """The divergence of whole rows of the student's raw logits, which are overwritten, and their statistics."""
         assert self.memory is not None
-        rows = self._rows(tile)
-        mine = {name: getattr(self.head, name)[rows] for name in ("hidden", "targets", "temperature")}
-        theirs = next(replace(self.head, **mine).tiles(self.memory))
-        how: dict[str, Any] = {"kind": self.kind, "beta": self.beta, "entropy": entropy, "targets": tile.targets}
-        how |= {"student_head": tile.arguments, "teacher_head": theirs.arguments, "differentiated": differentiated}
-        # In plain torch the sweep for the divergence also gives the statistics.
-        if hasattr(self.passes, "Divergence"):
-            return Divergence(tile.logits, theirs.logits, **how)
-        return OnePass(self.passes, tile.logits, theirs.logits, **how)
+        rows, head = self._rows(tile), self.head
+        head = replace(head, hidden=head.hidden[rows], targets=head.targets[rows], temperature=head.temperature[rows])
+        teacher = next(head.tiles(self.memory))
+        return self.passes.Divergence(
+            tile.logits,
+            teacher.logits,
+            kind=self.kind,
+            beta=self.beta,
+            student_head=tile.transform,
+            teacher_head=teacher.transform,
+            targets=tile.targets,
+            entropy=entropy,
+            differentiated=differentiated,
+        )
 
     def finish(
         self,
         tile: Tile,
-        found: Divergence | OnePass,
+        found: TileDivergence,
         gradients: HeadGradients | None = None,
         grad_logprobs: Tensor | None = None,
     ) -> None:
@@ -152,13 +114,13 @@ class Teacher:
 
 def chunked_divergence(
     heads: TwoHeads,
-    passes: ModuleType,
+    passes: RowPasses,
     *,
     kind: str,
     beta: float,
     weights: Tensor,
     chunk_bytes: int | None,
-    wanted: dict[str, bool],
+    wanted: Wanted,
     rounded: bool = True,
 ) -> tuple[Tensor, Gradients]:
     """The divergences [R] of the rows, and the gradients of the student's hidden, weight and bias that are wanted.
@@ -167,16 +129,21 @@ def chunked_divergence(
     """
     memory, student = heads.chunk_memory(passes, chunk_bytes), heads.student
     scale = power_of_two_scale(student, weights, exponent=_FP16_EXPONENT)
-    options: dict[str, Any] = {**wanted, "scale": scale, "rounded": rounded}
-    gradients = HeadGradients(student, one_group=len(memory[0]) >= len(weights), **options)
-    upstream = (weights if scale is None else weights * scale) if any(wanted.values()) else None
-    how: dict[str, Any] = {"kind": kind, "beta": beta, "dtype": student.gemm_dtype}
-    found = []
+    gradients = HeadGradients(student, wanted, one_group=len(memory[0]) >= len(weights), scale=scale, rounded=rounded)
+    upstream = (weights if scale is None else weights * scale) if any(wanted) else None
+    divergences = []
     for tile, teacher in heads.tiles(memory):
-        mine = None if upstream is None else upstream[tile.rows]
-        how |= {"student_head": tile.arguments, "teacher_head": teacher.arguments, "upstream": mine}
-        divergence, gradient = passes.divergence_gradient_(tile.logits, teacher.logits, **how)
+        divergence, gradient = passes.divergence_gradient_(
+            tile.logits,
+            teacher.logits,
+            kind=kind,
+            beta=beta,
+            upstream=None if upstream is None else upstream[tile.rows],
+            student_head=tile.transform,
+            teacher_head=teacher.transform,
+            dtype=student.gemm_dtype,
+        )
         if gradient is not None:
             gradients.add_gradient(tile, gradient)
-        found.append(divergence)
-    return torch.cat(found), gradients.finish()
+        divergences.append(divergence)
+    return torch.cat(divergences), gradients.finish()

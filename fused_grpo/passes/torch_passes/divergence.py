@@ -21,14 +21,15 @@ have the same logits, every difference is 0 exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking
-from fused_grpo.statistics import RowState, Statistics, finish_rows
-from fused_grpo.torch_passes.blocks import Scratch, all_equal, block_sums, block_width, empty_tile, exp, in_place
+from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.statistics import RowState, Statistics, finish_rows
+from fused_grpo.passes import chunking
+from fused_grpo.passes.torch_passes.blocks import Scratch, all_equal, block_sums, block_width, empty_tile, exp, in_place
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -41,8 +42,8 @@ def divergence_gradient_(
     kind: str,
     beta: float,
     upstream: Tensor | None,
-    student_head: dict[str, Any],
-    teacher_head: dict[str, Any],
+    student_head: LogitTransform,
+    teacher_head: LogitTransform,
     targets: Tensor | None = None,
     grad_logprobs: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -53,8 +54,16 @@ def divergence_gradient_(
     `upstream` [R] is d loss / d divergence; None is no gradient. If `targets` [R] and `grad_logprobs` [R] are given,
     the gradient is that of the sum over rows of upstream * divergence + grad_logprobs * log p of the target.
     """
-    how: dict[str, Any] = {"kind": kind, "beta": beta, "student_head": student_head, "teacher_head": teacher_head}
-    pair = Divergence(student, teacher, targets=targets, differentiated=upstream is not None, **how)
+    pair = Divergence(
+        student,
+        teacher,
+        kind=kind,
+        beta=beta,
+        student_head=student_head,
+        teacher_head=teacher_head,
+        targets=targets,
+        differentiated=upstream is not None,
+    )
     gradient = None if upstream is None else pair.gradient_(upstream, grad_logprobs, dtype=dtype)
     return pair.divergence, gradient
 
@@ -138,8 +147,8 @@ class Divergence:
         *,
         kind: str,
         beta: float,
-        student_head: dict[str, Any],
-        teacher_head: dict[str, Any],
+        student_head: LogitTransform,
+        teacher_head: LogitTransform,
         targets: Tensor | None = None,
         entropy: bool = False,
         differentiated: bool = True,

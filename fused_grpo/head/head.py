@@ -13,15 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo import chunking
-from fused_grpo._checks import check_head, check_targets, check_temperature_values
-from fused_grpo.precision import compute_dtype
+from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.precision import compute_dtype
+from fused_grpo.head.checks import check_head, check_targets, check_temperature_values
+from fused_grpo.passes import chunking
+from fused_grpo.passes.protocol import RowPasses
 
 logger = logging.getLogger("fused_grpo")
 
@@ -42,18 +43,18 @@ class Tile:
     hidden: Tensor  # [R, D] in the dtype of the GEMMs
     weight: Tensor  # [C, D], in the dtype of the hidden states
     targets: Tensor  # [R] or [R, K], relative to `columns`; outside of [0, C) where the target is in another tile
-    arguments: dict[str, Any]  # bias, temperature, logit_scale and softcap of these rows and columns
+    transform: LogitTransform  # of these rows and columns
     index: Tensor | None  # [R], the rows of `Head.hidden`; None if they are `rows`
 
     def first(self, count: int) -> Tile:
         """The first `count` rows of the tile."""
         if count >= len(self.logits):
             return self
-        arguments = {**self.arguments, "temperature": self.arguments["temperature"][:count]}
+        transform: LogitTransform = {**self.transform, "temperature": self.transform["temperature"][:count]}
         rows = slice(self.rows.start, self.rows.start + count)
         index = None if self.index is None else self.index[:count]
         logits, hidden, targets = self.logits[:count], self.hidden[:count], self.targets[:count]
-        return Tile(rows, self.columns, logits, hidden, self.weight, targets, arguments, index)
+        return Tile(rows, self.columns, logits, hidden, self.weight, targets, transform, index)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Head:
             check_temperature_values(self.temperature)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
-    def row_arguments(self, rows: slice, columns: slice = slice(None)) -> dict[str, Any]:
-        """The keyword arguments of a row pass for these rows, beside their raw logits."""
+    def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:
+        """How raw h.w of these rows and columns become logits."""
         return {
             "bias": None if self.bias is None else self.bias[columns],
             "temperature": self.temperature[rows],
@@ -128,7 +129,7 @@ class Head:
             chunk_bytes=chunk_bytes,
         )
 
-    def chunk_memory(self, passes: ModuleType, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
+    def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
         """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
 
         If the default budget is more than the device has left, half as many rows are tried, with a warning.
@@ -136,17 +137,17 @@ class Head:
         rows = self.chunk_rows(chunk_bytes, vocab_size=vocab_size)
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.hidden.device}
         try:
-            return passes.empty_tile(rows, len(self.weight), **where)  # type: ignore[no-any-return]
+            return passes.empty_tile(rows, len(self.weight), **where)
         except torch.OutOfMemoryError:
             # All ranks of a sharded head need chunks of the same rows.
             if chunk_bytes is not None or vocab_size is not None or rows == 1:
                 raise
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
-        return passes.empty_tile(-(-rows // 2), len(self.weight), **where)  # type: ignore[no-any-return]
+        return passes.empty_tile(-(-rows // 2), len(self.weight), **where)
 
     def tile_memory(
         self,
-        passes: ModuleType,
+        passes: RowPasses,
         chunk_bytes: int | None,
         *,
         num_rows: int | None = None,
@@ -168,7 +169,7 @@ class Head:
             slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
         )
-        return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)  # type: ignore[no-any-return]
+        return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)
 
     def _row_bytes(self, *, weight_gradient: bool) -> int:
         """The bytes of a tile per row beside its logits: hidden states that are cast, gathered or scaled."""
@@ -202,9 +203,9 @@ class Head:
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
                 logits_into(logits, hidden, weight)
-                arguments = {**self.row_arguments(rows, columns), "temperature": temperature}
+                transform: LogitTransform = {**self.transform(rows, columns), "temperature": temperature}
                 here = targets - columns.start if columns.start else targets
-                yield Tile(group, columns, logits, hidden, weight, here, arguments, index)
+                yield Tile(group, columns, logits, hidden, weight, here, transform, index)
 
 
 def flatten_head(

@@ -1,0 +1,207 @@
+"""The algorithms for log-probs of a head and their gradients. U = 2*N*D*V FLOP, one GEMM over the head.
+
+- `forward`, 1U: log-probs and entropy, by a Triton kernel that writes no logit to memory, or tile by tile.
+- `backward`, 1U for recomputed logits and 1U for each of dH and dW. Every tile is overwritten by its softmax weights.
+  Rows whose upstream gradient is zero take no part.
+- `forward_with_gradient`, 2U: with a frozen head, d log p / d hidden does not depend on the upstream gradient. It is
+  computed while a chunk of logits is in memory, and the backward pass is a product.
+
+`registered_ops.py` chooses between them. The last one, in short:
+
+    for rows of hidden:
+        weights, scale, statistics = softmax_weights(rows @ weight.T, targets)    # d log p / d logits = scale * weights
+        gradient[rows] = scale * (weights @ weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream, join_rows, merge_rows, with_part
+from fused_grpo.head import several_targets
+from fused_grpo.head.gradients import NOTHING, Gradients, HeadGradients, Wanted
+from fused_grpo.head.head import INVARIANT_ROWS, Head, local_targets
+from fused_grpo.passes import chunking
+from fused_grpo.passes.protocol import LogprobForward, RowPasses
+
+# fp16 ends at 2^16: the largest gradient is scaled near 2^10, so that 2^-34 of it does not underflow.
+_FP16_EXPONENT = 10
+
+# The forward kernel writes three numbers per row for each of at most 128 splits, which are merged afterwards.
+_SPLIT_BYTES = 128 * 3 * 4
+
+
+class Options(NamedTuple):
+    """How log-probs are computed.
+
+    Where gradients are wanted, the tiles are those of `backward`, so that both compute the same logits: another GEMM
+    shape rounds differently, and for an almost certain token the relative error of 1 - p would be large.
+    """
+
+    entropy: bool
+    chunk_bytes: int | None = None
+    batch_invariant: bool = False
+    wanted: Wanted = NOTHING
+
+
+def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
+    """Log-probs, the entropy on request, and the row statistics for a backward pass."""
+    with full_precision(head.hidden):
+        parts = _parts(head, passes, options)
+        groups = [several_targets.finish_rows(of_rows, passes, entropy=options.entropy) for of_rows in parts]
+    return Statistics.joined(groups).rows(slice(len(head.targets)))
+
+
+def fold(head: Head, passes: RowPasses, options: Options) -> RowState:
+    """The state of the rows after all logits of this head."""
+    with full_precision(head.hidden):
+        groups = [merge_rows(parts) for parts in _parts(head, passes, options)]
+    return RowState(*(values[: len(head.targets)] for values in join_rows(groups)))
+
+
+def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[RowState]]:
+    """For each group of rows, their states from each part of their columns."""
+    if (kernel := _kernel(head, passes, options)) is not None:
+        yield from _parts_by_launches(head, kernel, options)
+        return
+    # With one tile size for every N, all GEMMs and sums have the same order.
+    num_rows = INVARIANT_ROWS if options.batch_invariant else None
+    weight_gradient = options.wanted.weight and not options.batch_invariant
+    memory = head.tile_memory(passes, options.chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+    parts = list[RowState]()
+    for tile in head.tiles(memory, pad=options.batch_invariant and len(head.targets) > 0):
+        parts = with_part(parts, several_targets.row_statistics(tile, passes, entropy=options.entropy))
+        if tile.columns.stop == len(head.weight):
+            yield parts
+            parts = []
+
+
+def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward | None:
+    """The kernel without tiles where it is used, for one target per row. Its rows are batch-invariant."""
+    if head.targets.ndim == 2 or (any(options.wanted) and not options.batch_invariant):
+        return None
+    prefers_tiles = options.chunk_bytes is None and not options.batch_invariant and passes.prefers_tiles(head.hidden)
+    return None if prefers_tiles else passes.logprob_forward
+
+
+def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> Iterator[list[RowState]]:
+    """The states by the kernel without tiles. A weight of another dtype is cast by vocabulary slices, each once."""
+    vocab_size, hidden_size = head.weight.shape
+    room = (chunking.DEFAULT_TILE_BYTES if options.chunk_bytes is None else options.chunk_bytes) // 2
+    cast = head.weight.dtype != head.hidden.dtype
+    most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
+    parts = list[RowState]()
+    for columns in chunking.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
+        weight = head.weight[columns].to(head.hidden.dtype)
+        targets = local_targets(head.targets, columns) if cast else head.targets
+        groups = []
+        for rows in chunking.chunks(len(targets), max(1, most_rows)):
+            transform = head.transform(rows, columns)
+            state = kernel(head.hidden[rows], weight, targets[rows], entropy=options.entropy, **transform)[2]
+            groups.append(RowState(*state))
+        parts = with_part(parts, join_rows(groups))
+    yield parts
+
+
+def backward(
+    head: Head,
+    passes: RowPasses,
+    statistics: Statistics,
+    upstream: Upstream,
+    wanted: Wanted,
+    *,
+    chunk_bytes: int | None = None,
+    hidden_dtype: torch.dtype | None = None,
+    rounded: bool = True,
+) -> Gradients:
+    """Gradients of hidden, weight and bias, where wanted, recomputing the logits tile by tile.
+
+    `upstream.logprobs` has the targets' shape. Unless `rounded`, dW stays in the dtype of its accumulator.
+    """
+    grad_logprobs, grad_entropy = upstream
+    has_gradient = several_targets.rows_with(grad_logprobs != 0)
+    index = rows_of(has_gradient if grad_entropy is None else has_gradient | (grad_entropy != 0))
+    head = head.select(index)
+    if index is not None:
+        statistics, upstream = statistics.rows(index), upstream.rows(index)
+    scale = power_of_two_scale(head, *upstream, exponent=_FP16_EXPONENT)
+    targets = None
+    if upstream.logprobs.ndim == 2:
+        scaled = Upstream(*(g if g is None or scale is None else g * scale for g in upstream))  # type: ignore[arg-type]
+        head, targets = several_targets.known_targets(head, statistics, *scaled)
+    memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted.weight)
+    one_group = len(memory) >= len(head.targets)
+    gradients = HeadGradients(
+        head, wanted, one_group=one_group, scale=scale, hidden_dtype=hidden_dtype, rounded=rounded
+    )
+    with full_precision(head.hidden):
+        for tile in head.tiles(memory) if len(head.weight) else ():
+            rows = tile.rows
+            if targets is None:
+                gradients.add_known(tile, passes, statistics.rows(rows), upstream.rows(rows))
+            else:
+                of_targets = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
+                gradients.add_gradient(tile, of_targets)
+    return gradients.finish()
+
+
+def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
+    """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
+    memory, ones = head.chunk_memory(passes, options.chunk_bytes), torch.ones_like(head.temperature)
+    scale, entropy = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT), options.entropy
+    gradients = HeadGradients(head, Wanted(hidden=True), one_group=False, scale=scale, hidden_dtype=head.dtype)
+    groups, largest = [], []
+    with full_precision(head.hidden):
+        for tile in head.tiles(memory):
+            upstream, below = ones[tile.rows], None
+            if tile.targets.ndim == 2:
+                tile, below = several_targets.largest_target(tile)
+            if head.takes_weights:
+                weights, factor, known = passes.softmax_weights_(
+                    tile.logits, tile.targets, entropy=entropy, dtype=head.gemm_dtype, **tile.transform
+                )
+                statistics = Statistics(*known)
+                gradients.add_weights(tile, passes, weights, factor, upstream)
+            else:
+                statistics = several_targets.finish_rows(
+                    [several_targets.row_statistics(tile, passes, entropy=entropy)], passes, entropy=entropy
+                )
+                gradients.add_known(tile, passes, statistics, Upstream(upstream, None))
+            groups.append(statistics if below is None else several_targets.for_each_target(statistics, below))
+            largest.append(tile.targets)
+    (gradient, _, _) = gradients.finish()
+    assert gradient is not None
+    return Statistics.joined(groups), gradient, torch.cat(largest)
+
+
+def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:
+    """The scale that brings the largest d-logit near 2^exponent: the smallest number of fp16 is 6e-8.
+
+    `upstream` are the gradients of the rows, [N] or [N, K]. Other dtypes need no scale: None.
+    """
+    if head.takes_weights or not len(head.targets):
+        return None
+    sizes = [g.abs() if g.ndim == 1 else g.abs().sum(1) for g in upstream if g is not None]
+    largest = (torch.stack(sizes).sum(0) * abs(head.logit_scale) / head.temperature).amax()
+    return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
+
+
+def may_synchronize(tensor: Tensor) -> bool:
+    """Whether reading values of the tensor is allowed: not while a CUDA graph is captured."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def rows_of(mask: Tensor) -> Tensor | None:
+    """The indices of the rows in `mask` [N], or None for all rows.
+
+    On a GPU this synchronizes once. A CUDA graph under capture cannot synchronize, so all rows are taken.
+    """
+    if not may_synchronize(mask):
+        return None
+    index = mask.nonzero()[:, 0]
+    return None if len(index) == len(mask) else index
