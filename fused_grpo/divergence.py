@@ -18,6 +18,7 @@ from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import LARGEST, GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import (
+    HeadOptions,
     check_dense,
     check_main_grad,
     check_plan,
@@ -113,11 +114,11 @@ def fused_linear_divergence(
     """
     check_plan(impl, chunk_bytes)
     check_kind(kind, beta)
-    of_student = (student_bias, temperature, student_logit_scale, student_softcap)
-    of_teacher = (teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
+    student_options = HeadOptions(student_bias, temperature, student_logit_scale, student_softcap)
+    teacher_options = HeadOptions(teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
     heads = TwoHeads(
-        head_of("student", student_hidden, student_weight, *of_student),
-        head_of("teacher", teacher_hidden, teacher_weight, *of_teacher),
+        head_of("student", student_hidden, student_weight, student_options),
+        head_of("teacher", teacher_hidden, teacher_weight, teacher_options),
     )
     check_pair(heads, student_hidden, teacher_hidden)
     check_temperature_values(heads.student.temperature)
@@ -168,13 +169,12 @@ def check_kind(kind: str, beta: float) -> None:
         raise InputError(f"got beta={beta!r}, want a number between 0 and 1{fix}")
 
 
-def head_of(which: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Head:
+def head_of(which: str, hidden: Tensor, weight: Tensor, options: HeadOptions) -> Head:
     """The head of flat rows, after its checks; errors name the model."""
     check_dense(**{f"{which}_hidden": hidden, f"{which}_weight": weight})
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    names = ("temperature", "logit_scale", "softcap")
     try:
-        return flatten_head(hidden, weight, targets, bias=bias, **dict(zip(names, options, strict=True)))
+        return flatten_head(hidden, weight, targets, options)
     except InputError as error:
         raise type(error)(f"of the {which}: {error}") from None
 
@@ -295,7 +295,7 @@ def teacher_of(
     if distillation is None:
         return None
     d = distillation
-    head = head_of("teacher", d.hidden, d.weight, d.bias, temperature, d.logit_scale, d.softcap)
+    head = head_of("teacher", d.hidden, d.weight, HeadOptions(d.bias, temperature, d.logit_scale, d.softcap))
     check_pair(TwoHeads(student, head), hidden, d.hidden)
     if impl != "reference":  # which rounds it itself; here once for all chunks
         head = replace(head, weight=head.weight.to(head.hidden.dtype))

@@ -17,7 +17,7 @@ from fused_grpo._maths.inputs import LossInputs
 from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import GRPOLossConfig, loss_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
-from fused_grpo.head.checks import check_main_grad, check_plan, check_score, outside_graphs
+from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_score, outside_graphs
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import LossPlan, Score, chunked_loss
 from fused_grpo.head.entries import Support, kept_mask, support_of
@@ -109,8 +109,8 @@ def fused_linear_grpo_loss(
     config = loss_config(config)
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, entropy=entropy)
     check_score(score)
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None)
+    options = HeadOptions(bias, temperature, logit_scale, softcap)
+    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None)
     # Arguments that one rank alone may have wrong are checked before the first collective.
     chosen = choice.choose(impl, hidden)
     restricted = support_of(support, head, process_group=process_group)
@@ -182,9 +182,17 @@ class FusedLinearGRPOLoss(nn.Module):
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, advantages: Tensor, **inputs: Any
     ) -> GRPOLossOutput:
         """The arguments of `fused_linear_grpo_loss` other than the options above."""
-        options: dict[str, Any] = {"config": self.config, "chunk_bytes": self.chunk_bytes, "impl": self.impl}
-        options |= {"process_group": self.process_group}
-        return fused_linear_grpo_loss(hidden, weight, targets, advantages=advantages, **inputs, **options)
+        return fused_linear_grpo_loss(
+            hidden,
+            weight,
+            targets,
+            advantages=advantages,
+            config=self.config,
+            chunk_bytes=self.chunk_bytes,
+            process_group=self.process_group,
+            impl=self.impl,
+            **inputs,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"

@@ -21,10 +21,12 @@ from torch import Tensor
 from fused_grpo._maths import formulas
 from fused_grpo._maths.precision import full_precision
 from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
-from fused_grpo.head.checks import check_plan
+from fused_grpo.head.checks import HeadOptions, check_plan
 from fused_grpo.head.entries import Support, kept_mask, support_of
-from fused_grpo.head.head import Head, flatten_head, needs_gradient
+from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Head, flatten_head
 from fused_grpo.head.kept_tokens import supported_logprobs
+from fused_grpo.head.logprob_plans import Options
 from fused_grpo.head.several_targets import rows_with
 from fused_grpo.passes import choice
 
@@ -99,8 +101,8 @@ def linear_logprobs(
         UnavailableError: impl="triton" where Triton cannot run.
         UnsupportedError: options that do not go with a process_group; torch.func and forward-mode AD.
     """
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None, several=True)
+    options = HeadOptions(bias, temperature, logit_scale, softcap)
+    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
     return _linear_logprobs(head, plan, support, entropy=False)[0].reshape(targets.shape)
 
@@ -132,8 +134,8 @@ def linear_logprobs_and_entropy(
     Raises:
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs`.
     """
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    head = flatten_head(hidden, weight, targets, **options, sharded=process_group is not None, several=True)
+    options = HeadOptions(bias, temperature, logit_scale, softcap)
+    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
     logprobs, entropies = _linear_logprobs(head, plan, support, entropy=True)
     return LogProbs(logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1]))
@@ -151,25 +153,24 @@ class _Plan(NamedTuple):
 
 def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) -> tuple[Tensor, ...]:
     """(log p,) or (log p, entropy), each [N], log p of K targets [N, K]; these may be `ignore_index`."""
-    ignore_index, process_group, chunk_bytes, batch_invariant, impl = plan
-    refused: dict[str, Any] = {"process_group": process_group, "batch_invariant": batch_invariant}
-    check_plan(impl, chunk_bytes, ignore_index=ignore_index, **refused)
-    restricted = None if support is None else support_of(support, head, **refused)
-    if process_group is not None:
+    ignore_index, group, chunk_bytes, batch_invariant, impl = plan
+    check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant)
+    kept = None
+    if support is not None:  # here, because the call of a function that is not traced would break a compiled graph
+        kept = support_of(support, head, process_group=group, batch_invariant=batch_invariant)
+    options = Options(entropy, chunk_bytes, batch_invariant)
+    if group is not None:
         from fused_grpo.head.sharded import vocab_parallel_logprobs
 
-        options: dict[str, Any] = {"impl": impl, "chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant}
-        values = vocab_parallel_logprobs(head, process_group, ignore_index=ignore_index, entropy=entropy, **options)
+        values = vocab_parallel_logprobs(head, group, options, ignore_index=ignore_index, impl=impl)
     elif impl == "reference":
-        values = _reference(head, ignore_index, restricted)
-    elif restricted is not None:
-        how: dict[str, Any] = {"chunk_bytes": chunk_bytes, "impl": impl}
-        values = supported_logprobs(head, restricted, ignore_index=ignore_index, entropy=entropy, **how)
+        values = _reference(head, ignore_index, kept)
+    elif kept is not None:
+        values = supported_logprobs(head, kept, options, ignore_index=ignore_index, impl=impl)
     else:
-        wanted = [needs_gradient(x) for x in (head.hidden, head.weight, head.bias)]
         inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
         values = torch.ops.fused_grpo.linear_logprobs(
-            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, wanted
+            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
         )
     return values[: 2 if entropy else 1]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,15 +49,21 @@ SMALLEST = torch.finfo(torch.float32).tiny
 _wrapped: Any = torch._C._functorch
 
 
+class HeadOptions(NamedTuple):
+    """How a caller says that h.w becomes a logit: softcap(logit_scale * (h.w + bias)) / temperature."""
+
+    bias: Tensor | None = None  # [V]
+    temperature: float | Tensor = 1.0  # or one per row of hidden
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
 def check_head(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    options: HeadOptions,
     *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
     sharded: bool = False,
     several: bool = False,
 ) -> None:
@@ -65,6 +71,7 @@ def check_head(
 
     `targets` has the leading shape of `hidden`, or with `several` that and a last dimension of at least 1.
     """
+    bias, temperature, logit_scale, softcap = options
     check_dense(hidden=hidden, weight=weight, targets=targets)
     if bias is not None:
         check_dense(bias=bias)

@@ -10,17 +10,17 @@ Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo._maths.inputs import LogitTransform
 from fused_grpo._maths.precision import compute_dtype
-from fused_grpo.head.checks import check_head, check_targets, check_temperature_values
+from fused_grpo.head.checks import HeadOptions, check_head, check_targets, check_temperature_values
 from fused_grpo.passes import chunking
 from fused_grpo.passes.protocol import RowPasses
 
@@ -135,15 +135,15 @@ class Head:
         If the default budget is more than the device has left, half as many rows are tried, with a warning.
         """
         rows = self.chunk_rows(chunk_bytes, vocab_size=vocab_size)
-        where: dict[str, Any] = {"dtype": self.dtype, "device": self.hidden.device}
+        empty = functools.partial(passes.empty_tile, dtype=self.dtype, device=self.hidden.device)
         try:
-            return passes.empty_tile(rows, len(self.weight), **where)
+            return empty(rows, len(self.weight))
         except torch.OutOfMemoryError:
             # All ranks of a sharded head need chunks of the same rows.
             if chunk_bytes is not None or vocab_size is not None or rows == 1:
                 raise
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
-        return passes.empty_tile(-(-rows // 2), len(self.weight), **where)
+        return empty(-(-rows // 2), len(self.weight))
 
     def tile_memory(
         self,
@@ -212,11 +212,8 @@ def flatten_head(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    options: HeadOptions,
     *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
     sharded: bool = False,
     several: bool = False,
 ) -> Head:
@@ -224,9 +221,8 @@ def flatten_head(
 
     With `several`, targets may have one dimension more than rows: [..., K].
     """
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    check_head(hidden, weight, targets, **options, sharded=sharded, several=several)
-    device = hidden.device.type
+    check_head(hidden, weight, targets, options, sharded=sharded, several=several)
+    temperature, device = options.temperature, hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     dtype = compute_dtype(hidden)
@@ -239,11 +235,11 @@ def flatten_head(
     return Head(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
-        bias=bias,
+        bias=options.bias,
         targets=targets.reshape(-1) if single else targets.reshape(-1, targets.shape[-1]),
         temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
     )
 
 

@@ -221,16 +221,16 @@ class SupportedHead:
 
 @outside_graphs
 def supported_logprobs(
-    head: Head, support: Support, *, ignore_index: int, entropy: bool, chunk_bytes: int | None, impl: str
+    head: Head, support: Support, options: logprob_plans.Options, *, ignore_index: int, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """(log p [N], entropy [N], or zeros unless `entropy`) over the kept tokens; targets may be `ignore_index`."""
+    """(log p [N], entropy [N] or zeros) over the kept tokens; targets may be `ignore_index`."""
     kept, head = head.without_ignored(ignore_index)
     passes = choice.passes(choice.choose(impl, head.hidden))
     wanted, leaves = Wanted.of(head), (head.hidden, head.weight, head.bias)
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, hidden=head.hidden.detach(), weight=head.weight.detach(), bias=bias)
-    rows = SupportedHead(head, support, kept, passes, chunk_bytes=chunk_bytes, wanted=wanted)
-    return _Supported.apply(*leaves, rows, entropy)  # type: ignore[no-any-return, no-untyped-call]
+    rows = SupportedHead(head, support, kept, passes, chunk_bytes=options.chunk_bytes, wanted=wanted)
+    return _Supported.apply(*leaves, rows, options.entropy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Supported(torch.autograd.Function):

@@ -88,20 +88,12 @@ def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
 
 
 def vocab_parallel_logprobs(
-    head: Head,
-    group: Any,
-    *,
-    ignore_index: int,
-    impl: str,
-    chunk_bytes: int | None,
-    batch_invariant: bool,
-    entropy: bool,
+    head: Head, group: Any, options: logprob_plans.Options, *, ignore_index: int, impl: str
 ) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) of `head` whose weight and bias are this rank's shard."""
     shards = shards_of(head, group, impl=impl)
     kept, head = head.without_ignored(ignore_index, vocab_size=sum(shards.sizes))
     head = shards.own(head)
-    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant)
     passes, tensors = choice.passes(choice.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
     logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
     return torch.where(kept, logprobs, 0.0), torch.where(several_targets.rows_with(kept), entropies, 0.0)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import outside_graphs
+from fused_grpo.head.checks import HeadOptions, outside_graphs
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.integrations.speculative import speculative_logprobs
@@ -133,21 +133,20 @@ class _Ops:
             transform = (temperature, chunk_size, final_logit_softcapping, logit_scale)
             fields: Fields = self.theirs.apply(hidden, weight, bias, targets, *transform, *given)
             return fields
-        options: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
-        options["softcap"] = final_logit_softcapping
+        options = HeadOptions(bias, temperature, logit_scale, final_logit_softcapping)
         expected, speculates = _current_loss.get(), torch.is_grad_enabled()
         if expected is not None and speculates and len(targets) == len(expected.inputs["advantages"]):
-            head = flatten_head(hidden, weight, targets, **options)
+            head = flatten_head(hidden, weight, targets, options)
             if head.hidden.dtype != torch.float16:
                 named = {"dtype": head.dtype, "device": hidden.device, **expected.inputs, "config": expected.config}
                 inputs = loss_inputs(targets.shape, **named)
                 values = speculative_logprobs(head, inputs, expected.config, chunk_bytes=self.chunk_bytes)
                 return *values, None, None, None
             _announce(f"fp16 would lose small gradients before they are scaled: {_NO_SPECULATION}")
-        options["chunk_bytes"] = self.chunk_bytes
+        keywords: dict[str, Any] = {**options._asdict(), "chunk_bytes": self.chunk_bytes}
         if outputs is not None and "entropy" in outputs:
-            return *linear_logprobs_and_entropy(hidden, weight, targets, **options), None, None, None
-        return linear_logprobs(hidden, weight, targets, **options), None, None, None, None
+            return *linear_logprobs_and_entropy(hidden, weight, targets, **keywords), None, None, None
+        return linear_logprobs(hidden, weight, targets, **keywords), None, None, None, None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
+from fused_grpo.head.checks import HeadOptions
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations import speculative as module
 from fused_grpo.integrations.speculative import speculative_logprobs
@@ -45,7 +46,7 @@ class Case:
         self.inputs |= {"old_logprobs": self.old, "ref_logprobs": self.old + 0.1}
 
     def speculative(self, hidden, weight, bias):
-        head = flatten_head(hidden, weight, self.targets, bias=bias, **OPTIONS)
+        head = flatten_head(hidden, weight, self.targets, HeadOptions(bias, **OPTIONS))
         names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
         named = {**dict.fromkeys(names), **self.inputs, "config": self.config}
         inputs = loss_inputs(self.targets.shape, dtype=hidden.dtype, device=hidden.device, **named)

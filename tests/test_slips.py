@@ -1,0 +1,61 @@
+"""A misspelled pass, a wrong argument and a wrong field are found by `make check`: the seams of the house are types."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GRADIENTS, LOSS, ROWS = "head/gradients.py", "head/chunked_loss.py", "passes/torch_passes/row_passes.py"
+# What is wrong -> (file of fused_grpo, what is there, what is planted).
+SLIPS = {
+    "a pass's name": (GRADIENTS, "passes.scale_hidden(hidden", "passes.scale_hiden(hidden"),
+    "too few arguments of a pass": (GRADIENTS, "scale_hidden(hidden, scale, grad", "scale_hidden(hidden, grad"),
+    "an option of the gradients": (LOSS, "every_row=one_group", "evry_row=one_group"),
+    "a field of a plan": (LOSS, "plan.chunk_bytes)", "plan.chunk_byte)"),
+    "a plan that is left out": ("fused_loss.py", "config, passes, plan, shards", "config, passes, shards"),
+    "an argument of another type": ("head/registered_ops.py", "plan(head.select(index), choice", "plan(index, choice"),
+    "a field of what was seen": ("head/visits.py", "self.statistics.logprobs, self", "self.statistics.logprob, self"),
+    "the transform of a tile": (GRADIENTS, "**tile.transform\n            )", "**tile.arguments\n            )"),
+    "a field of the transform": ("head/several_targets.py", 'transform["temperature"]', 'transform["temprature"]'),
+    "an option of the head": ("divergence.py", "HeadOptions(student_bias", "HeadOptions(student_bias, None"),
+    "a gradient that is wanted": ("head/chunked_divergence.py", "any(wanted) else", "wanted.weigth else"),
+    "a pass that only kernels have": (ROWS, "def scale_(values", "def scale(values"),
+    "an argument that only kernels have": (ROWS, "    known: Statistics,\n", "    seen: Statistics,\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is checked, with what the checker remembers of it."""
+    folder = tmp_path_factory.mktemp("house")
+    for name in ("fused_grpo", "kernels", "trainer", "bench", ".mypy_cache"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    assert check(folder).returncode == 0
+    return folder
+
+
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mypy"], cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SLIPS)
+def test_the_type_checker_finds_it(house: Path, name: str) -> None:
+    file, there, slip = SLIPS[name]
+    path = house / "fused_grpo" / file
+    text = path.read_text()
+    assert text.count(there) == 1
+    path.write_text(text.replace(there, slip))
+    try:
+        found = check(house)
+        assert found.returncode == 1, found.stdout
+        assert "error: " in found.stdout
+    finally:
+        path.write_text(text)
