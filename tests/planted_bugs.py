@@ -96,8 +96,8 @@ BUGS = {
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/head/chunked_loss.py",
-        '"every_row": one_group or not two_phases',
-        '"every_row": True',
+        "every_row=one_group or not two_phases",
+        "every_row=True",
         ["tests/ops/test_loss_promises.py", "-k", "no_phase_multiplies and torch"],
     ),
     "an expanded temperature is never checked": Bug(
@@ -108,8 +108,8 @@ BUGS = {
     ),
     "rows with nothing but an entropy gradient are left out": Bug(
         "fused_grpo/head/logprob_plans.py",
-        "some | (grad_entropy != 0)",
-        "some",
+        "has_gradient | (grad_entropy != 0)",
+        "has_gradient",
         EXACT,
     ),
     "small gradients vanish in fp16": Bug(
@@ -299,7 +299,7 @@ BUGS = {
         OF_TYPES,
     ),
     "dW of a row with nothing but an entropy gradient": Bug(
-        "fused_grpo/head/loss_gradients.py",
+        "fused_grpo/_maths/statistics.py",
         "(self.logprobs != 0) | (self.entropy != 0)",
         "self.logprobs != 0",
         VARIANTS,
@@ -363,8 +363,8 @@ BUGS = {
     ),
     "tiles are taken where the caller bounds the memory": Bug(
         "fused_grpo/head/logprob_plans.py",
-        "not (chunk_bytes is None and passes.prefers_tiles(head.hidden))",
-        "not passes.prefers_tiles(head.hidden)",
+        "options.chunk_bytes is None and not options.batch_invariant and",
+        "not options.batch_invariant and",
         ["tests/kernels/test_tuning.py"],
     ),
     "the gradient kernel sees a target that is elsewhere": Bug(

@@ -58,8 +58,8 @@ BUGS = {
     ),
     "the teacher has the temperature and bias of the student": (
         "fused_grpo/head/chunked_divergence.py",
-        '"teacher_head": teacher.transform',
-        '"teacher_head": tile.transform',
+        "teacher_head=teacher.transform,\n            dtype=",
+        "teacher_head=tile.transform,\n            dtype=",
         DIVERGENCES,
     ),
     "masked rows of the teacher take part": (
@@ -75,9 +75,9 @@ BUGS = {
         DISTILLATION,
     ),
     "a loss in two phases leaves the teacher out where it has no gradient itself": (
-        "fused_grpo/head/chunked_loss.py",
-        "done.have_gradient() | (self.teacher is not None)",
-        "done.have_gradient()",
+        "fused_grpo/head/visits.py",
+        "torch.ones_like(upstream.logprobs, dtype=torch.bool)",
+        "upstream.have_gradient()",
         DISTILLATION,
     ),
     "the gradients of the loss are lost beside those of the divergence": (
@@ -148,8 +148,8 @@ BUGS = {
     ),
     "log-probs of truncated sampling over the whole vocabulary": (
         "trainer/policy.py",
-        "if batch.support is not None:",
-        "if False:",
+        '"support": batch.support}',
+        '"support": None}',
         [TRUNCATED, "-k", "plain_loop"],
     ),
     "supports of the tokens after the end": (
@@ -184,8 +184,8 @@ BUGS = {
     ),
     "the slope of kept tokens forgets the soft cap": (
         "fused_grpo/head/kept_tokens.py",
-        "slope *= reference.cap_slope(",
-        "slope * reference.cap_slope(",
+        "slope *= formulas.cap_slope(",
+        "slope * formulas.cap_slope(",
         KEPT,
     ),
     "dW takes gradients in the order of rows and hidden states in that of tokens": (
