@@ -39,13 +39,12 @@ def walk_of(call: Callable[[], Any]) -> Walk:
     functions, calls = defaultdict[str, set[str]](set), list[str]()
 
     def record(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        path = Path(code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "scripts"):
-            if ".venv" not in path.parts and not code.co_name.startswith("<"):
-                name = str(path.resolve().relative_to(ROOT))
-                functions[name].add(code.co_qualname)
-                calls.append(name)
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
+        ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("scripts", ".venv")
+        if event == "call" and ours and not name.endswith(">"):
+            file = str(path.resolve().relative_to(ROOT))
+            functions[file].add(name)
+            calls.append(file)
 
     sys.setprofile(record)
     try:
