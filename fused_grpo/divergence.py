@@ -2,6 +2,7 @@
 
 `chunked_divergence.py` has the algorithm; this file has the arguments and autograd. As in `fused_loss.py`, the
 gradients are taken in the forward pass and scaled in the backward pass; use `torch.no_grad()` for evaluation.
+`Distillation` is the same divergence as a term of `fused_linear_grpo_loss`.
 """
 
 from __future__ import annotations

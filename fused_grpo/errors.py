@@ -14,6 +14,10 @@
 
 Messages have three parts: what was got, what is wanted, and how to fix it. They may quote what others wrote (a model,
 a server, the exception of a reward function), so control characters in a message are escaped and its length is bounded.
+
+That text is untrusted: an escape sequence can recolour or retitle a terminal, a bidirectional override reverses text,
+and it may have any length. `visible` escapes such characters instead of dropping them, so that what is shown is still
+what was written. Every error goes through `shown`.
 """
 
 from __future__ import annotations

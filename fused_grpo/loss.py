@@ -1,4 +1,8 @@
-"""`grpo_loss`: the GRPO loss of given log-probs. Its gradient is computed in the forward pass."""
+"""`grpo_loss`: the GRPO loss of given log-probs. Its gradient is computed in the forward pass.
+
+`loss_inputs` checks what both public losses take beside log-probs: it raises InputError, with what was got, what is
+wanted and a fix.
+"""
 
 from __future__ import annotations
 

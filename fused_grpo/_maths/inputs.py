@@ -10,8 +10,6 @@ becomes one weight per token, so that loss = sum(weights * l) for all types:
 
 The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
 add up to the loss of the step, for any split into micro-batches.
-
-Every function here that checks its arguments raises InputError, with what was got, what is wanted and a fix.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ On a CPU all values are checked. On a GPU that would synchronize the stream: tar
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
 Every `check_...` raises InputError for the first argument that cannot be right; `check_transforms` and
-`differentiated_once` raise UnsupportedError, `check_main_grad` and `check_dense` either.
+`differentiated_once` raise UnsupportedError, `check_main_grad` and `check_dense` either. Functions that read values are
+called by `torch.compile` without being traced: `outside_graphs`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ a sum over ranks: one all-reduce at the end, in fp32.
 Collectives: the sizes of the shards, the statistics (of log-probs once, of a loss once per chunk), dH. They are called
 for all shapes (also for empty shards and no rows), and their number depends only on what every rank knows, so no rank
 waits for a collective that another rank skips.
+
+`Shards` is what a loss needs of it; `vocab_parallel_logprobs` is the log-prob op.
 """
 
 from __future__ import annotations
