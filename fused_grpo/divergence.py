@@ -129,11 +129,11 @@ def fused_linear_divergence(
     index = rows_of(weights != 0)
     weights = weights.to(heads.student.dtype)
     rows = heads.select(index)
-    some = weights if index is None else weights[index]
+    row_weights = weights if index is None else weights[index]
     with full_precision(student_hidden):
         if chosen == "reference":
             divergence = reference_divergence(rows, kind, beta)
-            loss, divergence = (some * divergence).sum(), divergence.detach()
+            loss, divergence = (row_weights * divergence).sum(), divergence.detach()
         else:
             passes = choice.passes(chosen)
             wanted = Wanted.of(heads.student)
@@ -143,12 +143,12 @@ def fused_linear_divergence(
                     passes,
                     kind=kind,
                     beta=beta,
-                    weights=some,
+                    weights=row_weights,
                     chunk_bytes=chunk_bytes,
                     wanted=wanted,
                     rounded=weight_main_grad is None,
                 )
-                loss = (some * divergence).sum()
+                loss = (row_weights * divergence).sum()
             leaves = (heads.student.hidden, student_weight, student_bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
     if index is not None:

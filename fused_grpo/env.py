@@ -22,26 +22,26 @@ def environment() -> dict[str, str]:
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python, of this package and of those of `packages` that are installed; torch's names its CUDA."""
-    found = {"python": platform.python_version(), "fused_grpo": __version__}
+    facts = {"python": platform.python_version(), "fused_grpo": __version__}
     for name in packages:
         try:
             # The metadata of its wheels from PyPI do not say which CUDA they are for.
-            found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
+            facts[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def machine() -> dict[str, str | int]:
     """The operating system, the processors and the accelerator."""
-    found: dict[str, str | int] = {
+    facts: dict[str, str | int] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count() or 1,
         "device": "cpu",
     }
     if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
-    return found
+        facts |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
+    return facts
 
 
 def implementations() -> dict[str, str]:

@@ -147,12 +147,12 @@ def fused_linear_grpo_loss(
             plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy, rounded=weight_main_grad is None)
             with torch.no_grad():
                 if restricted is None:
-                    done = chunked_loss(head, inputs, config, passes, plan, shards=shards, teacher=teacher)
+                    result = chunked_loss(head, inputs, config, passes, plan, shards=shards, teacher=teacher)
                 else:
-                    done = supported_loss(head, restricted, inputs, config, passes, plan)
-            known = (done.statistics["loss"], done.gradients, weight_main_grad, passes)
-            loss = AttachGradients.apply(*known, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
-            logprobs, statistics = done.logprobs, done.statistics
+                    result = supported_loss(head, restricted, inputs, config, passes, plan)
+            attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
+            loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
+            logprobs, statistics = result.logprobs, result.statistics
     metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
@@ -208,12 +208,12 @@ def _reference_loss(
     )
     loss, _ = formulas.grpo_loss(logprobs, entropy, inputs, config)
     passes = choice.passes("reference")
-    done, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
+    upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
     if teacher is not None:
-        some = inputs.tokens.mask.nonzero()[:, 0]
-        divergence = reference_divergence(TwoHeads(head, teacher.head).select(some), teacher.kind, teacher.beta)
-        loss = loss + (teacher.weights[some] * divergence).sum()
-        teacher.divergence[some] = divergence.detach()
+        rows = inputs.tokens.mask.nonzero()[:, 0]
+        divergence = reference_divergence(TwoHeads(head, teacher.head).select(rows), teacher.kind, teacher.beta)
+        loss = loss + (teacher.weights[rows] * divergence).sum()
+        teacher.divergence[rows] = divergence.detach()
         statistics = teacher.added_to(statistics)
     return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}

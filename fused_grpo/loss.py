@@ -116,13 +116,13 @@ def grpo_loss(
     assert flat is not None
     chosen = choice.choose(impl, logprobs)
     passes = choice.passes(chosen)
-    done, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], done, inputs.tokens.mask, passes)
+    upstream, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
     if chosen == "reference":
         loss = formulas.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
-        known = (statistics["loss"], done, None, passes)
-        loss = AttachGradients.apply(*known, flat, flat_entropy)  # type: ignore[no-untyped-call]
+        attached = (statistics["loss"], upstream, None, passes)
+        loss = AttachGradients.apply(*attached, flat, flat_entropy)  # type: ignore[no-untyped-call]
     metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy is not None)
     return GRPOLossOutput(loss, metrics, logprobs.detach())
 

@@ -87,12 +87,12 @@ BUGS = {
     ),
     "rows that are left out are scattered to the wrong place": Bug(
         "fused_grpo/head/gradients.py",
-        "self._hidden[index] = done",
-        "self._hidden[tile.rows] = done",
+        "self._hidden[index] = d_rows",
+        "self._hidden[tile.rows] = d_rows",
         EXACT,
     ),
     "dH without its factors": Bug(
-        "fused_grpo/head/gradients.py", "torch.mul(done, factor[:, None], out=", "torch.mul(done, 1.0, out=", LAYOUT
+        "fused_grpo/head/gradients.py", "torch.mul(d_rows, factor[:, None], out=", "torch.mul(d_rows, 1.0, out=", LAYOUT
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/head/chunked_loss.py",

@@ -17,7 +17,7 @@ BUGS = {
     ),
     "dppo's divergence without the other tokens": (
         "fused_grpo/_maths/formulas.py",
-        "(old - logprobs) + rest * (rest.log() - left.log())",
+        "(old - logprobs) + old_rest * (old_rest.log() - new_rest.log())",
         "(old - logprobs)",
         AUTHORS,
     ),

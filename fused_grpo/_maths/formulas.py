@@ -169,11 +169,11 @@ def token_loss(
     old = denominator(old, sampling_logprobs, mask, terms)
     ratio = torch.exp(logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0))
     policy, clipped = policy_term(logprobs, ratio, advantages, terms, old=old)
-    left = sampling_weights(old, sampling_logprobs, mask, terms)
+    policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
-        left = left * torch.where(mask, policy_weights, 0.0)
+        policy_weight = policy_weight * torch.where(mask, policy_weights, 0.0)
     # A weight of 0 leaves a token out, even where its term is infinite.
-    policy = torch.where(left == 0, 0.0, policy * left)
+    policy = torch.where(policy_weight == 0, 0.0, policy * policy_weight)
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
@@ -199,7 +199,7 @@ def token_loss(
         "ratio": (ratio * on).sum(),
         "clip_low": (on * (clipped & (advantages < 0))).sum(),
         "clip_high": (on * (clipped & (advantages > 0))).sum(),
-        "effective_weight": (on * left).sum(),
+        "effective_weight": (on * policy_weight).sum(),
         "sampling_difference": torch.nan_to_num(difference).sum(),
         "sampling_difference_max": largest(torch.nan_to_num(difference)).clamp_min(0.0),
         "ratio_min": -largest(torch.where(mask, -ratio, -torch.inf)),
@@ -253,8 +253,8 @@ def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, term
         divergence = moved.abs()
     else:
         # 1 - mu and 1 - p, where their logarithms are finite.
-        rest, left = ((-torch.expm1(values)).clamp_min(1e-37) for values in (old, logprobs))
-        divergence = old.exp() * (old - logprobs) + rest * (rest.log() - left.log())
+        old_rest, new_rest = ((-torch.expm1(values)).clamp_min(1e-37) for values in (old, logprobs))
+        divergence = old.exp() * (old - logprobs) + old_rest * (old_rest.log() - new_rest.log())
     falls = (advantages < 0) & (moved < 0) & (divergence > terms.epsilon_low)
     return falls | ((advantages > 0) & (moved > 0) & (divergence > terms.epsilon_high))
 
@@ -284,10 +284,10 @@ def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
     return difference.masked_fill(difference.isnan(), 0.0)
 
 
-def bounded_ratio(log_ratio: Tensor, how: str, clip_min: float | None, clip_max: float | None) -> Tensor:
+def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_max: float | None) -> Tensor:
     """exp(log_ratio), clipped to the bounds ("truncate") or 0 outside of them ("mask")."""
     ratio = log_ratio.exp()
-    if how == "truncate":
+    if bound == "truncate":
         return ratio if clip_min is None and clip_max is None else ratio.clamp(clip_min, clip_max)
     low, high = 0.0 if clip_min is None else clip_min, torch.inf if clip_max is None else clip_max
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
@@ -314,43 +314,43 @@ def token_factors(
     They hold what depends on more than a token: on its sequence, or on thresholds and selections over all tokens.
     """
     tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
-    sampling, correction, factors = tokens.sampling_logprobs, config.sampling_correction, []
-    found: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
+    sampling, correction, policy_factors = tokens.sampling_logprobs, config.sampling_correction, []
+    factors: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
     if not (config.entropy_coef or needs_other_tokens(inputs, config)):
-        return found
+        return factors
     current = torch.where(mask, logprobs.detach(), 0.0)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
     if sampling is not None and correction is not None and correction.startswith("sequence"):
         whole = sequences.sum(log_rho(old, sampling, mask))
-        how = correction.removeprefix("sequence_")
-        rho = bounded_ratio(whole, how, config.sampling_clip_min, config.sampling_clip_max)
-        factors.append(sequences.spread(rho, len(mask)))
+        bound = correction.removeprefix("sequence_")
+        rho = bounded_ratio(whole, bound, config.sampling_clip_min, config.sampling_clip_max)
+        policy_factors.append(sequences.spread(rho, len(mask)))
     if config.loss_type == "vespo":
-        factors.append(vespo_weights(current, old, inputs, config))
+        policy_factors.append(vespo_weights(current, old, inputs, config))
     if config.off_policy_mask_threshold is not None:
         drift = -log_rho(current, old if sampling is None else sampling, mask)
         close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
-        factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
+        policy_factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
     if config.sequence_rejection is not None and sampling is not None:
         kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
-        factors.append(sequences.spread(kept, len(mask)).double())
+        policy_factors.append(sequences.spread(kept, len(mask)).double())
     if config.selects_by_covariance:
         selected = covariance_selection(current, inputs, config)
         if config.clip_cov_ratio:
-            factors.append((~selected).double())
+            policy_factors.append((~selected).double())
         else:
-            found["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
+            factors["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
     on = mask
     if config.top_entropy_quantile < 1.0:
         assert entropy is not None
         on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
-        factors.append(on.double())
-    if factors:
-        found["policy_weights"] = torch.stack(factors).prod(0).to(current.dtype)
+        policy_factors.append(on.double())
+    if policy_factors:
+        factors["policy_weights"] = torch.stack(policy_factors).prod(0).to(current.dtype)
     if config.entropy_coef:
         count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
-        found["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
-    return found
+        factors["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
+    return factors
 
 
 def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:

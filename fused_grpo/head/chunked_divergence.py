@@ -89,7 +89,7 @@ class Teacher:
     def finish(
         self,
         tile: Tile,
-        found: TileDivergence,
+        pair: TileDivergence,
         gradients: HeadGradients | None = None,
         grad_logprobs: Tensor | None = None,
     ) -> None:
@@ -99,8 +99,8 @@ class Teacher:
             assert grad_logprobs is not None
             scale = 1.0 if gradients.scale is None else gradients.scale
             upstream = self.weights[rows] * scale, grad_logprobs * scale
-            gradients.add_gradient(tile, found.gradient_(*upstream, dtype=tile.hidden.dtype))
-        self.divergence[rows] = found.divergence
+            gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
+        self.divergence[rows] = pair.divergence
 
     @staticmethod
     def _rows(tile: Tile) -> slice | Tensor:

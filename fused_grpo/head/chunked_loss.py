@@ -207,8 +207,8 @@ def _in_two_phases(
         others = visitor.to_revisit(upstream)[: last.start].nonzero()[:, 0]
         recomputed = len(others)
         for tile in head.select(others).tiles(memory) if recomputed else ():
-            some = others[tile.rows]
-            visitor.add(tile, Seen(rows.rows(some)), upstream.rows(some))
+            again = others[tile.rows]
+            visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again))
     return {**statistics, "recomputed": torch.full_like(statistics["loss"], recomputed)}, rows, upstream
 
 

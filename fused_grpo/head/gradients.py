@@ -124,16 +124,16 @@ class HeadGradients:
         assert self._rows is not None
         weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)
         if tile.columns.stop == len(self._head.weight):
-            done = self._rows
+            d_rows = self._rows
             if factor is not None:
                 # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
-                at_once = index is None and done.is_cuda
-                done = torch.mul(done, factor[:, None], out=self._hidden[tile.rows] if at_once else done)
-            self._unscale(done)
+                at_once = index is None and d_rows.is_cuda
+                d_rows = torch.mul(d_rows, factor[:, None], out=self._hidden[tile.rows] if at_once else d_rows)
+            self._unscale(d_rows)
             if index is not None:
-                self._hidden[index] = done.to(self._hidden.dtype)
-            elif done.dtype != self._hidden.dtype:
-                self._hidden[tile.rows].copy_(done)
+                self._hidden[index] = d_rows.to(self._hidden.dtype)
+            elif d_rows.dtype != self._hidden.dtype:
+                self._hidden[tile.rows].copy_(d_rows)
             self._rows = None
 
     def _add_weight_gradient(self, tile: Tile, values: Tensor, hidden: Tensor | None) -> None:

@@ -32,10 +32,12 @@ def supported_loss(
         scored = torch.zeros_like(scored).index_fill_(0, order, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     rows = SupportedHead(head, support, scored, passes, chunk_bytes=plan.chunk_bytes, wanted=plan.wanted)
-    known = rows.statistics(entropy=plan.entropy)
-    done, sums = value_and_gradient(known.logprobs, known.entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], done, scored, passes)
-    recomputed = done.have_gradient()[rows.others].sum() * differentiated
-    gradients = rows.gradients(known, done, rounded=plan.rounded) if differentiated else (None, None, None)
+    row_statistics = rows.statistics(entropy=plan.entropy)
+    upstream, sums = value_and_gradient(
+        row_statistics.logprobs, row_statistics.entropy, inputs, config=config, passes=passes
+    )
+    statistics = statistics_of([sums], upstream, scored, passes)
+    recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
+    gradients = rows.gradients(row_statistics, upstream, rounded=plan.rounded) if differentiated else (None, None, None)
     statistics = {**statistics, "recomputed": recomputed.to(statistics["loss"].dtype)}
-    return ChunkedLoss(statistics, known.logprobs, known.entropy, done, gradients)
+    return ChunkedLoss(statistics, row_statistics.logprobs, row_statistics.entropy, upstream, gradients)

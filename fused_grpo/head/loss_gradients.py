@@ -54,10 +54,10 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def statistics_of(sums: Sequence[Any], done: Upstream, mask: Tensor, passes: RowPasses) -> dict[str, Tensor]:
+def statistics_of(sums: Sequence[Any], upstream: Upstream, mask: Tensor, passes: RowPasses) -> dict[str, Tensor]:
     """The statistics of all tokens, and the number of unmasked ones without a gradient."""
-    zero = (mask > done.have_gradient()).sum()  # in the mask and without: one operation on two bools
-    return {**passes.token_statistics(sums), "zero_gradient": zero.to(done.logprobs.dtype)}
+    zero = (mask > upstream.have_gradient()).sum()  # in the mask and without: one operation on two bools
+    return {**passes.token_statistics(sums), "zero_gradient": zero.to(upstream.logprobs.dtype)}
 
 
 class AttachGradients(torch.autograd.Function):

@@ -89,9 +89,15 @@ def _linear_logprobs(
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
     logprobs = of_all(logprobs.t()) if targets.ndim == 1 else torch.where(kept, of_all(logprobs.t()).t(), 0.0)
-    known = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
+    shift_and_total = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
     largest = of_all(largest) if _takes_gradient(wanted, batch_invariant) else largest
-    return logprobs, logprobs.new_empty(0) if entropies is None else of_all(entropies), known, d_hidden, largest
+    return (
+        logprobs,
+        logprobs.new_empty(0) if entropies is None else of_all(entropies),
+        shift_and_total,
+        d_hidden,
+        largest,
+    )
 
 
 def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
