@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo._maths.inputs import LossInputs
 from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import LARGEST, GRPOLossConfig
@@ -224,9 +224,9 @@ def reference_divergence(heads: TwoHeads, kind: str, beta: float) -> Tensor:
     logits = []
     for head in (heads.student, heads.teacher):
         hidden = head.hidden if head.index is None else head.hidden[head.index]
-        raw = hidden.to(head.dtype) @ formulas.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
-        logits.append(formulas.transform_logits(raw, **head.transform()))
-    return formulas.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)
+        raw = hidden.to(head.dtype) @ distributions.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
+        logits.append(distributions.transform_logits(raw, **head.transform()))
+    return distributions.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)
 
 
 @dataclass(frozen=True, eq=False)

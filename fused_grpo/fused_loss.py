@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions, formulas
 from fused_grpo._maths.inputs import LossInputs
 from fused_grpo._maths.precision import full_precision
 from fused_grpo.config import GRPOLossConfig, loss_config
@@ -203,7 +203,7 @@ def _reference_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss, log-probs [N], statistics) through full logits and autograd."""
     kept = None if support is None else kept_mask(support, len(head.weight))
-    logprobs, entropy = formulas.logprobs_and_entropy(
+    logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets, **head.transform(), kept=kept
     )
     loss, _ = formulas.grpo_loss(logprobs, entropy, inputs, config)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo._maths.precision import full_precision
 from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
 from fused_grpo.head.checks import HeadOptions, check_plan
@@ -180,7 +180,7 @@ def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[
     kept, head = head.without_ignored(ignore_index)
     mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
-        logprobs, entropy = formulas.logprobs_and_entropy(
+        logprobs, entropy = distributions.logprobs_and_entropy(
             head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=mask
         )
     return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0)

@@ -184,8 +184,8 @@ BUGS = {
     ),
     "the slope of kept tokens forgets the soft cap": (
         "fused_grpo/head/kept_tokens.py",
-        "slope *= formulas.cap_slope(",
-        "slope * formulas.cap_slope(",
+        "slope *= distributions.cap_slope(",
+        "slope * distributions.cap_slope(",
         KEPT,
     ),
     "dW takes gradients in the order of rows and hidden states in that of tokens": (

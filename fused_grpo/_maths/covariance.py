@@ -19,7 +19,16 @@ from fused_grpo.config import GRPOLossConfig
 
 
 def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, config: GRPOLossConfig) -> Tensor:
-    """Which tokens are selected, [N] bool, from log-probs, advantages and `clipped` (bool) of all tokens, each [N]."""
+    """Which tokens are selected, [N] bool, from log-probs, advantages and `clipped` (bool) of all tokens, each [N].
+
+    Of four tokens, the one whose log-prob and advantage are both high has the largest covariance:
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> logprobs, advantages = torch.tensor([-0.1, -2.0, -2.0, -0.5]), torch.tensor([2.0, -1.0, 1.0, 0.0])
+    >>> unclipped = torch.zeros(4, dtype=torch.bool)
+    >>> select_by_covariance(logprobs, advantages, unclipped, GRPOLossConfig(kl_cov_ratio=0.25)).tolist()
+    [True, False, False, False]
+    """
     some = (logprobs.double(), advantages.double())
     covariances = torch.stack([values - values.mean() for values in some]).prod(0)
     order = covariances.argsort(stable=True)

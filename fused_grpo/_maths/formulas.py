@@ -1,28 +1,14 @@
-"""The maths, once, in plain torch, with its derivation. Any floating dtype works; autograd computes the derivatives.
+"""The maths of the loss, once, in plain torch, with its derivation. Log-probs and divergences: `distributions.py`.
 
-Three parts of the project use it:
+Any floating dtype works; autograd computes the derivatives. Three parts of the project use it:
 
-- `impl="reference"` computes full logits and the loss with these functions (`logprobs_and_entropy`, `grpo_loss`).
+- `impl="reference"` computes the loss with these functions (`grpo_loss`).
 - The tests compare every fast path with that, in fp64.
 - Production code: the torch path of the loss is `token_loss` (`torch_passes`), all paths take `token_factors`,
   `sequence_log_ratio` and `finish_metrics` from here (`loss_gradients.py`), and the drop-in for Liger uses `kl_term`,
   `policy_term` and `vespo_phi`. So the tests compare `token_loss` also with TRL's own loss.
 
-Letters: N tokens, D hidden size, V vocabulary.
-
-**Log-probs.** The logit of token v in row n is
-
-    z = softcap(logit_scale * (h_n . w_v + b_v)) / temperature_n        softcap(x) = c * tanh(x / c)
-
-    log p = z_target - logsumexp(z)          H = -sum_v p_v log p_v
-
-with the gradients that the kernels implement (g = dL/d log p, g_H = dL/dH, t the target):
-
-    dL/dz_v = g * ([v = t] - p_v) - g_H * p_v * (log p_v + H)
-
-    dL/d(h.w_v + b_v) = dL/dz_v / temperature * (1 - tanh^2(x / c)) * logit_scale
-
-**Loss.** With d = log p - log p_old, the ratio r = exp(d) of a token (or exp of the mean d of its sequence), its
+With N tokens and d = log p - log p_old, the ratio r = exp(d) of a token (or exp of the mean d of its sequence), its
 advantage A, and an upper bound delta (infinite unless given), the policy term of one token is
 
     clipped losses   l = -min(min(r, delta) * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)
@@ -56,90 +42,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_grpo._maths.covariance import select_by_covariance
-from fused_grpo._maths.inputs import LogitTransform, LossInputs
-from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.inputs import LossInputs
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-
-
-def transform_logits(
-    raw: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Tensor,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> Tensor:
-    """z [N, V] from raw = h.w [N, V], bias [V] and temperature [N]."""
-    x = logit_scale * (raw if bias is None else raw + bias.to(raw.dtype))
-    capped = x if softcap is None else softcap * torch.tanh(x / softcap)
-    return capped / temperature.to(raw.dtype)[:, None]
-
-
-def cap_slope(x: Tensor) -> Tensor:
-    """1 - tanh^2(x) as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
-    e = torch.exp(-2 * x.abs())
-    return 4 * e / (1 + e).square()
-
-
-def logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    kept: Tensor | None = None,
-    **transform: Unpack[LogitTransform],
-) -> tuple[Tensor, Tensor]:
-    """log p of the targets, [N] or [N, K], and the entropy [N], through full logits [N, V] and autograd.
-
-    With `kept` [N, V] the softmax of each row is over the tokens where it is True.
-    """
-    dtype = compute_dtype(hidden)
-    raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
-    z = transform_logits(raw, **transform)
-    z = z if kept is None else z.masked_fill(~kept, -torch.inf)
-    log_p = torch.log_softmax(z, dim=-1)
-    # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.
-    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    of_targets = log_p.gather(1, targets[:, None])[:, 0] if targets.ndim == 1 else log_p.gather(1, targets)
-    return of_targets, -(log_p.exp() * finite).sum(-1)
-
-
-def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight` with its values rounded to `dtype`, and a gradient that is not rounded."""
-    if weight.dtype == dtype:
-        return weight
-    # The difference to the rounded value is exact, so the sum is the rounded value, bit for bit.
-    return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())
-
-
-def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tensor:
-    """The divergence [N] of the softmax p of the student's logits and q of the teacher's, both [N, V].
-
-    KL(q | p) for "forward_kl", KL(p | q) for "reverse_kl", and for "jsd" with m = (1 - beta) p + beta q
-
-        beta KL(q | m) + (1 - beta) KL(p | m)
-    """
-    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
-    if kind == "forward_kl":
-        return _kl(log_q, log_p)
-    if kind == "reverse_kl":
-        return _kl(log_p, log_q)
-    never = (log_p == -torch.inf) & (log_q == -torch.inf)
-    log_p, log_q = log_p.masked_fill(never, -1e4), log_q.masked_fill(never, -1e4)
-    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
-    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p | q) [N]. A token without probability adds 0; 0 * (-inf) would be NaN."""
-    never = log_p == -torch.inf
-    return (log_p.exp() * (log_p.masked_fill(never, 0.0) - log_q.masked_fill(never, 0.0))).sum(-1)
 
 
 def token_loss(
@@ -214,6 +124,15 @@ def policy_term(
     """(the policy term [N], without weights; whether the token is clipped [N]).
 
     `old` is the log-prob in the denominator of the token's own ratio, which "gmpo" and "dppo_*" need.
+
+    A ratio of 1.5 is beyond 1 + epsilon_high = 1.28: with A = 1 it is clipped, with A = -1 it is not.
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> terms = TokenTerms.of(GRPOLossConfig(epsilon=0.2, epsilon_high=0.28))
+    >>> ratio, A = torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0])
+    >>> policy, clipped = policy_term(ratio.log(), ratio, A, terms)
+    >>> [round(l, 4) for l in policy.tolist()], clipped.tolist()
+    ([-1.28, 1.5], [True, False])
     """
     if terms.form == "clipped":
         lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
@@ -267,7 +186,12 @@ def denominator(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, ter
 
 
 def kl_term(q: Tensor, estimator: str) -> Tensor:
-    """The estimate of KL(policy || reference) from q = log p_ref - log p (http://joschu.net/blog/kl-approx.html)."""
+    """The estimate of KL(policy || reference) from q = log p_ref - log p (http://joschu.net/blog/kl-approx.html).
+
+    >>> q = torch.tensor([0.5]).log()  # the policy has twice the reference's probability
+    >>> [round(kl_term(q, estimator).item(), 4) for estimator in ("k1", "k2", "k3")]
+    [0.6931, 0.2402, 0.1931]
+    """
     return {"k1": lambda: -q, "k2": lambda: q.square() / 2, "k3": lambda: torch.expm1(q) - q}[estimator]()
 
 
@@ -285,7 +209,12 @@ def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_max: float | None) -> Tensor:
-    """exp(log_ratio), clipped to the bounds ("truncate") or 0 outside of them ("mask")."""
+    """exp(log_ratio), clipped to the bounds ("truncate") or 0 outside of them ("mask").
+
+    >>> log_ratio = torch.tensor([0.25, 1.0, 4.0]).log()
+    >>> [[round(x, 4) for x in bounded_ratio(log_ratio, bound, 0.5, 2.0).tolist()] for bound in ("truncate", "mask")]
+    [[0.5, 1.0, 2.0], [0.0, 1.0, 0.0]]
+    """
     ratio = log_ratio.exp()
     if bound == "truncate":
         return ratio if clip_min is None and clip_max is None else ratio.clamp(clip_min, clip_max)
@@ -396,7 +325,15 @@ def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPO
 
 
 def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tensor:
-    """phi(w) of the same shape as `log_w` and the advantages."""
+    """phi(w) of the same shape as `log_w` and the advantages.
+
+    On policy, w = 1, phi is 1 whatever the constants are:
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> config, A = GRPOLossConfig(loss_type="vespo"), torch.tensor([1.0, -1.0])
+    >>> [[round(x, 4) for x in vespo_phi(torch.tensor(w).log(), A, config).tolist()] for w in (1.0, 2.0)]
+    [[1.0, 1.0], [0.1991, 1.0827]]
+    """
     risen = advantages >= 0
     k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
     decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)

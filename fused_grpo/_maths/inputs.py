@@ -101,7 +101,17 @@ def token_weights(
     num_sequences: float | Tensor | None,
     config: GRPOLossConfig,
 ) -> Tensor:
-    """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call."""
+    """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call.
+
+    Sequences of 1 and 3 tokens: "dapo" weights tokens equally, "grpo" sequences.
+
+    >>> sequences, mask = Sequences(torch.tensor([1, 3])), torch.ones(4, dtype=torch.bool)
+    >>> for loss_type in ("dapo", "grpo"):
+    ...     config = GRPOLossConfig(loss_type=loss_type)
+    ...     [round(x, 4) for x in token_weights(mask, sequences, None, None, config).tolist()]
+    [0.25, 0.25, 0.25, 0.25]
+    [0.5, 0.1667, 0.1667, 0.1667]
+    """
     on = mask.double()
     if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
         return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)

@@ -118,6 +118,14 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     """The statistics of whole rows from the states of all their columns; log p is -inf where no column is the target.
 
     With `entropy`, the states must contain `weighted`.
+
+    Of tokens with probabilities 1/2 (the target), 1/4 and 1/4, in two parts of their columns:
+
+    >>> zero, half = torch.zeros(1), torch.tensor([0.5]).log()
+    >>> parts = [RowState(zero, zero + 0.25, half * 0.5, target) for target in (half, zero - torch.inf)]
+    >>> logprobs, entropy, *_ = finish_rows(parts, entropy=True)
+    >>> [round(x.item(), 4) for x in (logprobs.exp(), entropy)]
+    [0.5, 1.0397]
     """
     state = merge_rows(parts)
     alone = state.total == 0.0

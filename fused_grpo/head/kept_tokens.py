@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo._maths.precision import full_precision
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream
 from fused_grpo.head import logprob_plans
@@ -105,7 +105,7 @@ class SupportedHead:
         for rows, items, width in e.tiles(most):
             row = e.row[items]
             temperature = head.temperature[e.rows[row]]
-            values = formulas.transform_logits(
+            values = distributions.transform_logits(
                 raw[items, None],
                 bias=None,
                 temperature=temperature,
@@ -175,7 +175,7 @@ class SupportedHead:
             g[items] = gradient[tuple(at)]
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
         if head.softcap is not None:
-            slope *= formulas.cap_slope(raw * (head.logit_scale / head.softcap))
+            slope *= distributions.cap_slope(raw * (head.logit_scale / head.softcap))
         return g.mul_(slope)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:

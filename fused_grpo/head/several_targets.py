@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo._maths.inputs import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finite, merge_rows
 from fused_grpo.head.head import SLICE_BYTES, Head, Tile
@@ -56,7 +56,7 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
     """
     column, here, _ = _columns(tile)
     transform: LogitTransform = {**tile.transform, "bias": None}  # which is in `_at`
-    z = formulas.transform_logits(_at(tile, column), **transform)
+    z = distributions.transform_logits(_at(tile, column), **transform)
     z = torch.where(here, z, -torch.inf)
     top = z.argmax(1, keepdim=True)
     return replace(tile, targets=tile.targets.gather(1, top)[:, 0]), z - finite(z.gather(1, top))
@@ -198,4 +198,4 @@ def _slopes(x: Tensor | None, transform: LogitTransform) -> Tensor:
     """dz / d(h.w) [R, K] for x = h.w + b [R, K]; [R, 1] without a soft cap, which alone needs x."""
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
     slope = scale / transform["temperature"][:, None]
-    return slope if softcap is None or x is None else slope * formulas.cap_slope(x * (scale / softcap))
+    return slope if softcap is None or x is None else slope * distributions.cap_slope(x * (scale / softcap))

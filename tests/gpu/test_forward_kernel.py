@@ -10,7 +10,7 @@ from device_under_test import DEVICE
 from gpu_problems import SIZES, Problem, assert_as_exact, make_problem
 
 from fused_grpo import kernels
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 
 pytestmark = pytest.mark.rehearsed
 
@@ -29,7 +29,7 @@ def check(problem: Problem, options: dict[str, Any], *, entropy: bool) -> None:
     targets = problem.targets.clamp_min(0)
     ours = kernels.logprob_forward(problem.hidden, problem.weight, targets, entropy=entropy, **options)[:2]
     plain, exact = (
-        formulas.logprobs_and_entropy(x.hidden, x.weight, targets, **options)
+        distributions.logprobs_and_entropy(x.hidden, x.weight, targets, **options)
         for x in (problem.to(torch.float32), problem.to(torch.float64))
     )
     assert (ours[0] <= 0).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.formulas import transform_logits
+from fused_grpo._maths.distributions import transform_logits
 
 EPS = torch.finfo(torch.float32).eps
 

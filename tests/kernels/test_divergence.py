@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import kernels
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo.passes import chunking, torch_passes
 
 pytestmark = pytest.mark.grid
@@ -49,10 +49,10 @@ def oracle_of(
     raw, dtype = student.detach().clone().requires_grad_(), student.dtype
     blank = {"bias": None, "logit_scale": 1.0, "softcap": None}
     z, y = (
-        formulas.transform_logits(x, **(blank | heads[f"{model}_head"]))
+        distributions.transform_logits(x, **(blank | heads[f"{model}_head"]))
         for x, model in ((raw, "student"), (teacher, "teacher"))
     )
-    divergence = formulas.divergence(z, y, kind=kind, beta=beta)
+    divergence = distributions.divergence(z, y, kind=kind, beta=beta)
     loss = (divergence * upstream.to(dtype)).sum()
     if rest:
         logprobs = z.log_softmax(-1).gather(1, rest["targets"][:, None])[:, 0]
@@ -102,7 +102,7 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
             pair = torch_passes.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **how)
             found, ways = pair.statistics(), []
             for dtype in (torch.float32, torch.float64):
-                z = formulas.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
+                z = distributions.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
                 ways.append((z.gather(1, targets[:, None])[:, 0], -(z.exp() * z).sum(1)))
             for mine, plain, exact in zip(found[:2], *ways, strict=True):
                 oracle.assert_as_exact_as_torch(mine, plain, exact)

@@ -18,7 +18,7 @@ from fused_grpo import (
     grpo_loss,
     linear_logprobs_and_entropy,
 )
-from fused_grpo._maths import formulas
+from fused_grpo._maths import distributions
 from fused_grpo.divergence import check_together
 from fused_grpo.errors import InputError, UnsupportedError
 
@@ -86,7 +86,7 @@ def solve(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", coef: flo
 
 def logits(head: Inputs) -> Tensor:
     names = ("bias", "temperature", "logit_scale", "softcap")
-    return formulas.transform_logits(head["hidden"] @ head["weight"].t(), **{name: head[name] for name in names})
+    return distributions.transform_logits(head["hidden"] @ head["weight"].t(), **{name: head[name] for name in names})
 
 
 def separately(inputs: Inputs, config: Inputs, *, kind: str, coef: float = 0.7) -> Inputs:
@@ -101,7 +101,7 @@ def separately(inputs: Inputs, config: Inputs, *, kind: str, coef: float = 0.7) 
     loss = grpo_loss(logprobs, **rest, config=GRPOLossConfig(**config), impl="reference").loss
     teacher |= {"temperature": given["temperature"]}
     student = {**head, "logit_scale": 1.0, "softcap": None, **cap}
-    divergence = formulas.divergence(logits(student), logits(teacher), kind=kind, beta=0.3)
+    divergence = distributions.divergence(logits(student), logits(teacher), kind=kind, beta=0.3)
     lengths = torch.stack([part.sum() for part in some.split(6)]).repeat_interleave(6)
     counts = 3 * lengths if config.get("loss_type") == "grpo" else some.sum()
     total = loss + coef * (divergence / counts)[some].sum()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.formulas import cap_slope
+from fused_grpo._maths.distributions import cap_slope
 from fused_grpo.passes import chunking, cpu_buffers
 
 _PARTS = 4

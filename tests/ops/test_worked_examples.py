@@ -1,0 +1,20 @@
+"""The examples in the docstrings of the formulas run, and give the numbers that they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+from fused_grpo import _maths
+
+MODULES = [module.name for module in pkgutil.iter_modules(_maths.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_give_what_they_show(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"fused_grpo._maths.{name}"), raise_on_error=False)
+    assert result.failed == 0
+    assert result.attempted > 0 or name == "precision"  # which has no formula
