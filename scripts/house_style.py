@@ -26,7 +26,7 @@ ROOMS = {
     ),
     "trainer": (
         *("cli", "loop", "collect", "learner", "self_check", "policy", "checkpoint", "engines", "rewards", "data"),
-        *("batching", "distributed", "models", "logging", "config", "types", "recipes"),
+        *("batching", "distributed", "models", "logging", "config", "types", "recipes", "common"),
     ),
 }
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 500, 60, 90, 4

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.errors import DataError
+from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.data.datasets import _check_file, check_dataset, load_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import encode_prompts
-from fused_grpo.trainer.logging.formatting import message_text
 
 SAY = {"role": "user", "content": "hi"}
 PROMPTS: list[Any] = [

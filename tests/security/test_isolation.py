@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.trainer.config.redaction import without_secrets
+from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.rewards import builtin_rewards, isolated
 from fused_grpo.trainer.rewards.isolation import checked_reply
 

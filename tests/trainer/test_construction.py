@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.config import trl_fields
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.learner import Learner
 
 NAN = float("nan")
@@ -64,7 +64,7 @@ def test_the_arguments_of_trls_script_are_taken(model_path, tmp_path, dtype):
 
 
 def test_options_for_loading_a_loaded_model_are_a_warning(make_trainer, caplog):
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
     make_trainer(model_init_kwargs={"dtype": "float32"}, use_vllm=False)
     make_trainer(model_init_kwargs={"dtype": "float32"}, use_vllm=False)
     assert caplog.text.count("got model_init_kwargs ['dtype'] with a Qwen2ForCausalLM") == 1
@@ -81,7 +81,7 @@ def test_options_for_loading_a_loaded_model_are_a_warning(make_trainer, caplog):
     ],
 )
 def test_a_ratio_of_another_level_than_the_losss_is_a_warning(make_trainer, caplog, options, message):
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
     make_trainer(**options)
     assert message in caplog.text if message else "importance_sampling_level" not in caplog.text
 

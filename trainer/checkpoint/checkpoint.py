@@ -37,6 +37,7 @@ from fused_grpo.trainer.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from fused_grpo.trainer.common.formatting import bytes_text
 
 _log = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         # Without sums, which take seconds per GB.
         raise CheckpointError(
-            f"got {reason} while saving {directory}; want about {_readable(wanted)}, {_free(directory)} are free; "
+            f"got {reason} while saving {directory}; want about {bytes_text(wanted)}, {_free(directory)} are free; "
             f"nothing half-written is left, and {_alternative(directory.parent, sums=False)}; "
             "fix: free some space (save_total_limit, save_only_model), or another output_dir"
         ) from error
@@ -262,7 +263,7 @@ def check_space(directory: Path, wanted: int) -> None:
     free = shutil.disk_usage(there := existing(directory)).free
     if free < wanted:
         raise CheckpointError(
-            f"got {_readable(free)} free at {there}, want about {_readable(wanted)} for the final model and "
+            f"got {bytes_text(free)} free at {there}, want about {bytes_text(wanted)} for the final model and "
             "checkpoints; fix: free some space (save_only_model, save_strategy='no'), or another output_dir"
         )
 
@@ -283,13 +284,9 @@ def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool
 
 def _free(directory: Path) -> str:
     try:
-        return _readable(shutil.disk_usage(existing(directory.parent)).free)
+        return bytes_text(shutil.disk_usage(existing(directory.parent)).free)
     except OSError:
         return "an unknown number of bytes"
-
-
-def _readable(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
 
 
 def existing(path: Path) -> Path:

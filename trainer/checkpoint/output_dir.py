@@ -39,7 +39,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     step_of,
     unwritable,
 )
-from fused_grpo.trainer.config.file_names import (
+from fused_grpo.trainer.common.file_names import (
     METRICS_FILE,
     NONFINITE_FOLDER,
     OLD_ROLLOUTS_FILE,

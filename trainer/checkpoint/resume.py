@@ -36,8 +36,8 @@ from fused_grpo.trainer.checkpoint.training_state import (
     check_rollouts,
     check_tensors,
 )
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.redaction import redacted
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, load_adapter

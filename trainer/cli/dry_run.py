@@ -21,10 +21,10 @@ from fused_grpo.trainer.checkpoint.output_dir import former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
 from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.common.formatting import bytes_text
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
 from fused_grpo.trainer.data.prompt_sampler import planned_steps
-from fused_grpo.trainer.logging.formatting import bytes_text
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
 
 

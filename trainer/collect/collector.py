@@ -52,12 +52,12 @@ from fused_grpo.trainer.collect.scoring import (
     rollout_metrics,
     score_rollouts,
 )
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
-from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.logging.console import Phases

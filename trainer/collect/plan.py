@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
+from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_conversational, is_stream
 from fused_grpo.trainer.engines.engine_choice import EngineName
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.formatting import bytes_text, short_number
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF

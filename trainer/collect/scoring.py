@@ -23,10 +23,10 @@ from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import InputError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, total_rewards
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.common.formatting import message_text
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.logging.formatting import message_text
 from fused_grpo.trainer.rewards import RewardOutput, Rewards
 from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
 

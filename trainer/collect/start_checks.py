@@ -30,9 +30,9 @@ from fused_grpo.trainer.checkpoint.manifest import verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit

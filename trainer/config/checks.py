@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS, warn_once
+from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 LONGEST, LARGEST_SEED = 10**8, 2**31 - 1

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.config.redaction import redacted
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.trl_fields import MISSING
 
 # Sampling options that `generation_kwargs` replaces, as in TRL.

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fused_grpo.config import BOUNDED, GRPOLossConfig, check_option_types, is_of, readable
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, warn_once, with_trl_fields
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.

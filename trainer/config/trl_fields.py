@@ -9,14 +9,12 @@ and all others are refused with it. A test compares them with the fields of TRL'
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
+from fused_grpo.trainer.common.warnings import warn_once
 
-_log = logging.getLogger(__name__)
 Config = TypeVar("Config")
 
 
@@ -161,12 +159,6 @@ def refuse_unless_harmless(name: str, value: Any) -> None:
             f"fix: leave it out (default {missing.default!r})"
         )
     warn_once(f"got {name}={repr(value)[:200]}, which changes nothing here: {missing.why}")
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning, unless this process has logged it before."""
-    _log.warning(message)
 
 
 MISSING_ARGUMENTS = {

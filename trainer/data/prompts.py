@@ -21,10 +21,10 @@ from typing import Any
 from torch.utils.data import Subset
 
 from fused_grpo.errors import DataError, InputError
+from fused_grpo.trainer.common.formatting import message_text
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.data.datasets import clean_prompt, is_conversational, is_plain_arrow, is_stream, read_rows
-from fused_grpo.trainer.logging.formatting import message_text
 
 # Options of `apply_chat_template` that encode_prompts sets.
 SET_HERE = {"tokenize", "return_dict", "return_tensors", "padding", "add_generation_prompt"}

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import NonFiniteError
-from fused_grpo.trainer.config.file_names import NONFINITE_FOLDER
-from fused_grpo.trainer.config.redaction import to_json
+from fused_grpo.trainer.common.file_names import NONFINITE_FOLDER
+from fused_grpo.trainer.common.redaction import to_json
 
 _log = logging.getLogger(__name__)
 

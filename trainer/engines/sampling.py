@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:

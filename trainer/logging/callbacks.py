@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.redaction import to_json
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
 
 

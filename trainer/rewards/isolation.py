@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
 from fused_grpo.errors import InputError, RewardError, quoted, shown
-from fused_grpo.trainer.config.redaction import without_secrets
-from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.common.redaction import without_secrets
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward
 
 WORKER = "fused_grpo.trainer.rewards.reward_worker"

@@ -34,8 +34,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
-from fused_grpo.trainer.config.redaction import to_json
-from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.common.redaction import to_json
+from fused_grpo.trainer.common.threads import in_thread
 
 RewardFunction = Callable[..., Any]
 T = TypeVar("T")

@@ -34,8 +34,8 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row
-from fused_grpo.trainer.distributed.threads import in_thread
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.reward_call import (

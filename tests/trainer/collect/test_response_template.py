@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fused_grpo.trainer.collect.scoring import score_rollouts
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts
 

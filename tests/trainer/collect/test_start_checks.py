@@ -19,7 +19,7 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.collect.start_checks import positions
-from fused_grpo.trainer.config import trl_fields
+from fused_grpo.trainer.common.warnings import warn_once
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
@@ -234,7 +234,7 @@ def test_tokens_without_a_row_in_the_embedding_are_named(make_model, start, toke
 @pytest.mark.parametrize("kind", [list, Dataset.from_list])
 @pytest.mark.parametrize("size", [61, 1_000_000])
 def test_a_prompt_beyond_the_models_positions_is_left_out_or_an_error(start, tokenizer, caplog, tmp_path, kind, size):
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
     shape = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     make = partial(start, GPT2LMHeadModel(GPT2Config(**shape)), processing_class=tokenizer)
     rows = [*ROWS, {"prompt": "1" * size, "answer": ""}]
@@ -319,7 +319,7 @@ def test_a_map_style_dataset_is_as_long_as_it_says(start):
 
 
 def test_a_metric_that_no_evaluation_gives_is_a_warning_at_the_start(start, caplog):
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     for best, sets in (("reward", ROWS), ("eval_hard_reward", {"hard": ROWS}), ("rewards/reward/mean", ROWS)):
         start(eval_dataset=sets, metric_for_best_model=best, **options)

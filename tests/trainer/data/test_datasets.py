@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, dictionaries, integers, lists, none, recursive, text, tuples
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
+from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.data.datasets import (
     all_rows,
     check_dataset,
@@ -26,7 +27,6 @@ from fused_grpo.trainer.data.datasets import (
 )
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
 from fused_grpo.trainer.data.prompts import as_completion, encode_prompts
-from fused_grpo.trainer.logging.formatting import message_text
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

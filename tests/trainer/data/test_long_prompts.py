@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.config import trl_fields
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 
@@ -33,7 +33,7 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.fixture(autouse=True)
 def first_warning() -> None:
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def limit(tokenizer: Any, **options: Any) -> PromptLimit:

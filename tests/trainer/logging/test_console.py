@@ -8,8 +8,8 @@ import math
 import pytest
 
 from fused_grpo.errors import elide_middle, visible
+from fused_grpo.trainer.common.formatting import duration, short_number, sparkline
 from fused_grpo.trainer.logging.console import Console, best_and_worst
-from fused_grpo.trainer.logging.formatting import duration, short_number, sparkline
 
 PHASES = {"generate": 6.0, "reward": 1.0, "train": 2.5, "sync": 0.5}
 FULL = {

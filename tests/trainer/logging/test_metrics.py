@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.config.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
+from fused_grpo.trainer.common.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
 from fused_grpo.trainer.logging.run_log import RunLog, metric, read_metrics, rewind_logs
 
 

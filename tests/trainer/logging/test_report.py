@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.logging.formatting import duration
+from fused_grpo.trainer.common.formatting import duration
 from fused_grpo.trainer.logging.report import (
     PHASE,
     REWARD_FUNCTION,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fused_grpo.errors import InputError, RewardError
-from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.rewards import isolated, isolation
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 

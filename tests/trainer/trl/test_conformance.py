@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin
 
-from fused_grpo.trainer.config import trl_fields
+from fused_grpo.trainer.common.warnings import warn_once
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, peft's and torch's
@@ -381,7 +381,7 @@ def test_without_a_penalty_there_is_no_reference(make):
     ids=lambda options: "" if isinstance(options, str) else options["loss_type"],
 )
 def test_options_that_do_not_suit_each_other_are_named(make, caplog, options, text):
-    trl_fields.warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         make(**options)
     assert text in caplog.text.lower()

@@ -36,7 +36,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError, shown
-from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.common.threads import in_thread
 
 T = TypeVar("T")
 Json = dict[str, Any]

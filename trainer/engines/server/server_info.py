@@ -18,7 +18,7 @@ import httpx
 import torch
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.config.trl_fields import warn_once
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.server.replicas import Replica, RequestError
 from fused_grpo.trainer.engines.weight_files import Tie
 

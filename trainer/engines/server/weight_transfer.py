@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
-from fused_grpo.trainer.distributed.threads import in_thread
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import ServerInfo
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.config.redaction import public_text, redacted, to_json, without_secrets
+from fused_grpo.trainer.common.redaction import public_text, redacted, to_json, without_secrets
 from fused_grpo.trainer.logging.model_card import CardFacts, model_card
 
 WORDS = ["password", "db_pass", "pass", "pwd", "DB_PWD", "passphrase", "client_secret", "clientSecret", "credentials"]

@@ -1,0 +1,1 @@
+"""What every room uses: text, secrets, names of files, threads, warnings."""
