@@ -221,7 +221,7 @@ BUGS = {
         ["tests/ops/test_error_grid.py", "-k", "nan_in_ignored and triton"],
     ),
     "a master weight is rounded with its gradient": Bug(
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/distributions.py",
         "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
         "return weight.to(dtype).to(weight.dtype)",
         ORACLE,

@@ -57,8 +57,8 @@ def bytes_text(size: int | None) -> str:
         return MISSING
     if size < 1000:
         return f"{size} B"
-    power = min(int(math.log10(size)) // 3, 4)
-    return f"{size / 1000**power:.3g} {'BKMGT'[power]}B".replace("K", "k")
+    power = min(int(math.log10(1.0006 * size)) // 3, 6)  # 999.6 kB is 1 MB, not 1e+03 kB
+    return f"{size / 1000**power:.3g} {'BkMGTPE'[power]}B"
 
 
 def duration(seconds: float | None) -> str:
