@@ -276,10 +276,10 @@ def test_a_file_that_would_hang_or_fill_the_memory_is_refused_at_once(copy, trai
         directory = copy(name)
         (directory / name).unlink()
         make(directory / name)
-        with time_limit(5), pytest.raises(CheckpointError, match=r"^got "):
+        with time_limit(20), pytest.raises(CheckpointError, match=r"^got "):
             find_checkpoint(directory.parent, directory)
         if name != MANIFEST_FILE:  # with sums that fit, or after they were compared
-            with time_limit(5), pytest.raises(CheckpointError, match=r"^got "):
+            with time_limit(20), pytest.raises(CheckpointError, match=r"^got "):
                 restore(directory, trainer.learner, trainer.collector)
 
 
