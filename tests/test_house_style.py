@@ -69,6 +69,13 @@ def test_the_floors_keep_their_order(breaches):
     assert "none of the rooms" in breaches(**{"trainer/attic.py": '"""Old things."""\n'})
 
 
+def test_the_rooms_of_the_ops_keep_their_order(breaches):
+    passes = '"""Passes."""\n\nfrom fused_grpo.head import head\n'
+    said = breaches(**{"fused_grpo/passes/rows.py": passes, "fused_grpo/head/head.py": '"""The head."""\n'})
+    assert "fused_grpo.passes.rows imports fused_grpo.head.head, which is above it" in said
+    assert "none of the rooms integrations" in breaches(**{"fused_grpo/attic.py": '"""Old things."""\n'})
+
+
 @pytest.mark.parametrize("text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt"])
 def test_a_word_that_is_not_the_fields_is_found(breaches, text):
     assert "trainer/types.py:3: " in breaches(**{"trainer/types.py": f'"""Types."""\n\n{text}\n'})

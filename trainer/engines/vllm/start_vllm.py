@@ -100,7 +100,7 @@ def start_vllm(
     def shut_down() -> None:
         with preserved_default_group() if in_group else nullcontext():
             if started:
-                # vLLM collects garbage twice, 0.6 s each in this process, and before the engine is out of reach.
+                # vLLM collects garbage twice, while the engine is still in reach: of 0.76 s, all but 0.11 s (CPU).
                 with patch.object(gc, "collect", lambda *_: 0):
                     started.pop().llm_engine.engine_core.shutdown()
                 if not on_cpu:
