@@ -194,12 +194,12 @@ class GRPOLossConfig:
             )
         self._check_together()
 
-    @property
+    @functools.cached_property
     def ratio_of_sequence(self) -> bool:
         """Whether all tokens of a sequence have the same ratio."""
         return self.importance_sampling_level == "sequence" or self.loss_type == "gmpo"
 
-    @property
+    @functools.cached_property
     def selects_by_covariance(self) -> bool:
         """Whether Clip-Cov or KL-Cov is on."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
@@ -272,16 +272,15 @@ class GRPOLossConfig:
             raise InputError("got off_policy_mask_threshold=nan, want a number")
 
 
-def loss_config(config: GRPOLossConfig | None) -> GRPOLossConfig:
-    """The config given, or the default one."""
-    if config is None:
-        return _DEFAULT  # checked once: the checks take longer than a small loss
+def checked_config(config: Any) -> GRPOLossConfig:
+    """The config, which is one."""
     if not isinstance(config, GRPOLossConfig):
         raise InputError(f"got config of type {type(config).__name__}, want a GRPOLossConfig, or None for the default")
     return config
 
 
-_DEFAULT = GRPOLossConfig()
+DEFAULT_LOSS = GRPOLossConfig()
+"""What `config=None` stands for, checked once: the checks take longer than a small loss."""
 
 
 class TokenTerms(NamedTuple):
@@ -303,6 +302,7 @@ class TokenTerms(NamedTuple):
     clip_max: float | None
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)
     def of(config: GRPOLossConfig) -> TokenTerms:
         """The terms of a config."""
         of_tokens = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")

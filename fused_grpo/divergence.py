@@ -14,25 +14,23 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
-from fused_grpo._maths.inputs import LossInputs
-from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import LARGEST, GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import (
     HeadOptions,
-    check_dense,
     check_main_grad,
     check_plan,
-    check_same_device,
     check_temperature_values,
+    check_tensors,
     is_number,
     outside_graphs,
 )
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_divergence
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head, flatten_head
+from fused_grpo.head.chunked_loss import AttachGradients
+from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.logprob_plans import rows_of
-from fused_grpo.head.loss_gradients import AttachGradients
 from fused_grpo.loss import check_normaliser
 from fused_grpo.passes import choice
 
@@ -122,10 +120,12 @@ def fused_linear_divergence(
         head_of("teacher", teacher_hidden, teacher_weight, teacher_options),
     )
     check_pair(heads, student_hidden, teacher_hidden)
-    check_temperature_values(heads.student.temperature)
+    if isinstance(temperature, Tensor):
+        check_temperature_values(heads.student.temperature)
     weights = _weights(student_hidden, mask, num_tokens)
     chosen = choice.choose(impl, student_hidden)
-    check_main_grad(weight_main_grad, student_weight, chosen)
+    if weight_main_grad is not None:
+        check_main_grad(weight_main_grad, student_weight, chosen)
     index = rows_of(weights != 0)
     weights = weights.to(heads.student.dtype)
     rows = heads.select(index)
@@ -172,7 +172,7 @@ def check_kind(kind: str, beta: float) -> None:
 
 def head_of(which: str, hidden: Tensor, weight: Tensor, options: HeadOptions) -> Head:
     """The head of flat rows, after its checks; errors name the model."""
-    check_dense(**{f"{which}_hidden": hidden, f"{which}_weight": weight})
+    check_tensors(**{f"{which}_hidden": hidden, f"{which}_weight": weight})
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     try:
         return flatten_head(hidden, weight, targets, options)
@@ -202,7 +202,7 @@ def check_pair(heads: TwoHeads, student_hidden: Tensor, teacher_hidden: Tensor) 
             f"got a student in {student_hidden.dtype} and a teacher in {teacher_hidden.dtype}, want fp64 for both or "
             "for none; fix: .float()"
         )
-    check_same_device(student_hidden=student_hidden, teacher_hidden=teacher_hidden)
+    check_tensors(student_hidden=student_hidden, teacher_hidden=teacher_hidden)
 
 
 def _weights(hidden: Tensor, mask: Tensor | None, num_tokens: float | Tensor | None) -> Tensor:
@@ -210,11 +210,11 @@ def _weights(hidden: Tensor, mask: Tensor | None, num_tokens: float | Tensor | N
     shape = hidden.shape[:-1]
     if mask is None:
         mask = torch.ones(shape, dtype=torch.bool, device=hidden.device)
-    check_dense(mask=mask)
+    check_tensors(student_hidden=hidden, mask=mask)
     if mask.shape != shape:
         raise InputError(f"got mask {tuple(mask.shape)}, want {tuple(shape)}: one per token")
-    check_same_device(student_hidden=hidden, mask=mask)
-    check_normaliser("num_tokens", num_tokens, hidden.device)
+    if num_tokens is not None:
+        check_normaliser("num_tokens", num_tokens, hidden.device)
     on = (mask != 0).reshape(-1).double()
     return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
 
@@ -253,15 +253,13 @@ class Distillation:
     softcap: float | None = None
 
 
-def check_together(distillation: Distillation | None, config: GRPOLossConfig, **options: Any) -> None:
+def check_together(distillation: Distillation, config: GRPOLossConfig, **options: Any) -> None:
     """Check a distillation, and the loss that it is added to.
 
     Raises:
         InputError: another type, an unknown kind, or numbers out of range.
         UnsupportedError: `options` (score, support, process_group) or an entropy bonus that cannot be combined with it.
     """
-    if distillation is None:
-        return
     if not isinstance(distillation, Distillation):
         raise InputError(f"got distillation of type {type(distillation).__name__}, want a Distillation or None")
     check_kind(distillation.kind, distillation.beta)
@@ -282,19 +280,17 @@ def check_together(distillation: Distillation | None, config: GRPOLossConfig, **
 
 
 def teacher_of(
-    distillation: Distillation | None,
+    distillation: Distillation,
     student: Head,
     hidden: Tensor,
     temperature: float | Tensor,
     inputs: LossInputs,
     impl: str,
-) -> Teacher | None:
-    """The teacher of a student, whose `hidden` has its own shape, after the checks of both; None without one.
+) -> Teacher:
+    """The teacher of a student, whose `hidden` has its own shape, after the checks of both.
 
     The weight of a token's divergence is that of its loss, so that micro-batches add up in the same way.
     """
-    if distillation is None:
-        return None
     d = distillation
     head = head_of("teacher", d.hidden, d.weight, HeadOptions(d.bias, temperature, d.logit_scale, d.softcap))
     check_pair(TwoHeads(student, head), hidden, d.hidden)

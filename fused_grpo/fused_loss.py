@@ -12,21 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_grpo._maths import distributions, formulas
-from fused_grpo._maths.inputs import LossInputs
-from fused_grpo._maths.precision import full_precision
-from fused_grpo.config import GRPOLossConfig, loss_config
+from fused_grpo._maths import distributions, factors, formulas
+from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.statistics import full_precision
+from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
-from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_score, outside_graphs
+from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, outside_graphs
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.head.chunked_loss import LossPlan, Score, chunked_loss
+from fused_grpo.head.chunked_loss import (
+    AttachGradients,
+    LossPlan,
+    Score,
+    chunked_loss,
+    statistics_of,
+    value_and_gradient,
+)
 from fused_grpo.head.entries import Support, kept_mask, support_of
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head, flatten_head
+from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_loss import supported_loss
-from fused_grpo.head.loss_gradients import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.head.sharded import shards_of
-from fused_grpo.loss import GRPOLossOutput, loss_inputs
+from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.passes import choice
 
 
@@ -106,39 +111,29 @@ def fused_linear_grpo_loss(
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`; with a process_group, on
             all ranks where the ranks differ in the number of tokens, D, `chunk_bytes` or whether dH is wanted.
     """
-    config = loss_config(config)
-    check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, entropy=entropy)
-    check_score(score)
+    config = DEFAULT_LOSS if config is None else checked_config(config)
+    check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, score=score, entropy=entropy)
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None)
     # Arguments that one rank alone may have wrong are checked before the first collective.
     chosen = choice.choose(impl, hidden)
-    restricted = support_of(support, head, process_group=process_group)
-    check_main_grad(weight_main_grad, weight, chosen)
-    check_together(distillation, config, score=score, support=support, process_group=process_group)
+    restricted = None if support is None else support_of(support, head, process_group=process_group)
+    if weight_main_grad is not None:
+        check_main_grad(weight_main_grad, weight, chosen)
+    if distillation is not None:
+        check_together(distillation, config, score=score, support=support, process_group=process_group)
     shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
     kept, head = head.without_ignored(ignore_index, vocab_size=None if shards is None else sum(shards.sizes))
     head = head if shards is None else shards.own(head)
-    inputs = loss_inputs(
-        targets.shape,
-        dtype=head.dtype,
-        device=hidden.device,
-        advantages=advantages,
-        mask=mask,
-        kept=kept,
-        cu_seqlens=cu_seqlens,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        sampling_logprobs=sampling_logprobs,
-        entropy_threshold=entropy_threshold,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        num_entropy_tokens=num_entropy_tokens,
-        covariance_selected=covariance_selected,
-        config=config,
-    )
+    given = LossArguments(
+        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
+        num_sequences, num_entropy_tokens, covariance_selected
+    )  # fmt: skip
+    inputs = loss_inputs(given, targets.shape, config, dtype=head.dtype, device=hidden.device, kept=kept)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
-    teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
+    teacher = None
+    if distillation is not None:
+        teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher)
@@ -175,7 +170,7 @@ class FusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_plan(impl, chunk_bytes, process_group=process_group)
-        self.config = loss_config(config)
+        self.config = DEFAULT_LOSS if config is None else checked_config(config)
         self.chunk_bytes, self.process_group, self.impl = chunk_bytes, process_group, impl
 
     def forward(
@@ -206,7 +201,7 @@ def _reference_loss(
     logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets, **head.transform(), kept=kept
     )
-    loss, _ = formulas.grpo_loss(logprobs, entropy, inputs, config)
+    loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
     passes = choice.passes("reference")
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)

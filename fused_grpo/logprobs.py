@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
-from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.statistics import full_precision
 from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
 from fused_grpo.head.checks import HeadOptions, check_plan
 from fused_grpo.head.entries import Support, kept_mask, support_of
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head, flatten_head
+from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_tokens import supported_logprobs
 from fused_grpo.head.logprob_plans import Options
 from fused_grpo.head.several_targets import rows_with

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths import formulas
-from fused_grpo._maths.inputs import LossInputs, Sequences, TokenInputs, token_weights
-from fused_grpo._maths.precision import compute_dtype
-from fused_grpo.config import LARGEST, GRPOLossConfig, loss_config
+from fused_grpo._maths import factors, formulas
+from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
+from fused_grpo._maths.statistics import compute_dtype
+from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import check_dense, check_plan, check_same_device, is_number, outside_graphs
-from fused_grpo.head.loss_gradients import AttachGradients, statistics_of, value_and_gradient
+from fused_grpo.head.checks import check_plan, check_tensors, is_number, outside_graphs
+from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.passes import choice
 
 FLOATING = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
@@ -91,27 +91,15 @@ def grpo_loss(
 
     Source: arXiv:2402.03300 eq. 3 (GRPO), arXiv:2503.14476 eq. 8 (DAPO); formulas and names as in TRL.
     """
-    config = loss_config(config)
+    config = DEFAULT_LOSS if config is None else checked_config(config)
     check_plan(impl)
     check_loss_tokens(logprobs, entropy, config)
     dtype = compute_dtype(logprobs)
-    inputs = loss_inputs(
-        logprobs.shape,
-        dtype=dtype,
-        device=logprobs.device,
-        advantages=advantages,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        sampling_logprobs=sampling_logprobs,
-        entropy_threshold=entropy_threshold,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        num_entropy_tokens=num_entropy_tokens,
-        covariance_selected=covariance_selected,
-        config=config,
-    )
+    given = LossArguments(
+        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
+        num_sequences, num_entropy_tokens, covariance_selected
+    )  # fmt: skip
+    inputs = loss_inputs(given, logprobs.shape, config, dtype=dtype, device=logprobs.device)
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None
     chosen = choice.choose(impl, logprobs)
@@ -119,7 +107,7 @@ def grpo_loss(
     upstream, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
     if chosen == "reference":
-        loss = formulas.grpo_loss(flat, flat_entropy, inputs, config)[0]
+        loss = factors.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:
         attached = (statistics["loss"], upstream, None, passes)
         loss = AttachGradients.apply(*attached, flat, flat_entropy)  # type: ignore[no-untyped-call]
@@ -133,12 +121,10 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
     Raises:
         InputError: dtypes, shapes or devices that cannot be right, or no entropy where the config needs it.
     """
-    given = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
-    check_dense(**given)
-    for name, tensor in given.items():
-        if not tensor.is_floating_point():
+    check_tensors(logprobs=logprobs, entropy=entropy)
+    for name, tensor in (("logprobs", logprobs), ("entropy", entropy)):
+        if tensor is not None and not tensor.is_floating_point():
             raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
-    check_same_device(logprobs=logprobs, entropy=entropy)
     if entropy is not None and entropy.shape != logprobs.shape:
         raise InputError(f"got entropy {tuple(entropy.shape)}, want {tuple(logprobs.shape)}: one per token")
     if entropy is None and (config.entropy_coef or config.top_entropy_quantile < 1.0):
@@ -148,60 +134,63 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
         )
 
 
+class LossArguments(NamedTuple):
+    """What a caller gives both losses beside log-probs and a config, under the names of `grpo_loss`."""
+
+    advantages: Tensor
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    sampling_logprobs: Tensor | None = None
+    entropy_threshold: float | Tensor | None = None
+    num_tokens: float | Tensor | None = None
+    num_sequences: float | Tensor | None = None
+    num_entropy_tokens: float | Tensor | None = None
+    covariance_selected: Tensor | None = None
+
+
 def loss_inputs(
+    given: LossArguments,
     shape: torch.Size,
+    config: GRPOLossConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    advantages: Tensor,
-    mask: Tensor | None,
     kept: Tensor | None = None,
-    cu_seqlens: Tensor | None,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sampling_logprobs: Tensor | None,
-    entropy_threshold: float | Tensor | None,
-    num_tokens: float | Tensor | None,
-    num_sequences: float | Tensor | None,
-    num_entropy_tokens: float | Tensor | None,
-    config: GRPOLossConfig,
-    covariance_selected: Tensor | None = None,
 ) -> LossInputs:
-    """Check the loss inputs against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
-    per_token = {"mask": mask, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    per_token |= {"sampling_logprobs": sampling_logprobs, "covariance_selected": covariance_selected}
-    given = {name: x for name, x in {"cu_seqlens": cu_seqlens, **per_token}.items() if x is not None}
-    check_dense(advantages=advantages, **given)
-    sequences = Sequences(sequence_lengths(shape, cu_seqlens))
+    """Check the arguments against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
+    named = given._asdict()
+    per_token = {name: named[name] for name in ("mask", *FLOATING, "covariance_selected")}
+    check_tensors(advantages=given.advantages, cu_seqlens=given.cu_seqlens, **per_token)
     for name, tensor in per_token.items():
         if tensor is not None and tensor.shape != shape:
             raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
         if tensor is not None and name in FLOATING and not tensor.is_floating_point():
             raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
-    if config.beta > 0 and ref_logprobs is None:
+    if config.beta > 0 and given.ref_logprobs is None:
         raise InputError(f"got beta={config.beta} without ref_logprobs; fix: pass ref_logprobs, or beta=0.0")
-    check_same_device(advantages=advantages, cu_seqlens=cu_seqlens, **per_token)
-    if advantages.device != device:
-        raise InputError(f"got advantages on {advantages.device} and tokens on {device}, want one device")
-    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_entropy_tokens": num_entropy_tokens}
-    for name, value in counts.items():
-        check_normaliser(name, value, device)
-    check_threshold(entropy_threshold, device)
-    flat_mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
-    flat_mask = flat_mask.reshape(-1) if kept is None else flat_mask.reshape(-1) & kept
-    others = {name: per_token[name] for name in FLOATING}
-    flat = {name: None if x is None else x.detach().to(dtype).reshape(-1) for name, x in others.items()}
-    selected = None if covariance_selected is None else covariance_selected.reshape(-1) != 0
-    weights = token_weights(flat_mask, sequences, num_tokens, num_sequences, config)
+    if given.advantages.device != device:
+        raise InputError(f"got advantages on {given.advantages.device} and tokens on {device}, want one device")
+    for name in ("num_tokens", "num_sequences", "num_entropy_tokens"):
+        if named[name] is not None:
+            check_normaliser(name, named[name], device)
+    if given.entropy_threshold is not None:
+        check_threshold(given.entropy_threshold, device)
+    sequences, num_entropy_tokens = Sequences(sequence_lengths(shape, given.cu_seqlens)), given.num_entropy_tokens
+    mask = torch.ones(shape, dtype=torch.bool, device=device) if given.mask is None else given.mask != 0
+    mask = mask.reshape(-1) if kept is None else mask.reshape(-1) & kept
+    flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
     tokens = TokenInputs(
-        advantages=per_token_advantages(advantages, shape, sequences).to(dtype),
-        weights=weights.to(dtype),
-        mask=flat_mask,
+        advantages=per_token_advantages(given.advantages, shape, sequences).to(dtype),
+        weights=token_weights(mask, sequences, given.num_tokens, given.num_sequences, config).to(dtype),
+        mask=mask,
         **flat,
     )
     if num_entropy_tokens is None and config.entropy_coef and config.top_entropy_quantile == 1.0:
-        num_entropy_tokens = flat_mask.sum().clamp_min(1.0) if num_tokens is None else num_tokens
-    return LossInputs(tokens, sequences, entropy_threshold, num_entropy_tokens, selected)
+        num_entropy_tokens = mask.sum().clamp_min(1.0) if given.num_tokens is None else given.num_tokens
+    selected = None if given.covariance_selected is None else given.covariance_selected.reshape(-1) != 0
+    return LossInputs(tokens, sequences, given.entropy_threshold, num_entropy_tokens, selected)
 
 
 def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | tuple[int, int]:
@@ -240,28 +229,29 @@ def per_token_advantages(advantages: Tensor, shape: torch.Size, sequences: Seque
     )
 
 
-def check_normaliser(name: str, value: float | Tensor | None, device: torch.device) -> None:
-    want = "a finite number > 0: the count over the whole optimizer step"
+def check_normaliser(name: str, value: float | Tensor, device: torch.device) -> None:
+    """Check a count over the whole optimizer step; on a GPU, not its value."""
     if isinstance(value, Tensor):
         check_scalar(name, value, device)
         if value.device.type != "cpu":
             return
         value = value.item()
-    if value is not None and not (is_number(value, 0, LARGEST) and value):
-        raise InputError(f"got {name}={value!r}, want {want}")
+    if not (is_number(value, 0, LARGEST) and value):
+        raise InputError(f"got {name}={value!r}, want a finite number > 0: the count over the whole optimizer step")
 
 
-def check_threshold(value: float | Tensor | None, device: torch.device) -> None:
+def check_threshold(value: float | Tensor, device: torch.device) -> None:
+    """Check a threshold of entropies."""
     if isinstance(value, Tensor):
         check_scalar("entropy_threshold", value, device)
-    elif value is not None and not is_number(value, -LARGEST, LARGEST):
+    elif not is_number(value, -LARGEST, LARGEST):
         raise InputError(f"got entropy_threshold={value!r}, want a finite number, a 0-d tensor or None")
 
 
 def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
     """Check that `value` is one real number on the CPU or on `device`."""
-    check_dense(**{name: value})
-    if value.ndim != 0 or value.is_complex():
-        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")
     if value.device.type not in ("cpu", device.type):
         raise InputError(f"got {name} on {value.device} and tokens on {device}, want one device")
+    check_tensors(**{name: value})
+    if value.ndim != 0 or value.is_complex():
+        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")

@@ -68,31 +68,31 @@ BUGS = {
         "fused_grpo/head/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
     ),
     "dH of later tiles replaces that of earlier ones": Bug(
-        "fused_grpo/head/gradients.py",
+        "fused_grpo/head/head.py",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)",
         "weighted_sum_into(self._rows, values, tile.weight, accumulate=False)",
         REAL,
     ),
     "dW of later row groups replaces that of earlier ones": Bug(
-        "fused_grpo/head/gradients.py",
+        "fused_grpo/head/head.py",
         "accumulate=tile.columns.start in self._started)",
         "accumulate=False)",
         EXACT,
     ),
     "db is that of the last row group": Bug(
-        "fused_grpo/head/gradients.py",
+        "fused_grpo/head/head.py",
         "columns += values.sum(0, dtype=columns.dtype)",
         "columns.copy_(values.sum(0, dtype=columns.dtype))",
         EXACT,
     ),
     "rows that are left out are scattered to the wrong place": Bug(
-        "fused_grpo/head/gradients.py",
+        "fused_grpo/head/head.py",
         "self._hidden[index] = d_rows",
         "self._hidden[tile.rows] = d_rows",
         EXACT,
     ),
     "dH without its factors": Bug(
-        "fused_grpo/head/gradients.py", "torch.mul(d_rows, factor[:, None], out=", "torch.mul(d_rows, 1.0, out=", LAYOUT
+        "fused_grpo/head/head.py", "torch.mul(d_rows, factor[:, None], out=", "torch.mul(d_rows, 1.0, out=", LAYOUT
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/head/chunked_loss.py",
@@ -144,7 +144,7 @@ BUGS = {
         EXACT,
     ),
     "derivative of the soft cap": Bug(
-        "fused_grpo/passes/torch_passes/blocks.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
+        "fused_grpo/passes/torch_passes/row_passes.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
     ),
     "sign of the entropy's gradient": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
@@ -153,7 +153,7 @@ BUGS = {
         EXACT,
     ),
     "the target counts among the others": Bug(
-        "fused_grpo/passes/torch_passes/blocks.py",
+        "fused_grpo/passes/torch_passes/row_passes.py",
         "torch.where(targets[:, None] == column, -torch.inf, kept)",
         "kept",
         EXACT,
@@ -186,18 +186,18 @@ BUGS = {
         "fused_grpo/passes/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
     ),
     "a tile that is only looked at is changed": Bug(
-        "fused_grpo/passes/torch_passes/blocks.py", "if out is None and self.as_it_is:", "if False:", STATISTICS
+        "fused_grpo/passes/torch_passes/row_passes.py", "if out is None and self.is_plain:", "if False:", STATISTICS
     ),
     "a log-prob is rounded like its logits": Bug("fused_grpo/_maths/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
     "columns that share a cache set": Bug(
-        "fused_grpo/passes/chunking.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
+        "fused_grpo/passes/buffers.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
-    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/passes/chunking.py", "rows, most))", "rows))", LAYOUT),
+    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/passes/buffers.py", "rows, most))", "rows))", LAYOUT),
     "memory that is in use is given out again": Bug(
-        "fused_grpo/passes/cpu_buffers.py", "_kept.remove(pages)", "pass", PAGES
+        "fused_grpo/passes/buffers.py", "_kept.remove(pages)", "pass", PAGES
     ),
     "memory is kept that the kernel cannot take": Bug(
-        "fused_grpo/passes/cpu_buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
+        "fused_grpo/passes/buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
     ),
     "entropy without the target's own term": Bug(
         "fused_grpo/_maths/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
@@ -245,7 +245,7 @@ BUGS = {
         OF_TYPES,
     ),
     "vespo's k for every advantage": Bug(
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/factors.py",
         "torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)",
         "config.vespo_k_pos",
         OF_TYPES,
@@ -266,13 +266,13 @@ BUGS = {
         TRL,
     ),
     "the off-policy mask takes positive advantages": Bug(
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/factors.py",
         "(tokens.advantages >= 0) | sequences",
         "(tokens.advantages > 1e9) | sequences",
         TRL,
     ),
     "the tokens of low entropy are kept": Bug(
-        "fused_grpo/_maths/formulas.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
+        "fused_grpo/_maths/factors.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
     ),
     "the entropy bonus is a penalty": Bug(
         "fused_grpo/_maths/formulas.py",
@@ -281,19 +281,19 @@ BUGS = {
         TRL,
     ),
     "a sequence's ratio is the sum of its tokens'": Bug(
-        "fused_grpo/_maths/inputs.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
+        "fused_grpo/_maths/formulas.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
     ),
     "a sequence's gradient is not shared out": Bug(
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/factors.py",
         "shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask)",
         "shares = sequences.sum(of_ratio) * sequences.sum(tokens.mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(
-        "fused_grpo/_maths/inputs.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
+        "fused_grpo/_maths/formulas.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
     ),
     "dr_grpo divides by its own length": Bug(
-        "fused_grpo/_maths/inputs.py",
+        "fused_grpo/_maths/formulas.py",
         "num_sequences * config.max_completion_length)",
         "num_sequences * on.sum() / len(sequences))",
         OF_TYPES,
@@ -305,7 +305,7 @@ BUGS = {
         VARIANTS,
     ),
     "a main gradient without the upstream one": Bug(
-        "fused_grpo/head/loss_gradients.py",
+        "fused_grpo/head/chunked_loss.py",
         "addcmul_(gradients[1], upstream.to(gradients[1].dtype))",
         "add_(gradients[1])",
         PROMISES,

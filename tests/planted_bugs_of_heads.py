@@ -75,7 +75,7 @@ BUGS = {
         DISTILLATION,
     ),
     "a loss in two phases leaves the teacher out where it has no gradient itself": (
-        "fused_grpo/head/visits.py",
+        "fused_grpo/head/chunked_loss.py",
         "torch.ones_like(upstream.logprobs, dtype=torch.bool)",
         "upstream.have_gradient()",
         DISTILLATION,

@@ -34,13 +34,13 @@ BUGS = {
         AUTHORS,
     ),
     "a clipped token of gmpo has a gradient": (
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/factors.py",
         "moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]",
         "pass",
         AUTHORS,
     ),
     "sequences are rejected by the sum": (
-        "fused_grpo/_maths/formulas.py",
+        "fused_grpo/_maths/factors.py",
         "statistic = inputs.sequences.mean(of_tokens, mask)",
         "statistic = inputs.sequences.sum(torch.where(mask, of_tokens, 0.0))",
         AUTHORS,
@@ -52,7 +52,7 @@ BUGS = {
         AUTHORS,
     ),
     "kl-cov takes the smallest covariances": (
-        "fused_grpo/_maths/covariance.py",
+        "fused_grpo/_maths/factors.py",
         "order, count = order.flip(0), max",
         "order, count = order, max",
         AUTHORS,

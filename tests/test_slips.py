@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GRADIENTS, LOSS, ROWS = "head/gradients.py", "head/chunked_loss.py", "passes/torch_passes/row_passes.py"
+GRADIENTS, LOSS, ROWS = "head/head.py", "head/chunked_loss.py", "passes/torch_passes/row_passes.py"
 # What is wrong -> (file of fused_grpo, what is there, what is planted).
 SLIPS = {
     "a pass's name": (GRADIENTS, "passes.scale_hidden(hidden", "passes.scale_hiden(hidden"),
@@ -19,7 +19,7 @@ SLIPS = {
     "a field of a plan": (LOSS, "plan.chunk_bytes)", "plan.chunk_byte)"),
     "a plan that is left out": ("fused_loss.py", "config, passes, plan, shards", "config, passes, shards"),
     "an argument of another type": ("head/registered_ops.py", "plan(head.select(index), choice", "plan(index, choice"),
-    "a field of what was seen": ("head/visits.py", "self.statistics.logprobs, self", "self.statistics.logprob, self"),
+    "a field of what was seen": (LOSS, "seen.statistics.logprobs, seen", "seen.statistics.logprob, seen"),
     "the transform of a tile": (GRADIENTS, "**tile.transform\n            )", "**tile.arguments\n            )"),
     "a field of the transform": ("head/several_targets.py", 'transform["temperature"]', 'transform["temprature"]'),
     "an option of the head": ("divergence.py", "HeadOptions(student_bias", "HeadOptions(student_bias, None"),

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.precision import full_precision
-from fused_grpo._maths.statistics import Statistics
+from fused_grpo._maths.statistics import Statistics, full_precision
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.head import head, logprob_plans
-from fused_grpo.head.gradients import Wanted
+from fused_grpo.head.head import Wanted
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
 

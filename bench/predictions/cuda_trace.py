@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_grpo.head import registered_ops
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 """A kernel and its arguments; of tensors only the dtypes."""
@@ -354,7 +354,7 @@ def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (chunking, "total_memory", lambda device: memory),
+            (buffers, "total_memory", lambda device: memory),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode())

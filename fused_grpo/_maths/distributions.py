@@ -18,13 +18,21 @@ with the gradients that the kernels implement (g = dL/d log p, g_H = dL/dH, t th
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.inputs import LogitTransform
-from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.statistics import compute_dtype
+
+
+class LogitTransform(TypedDict):
+    """How raw h.w becomes a logit: softcap(logit_scale * (h.w + bias)) / temperature, for the rows of a tile."""
+
+    bias: NotRequired[Tensor | None]  # [C]
+    temperature: Tensor  # [R]
+    logit_scale: NotRequired[float]
+    softcap: NotRequired[float | None]
 
 
 def transform_logits(

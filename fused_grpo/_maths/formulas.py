@@ -36,20 +36,119 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
 The loss is sum(weights * l) - sum(entropy_weights * H). The weights contain the mask and the normaliser of the loss
 type (`inputs.py`), so the sum over micro-batches equals the loss of the whole step. On policy,
 `old_logprobs=None` stands for `logprobs.detach()`: r is 1, and its gradient is that of log p.
+
+The inputs of the loss in one layout: flat tokens, each with a weight.
+
+Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
+becomes one weight per token, so that loss = sum(weights * l) for all types:
+
+    bnpo, dapo, cispo, vespo, dppo   w = mask / num_tokens
+    grpo, sapo, gmpo                 w = mask / (tokens of the sequence * num_sequences)
+    luspo                            w = mask / num_sequences
+    dr_grpo                          w = mask / (num_sequences * max_completion_length)
+
+The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
+add up to the loss of the step, for any split into micro-batches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.covariance import select_by_covariance
-from fused_grpo._maths.inputs import LossInputs
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import DPPO, GRPOLossConfig, TokenTerms
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which of the flat tokens belong to which sequence. All sums are in fp64, so that counts are exact."""
+
+    lengths: Tensor | tuple[int, int]  # [B] of packed sequences, or (B, T) of padded ones
+
+    def __len__(self) -> int:
+        return self.lengths[0] if isinstance(self.lengths, tuple) else len(self.lengths)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[B] fp64 from [N], in a fixed order."""
+        wide = values.double()
+        if isinstance(self.lengths, tuple):
+            return wide.view(self.lengths).sum(1)
+        if not len(self.lengths):
+            return wide.sum(0, keepdim=True)[:0]
+        # The lengths were checked already, where that needs no synchronization.
+        return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0, unsafe=True)
+
+    def spread(self, values: Tensor, count: int) -> Tensor:
+        """[N] from [B]: the value of a sequence at each of its tokens, N = `count`."""
+        repeats = self.lengths[1] if isinstance(self.lengths, tuple) else self.lengths
+        return values.repeat_interleave(repeats, output_size=count)
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """[B] fp64: the mean over a sequence's unmasked tokens, 0 where there are none."""
+        return self.sum(torch.where(mask, values, 0.0)) / self.sum(mask).clamp_min(1.0)
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What the loss of a token depends on besides its log-prob. Every field is [N]."""
+
+    advantages: Tensor
+    weights: Tensor
+    mask: Tensor  # bool
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    sampling_logprobs: Tensor | None
+
+    def rows(self, rows: slice | Tensor) -> TokenInputs:
+        """The inputs of some tokens."""
+        fields: Any = {name: None if value is None else value[rows] for name, value in vars(self).items()}
+        return TokenInputs(**fields)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """All tokens of a call, their sequences, and what is of the whole step: threshold and normaliser of entropies (None
+    where nothing needs them), and the tokens that Clip-Cov or KL-Cov selected, [N] bool."""
+
+    tokens: TokenInputs
+    sequences: Sequences
+    entropy_threshold: float | Tensor | None
+    num_entropy_tokens: float | Tensor | None
+    covariance_selected: Tensor | None = None
+
+
+def token_weights(
+    mask: Tensor,
+    sequences: Sequences,
+    num_tokens: float | Tensor | None,
+    num_sequences: float | Tensor | None,
+    config: GRPOLossConfig,
+) -> Tensor:
+    """w [N] of the module's table, fp64 so that counts stay exact. Normalisers default to those of this call.
+
+    Sequences of 1 and 3 tokens: "dapo" weights tokens equally, "grpo" sequences.
+
+    >>> sequences, mask = Sequences(torch.tensor([1, 3])), torch.ones(4, dtype=torch.bool)
+    >>> for loss_type in ("dapo", "grpo"):
+    ...     config = GRPOLossConfig(loss_type=loss_type)
+    ...     [round(x, 4) for x in token_weights(mask, sequences, None, None, config).tolist()]
+    [0.25, 0.25, 0.25, 0.25]
+    [0.5, 0.1667, 0.1667, 0.1667]
+    """
+    on = mask.double()
+    if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
+        return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
+    num_sequences = max(1, len(sequences)) if num_sequences is None else num_sequences
+    if config.loss_type == "luspo":
+        return on / num_sequences
+    if config.loss_type == "dr_grpo":
+        assert config.max_completion_length is not None
+        return on / (num_sequences * config.max_completion_length)
+    return on / (sequences.spread(sequences.sum(mask).clamp_min(1.0), len(mask)) * num_sequences)
 
 
 def token_loss(
@@ -222,189 +321,22 @@ def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_ma
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 
-def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
-    of_sequence = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
-    return bool(
-        config.ratio_of_sequence
-        or config.loss_type == "vespo"
-        or config.off_policy_mask_threshold is not None
-        or config.top_entropy_quantile < 1.0
-        or config.selects_by_covariance
-        or (of_sequence and inputs.tokens.sampling_logprobs is not None)
-    )
-
-
-def token_factors(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
-) -> dict[str, Tensor | None]:
-    """`policy_weights`, `entropy_weights` and `kl_cov_weights` of `token_loss`: [N], detached, None for 1, 0 and 0.
-
-    They hold what depends on more than a token: on its sequence, or on thresholds and selections over all tokens.
-    """
-    tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
-    sampling, correction, policy_factors = tokens.sampling_logprobs, config.sampling_correction, []
-    factors: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
-    if not (config.entropy_coef or needs_other_tokens(inputs, config)):
-        return factors
-    current = torch.where(mask, logprobs.detach(), 0.0)
-    old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
-    if sampling is not None and correction is not None and correction.startswith("sequence"):
-        whole = sequences.sum(log_rho(old, sampling, mask))
-        bound = correction.removeprefix("sequence_")
-        rho = bounded_ratio(whole, bound, config.sampling_clip_min, config.sampling_clip_max)
-        policy_factors.append(sequences.spread(rho, len(mask)))
-    if config.loss_type == "vespo":
-        policy_factors.append(vespo_weights(current, old, inputs, config))
-    if config.off_policy_mask_threshold is not None:
-        drift = -log_rho(current, old if sampling is None else sampling, mask)
-        close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
-        policy_factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
-    if config.sequence_rejection is not None and sampling is not None:
-        kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
-        policy_factors.append(sequences.spread(kept, len(mask)).double())
-    if config.selects_by_covariance:
-        selected = covariance_selection(current, inputs, config)
-        if config.clip_cov_ratio:
-            policy_factors.append((~selected).double())
-        else:
-            factors["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
-    on = mask
-    if config.top_entropy_quantile < 1.0:
-        assert entropy is not None
-        on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
-        policy_factors.append(on.double())
-    if policy_factors:
-        factors["policy_weights"] = torch.stack(policy_factors).prod(0).to(current.dtype)
-    if config.entropy_coef:
-        count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
-        factors["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
-    return factors
-
-
-def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """Which sequences [B] `sequence_rejection` keeps, from log rho [N]."""
-    name, mask = config.sequence_rejection, inputs.tokens.mask
-    if name == "geometric_ratio":
-        statistic = inputs.sequences.mean(log_ratio, mask).exp()
-    else:
-        of_tokens = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
-        statistic = inputs.sequences.mean(of_tokens, mask)
-    low, high = config.sequence_rejection_min, config.sequence_rejection_max
-    return (statistic >= (-torch.inf if low is None else low)) & (statistic <= (torch.inf if high is None else high))
-
-
-def covariance_selection(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """Which tokens [N] Clip-Cov or KL-Cov selects: those given for the whole step, or of these tokens."""
-    if inputs.covariance_selected is not None:
-        return inputs.covariance_selected & inputs.tokens.mask
-    mask, selected = inputs.tokens.mask, torch.zeros_like(inputs.tokens.mask)
-    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
-    selected[mask] = select_by_covariance(logprobs[mask], inputs.tokens.advantages[mask], clipped[mask], config)
-    return selected
-
-
-def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
-    """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
-    tokens, terms = inputs.tokens, TokenTerms.of(config)
-    old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
-    old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
-    log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
-    ratio = log_ratio.exp()
-    return ratio, policy_term(logprobs, ratio, tokens.advantages, terms, old=old)[1]
-
-
-def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """phi(w) = e^lambda w^k e^(-lambda w), [N] fp64, with w the ratio of the whole sequence of a token."""
-    tokens, sequences, lowest = inputs.tokens, inputs.sequences, math.log(1e-8)
-    log_w = sequences.sum((current - old).clamp(-20.0, 20.0))
-    if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
-        rho = sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
-        log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
-    return vespo_phi(sequences.spread(log_w.clamp(lowest, 20.0), len(current)), tokens.advantages, config)
-
-
-def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tensor:
-    """phi(w) of the same shape as `log_w` and the advantages.
-
-    On policy, w = 1, phi is 1 whatever the constants are:
-
-    >>> from fused_grpo.config import GRPOLossConfig
-    >>> config, A = GRPOLossConfig(loss_type="vespo"), torch.tensor([1.0, -1.0])
-    >>> [[round(x, 4) for x in vespo_phi(torch.tensor(w).log(), A, config).tolist()] for w in (1.0, 2.0)]
-    [[1.0, 1.0], [0.1991, 1.0827]]
-    """
-    risen = advantages >= 0
-    k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
-    decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)
-    return torch.exp(decay + k * log_w - decay * log_w.exp())
-
-
-def entropy_threshold(entropies: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> float | Tensor:
-    """The least entropy of the tokens to keep: the given one of the whole step, or the quantile of these entropies."""
-    if inputs.entropy_threshold is not None:
-        return inputs.entropy_threshold
-    if not len(entropies):
-        return torch.inf
-    return torch.quantile(entropies, 1 - config.top_entropy_quantile)
-
-
-def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """The mean of log p - log p_old over the unmasked tokens of its sequence, at each token: [N], differentiable.
-
-    For "gmpo" it is the mean of the clipped log-ratios: r is the geometric mean of the clipped ratios.
-    """
-    tokens, sequences = inputs.tokens, inputs.sequences
-    change = logprobs - (logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs)
-    if config.loss_type == "gmpo":
-        change, _ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
-    return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
-
-
-def share_of_ratio(logprobs: Tensor, of_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """The gradient in log p [N] that comes from one in the log-ratios of sequences, [N]: the backward of the above.
-
-    Each token gets an equal share of its sequence's, but for those that "gmpo" clips.
-    """
-    tokens, sequences = inputs.tokens, inputs.sequences
-    shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask).clamp_min(1.0)
-    moves = tokens.mask
-    if config.loss_type == "gmpo":
-        old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        moves = moves & (tokens.advantages != 0)
-        moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]
-    return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(of_ratio.dtype)
-
-
-def grpo_loss(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (0-d) and its statistics from log p and entropy [N], for autograd."""
-    factors: dict[str, Any] = {**token_factors(logprobs, entropy, inputs, config)}
-    return token_loss(
-        logprobs,
-        **inputs.tokens.rows(slice(None)),
-        **factors,
-        entropy=entropy,
-        log_ratio=sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
-        terms=TokenTerms.of(config),
-    )
-
-
 def largest(values: Tensor) -> Tensor:
     """max() that gives -inf for no values at all."""
     return values.max() if values.numel() else values.new_tensor(-torch.inf)
 
 
-def merge_statistics(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def merge_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The statistics of several chunks as of one: sums of sums, extremes of extremes."""
-    merged = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    merged = {name: torch.stack([part[name] for part in partials]) for name in partials[0]}
     reduce = {"_max": torch.amax, "_min": torch.amin}
     return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
 
 
 # Metrics that are statistics as they are, and those that are a sum over the number of tokens.
 TOTALS = ("policy_loss", "num_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
+
+
 MEANS = {
     "ratio_mean": "ratio",
     "clip_ratio_low": "clip_low",
@@ -431,3 +363,16 @@ def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_ent
     values = torch.stack([statistics[key] for key in means.values()]) / statistics["num_tokens"].clamp_min(1.0)
     metrics |= dict(zip(means, values.unbind(), strict=True))
     return metrics | {"clip_ratio_region": metrics["clip_ratio_low"] + metrics["clip_ratio_high"]}
+
+
+def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
+    """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
+    of_sequence = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
+    return bool(
+        config.ratio_of_sequence
+        or config.loss_type == "vespo"
+        or config.off_policy_mask_threshold is not None
+        or config.top_entropy_quantile < 1.0
+        or config.selects_by_covariance
+        or (of_sequence and inputs.tokens.sampling_logprobs is not None)
+    )

@@ -13,12 +13,17 @@ log-sum-exp itself is never formed: next to logits near 1e4 it would be rounded 
 Any m near the largest of the other logits gives the same result, so a pass that reads a row once need not know the
 largest logit beforehand: its shift is the largest of the first columns, and is raised where a later logit is more than
 `HEADROOM` above it.
+
+Logits, statistics and accumulators are fp32 (fp64 for fp64 inputs), whatever a user allows elsewhere: `full_precision`
+turns off what would round them, which is autocast, TF32, and GEMMs that add up partial sums in 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,13 +60,9 @@ class Statistics(NamedTuple):
         """The statistics of some rows."""
         return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
-    @staticmethod
-    def joined(groups: Sequence[Statistics]) -> Statistics:
-        """The statistics of consecutive groups of rows, concatenated."""
-        if len(groups) == 1:
-            return groups[0]
-        columns = zip(*groups, strict=True)
-        return Statistics(*(None if some[0] is None else torch.cat(some) for some in columns))  # type: ignore[arg-type]
+    def scattered(self, index: Tensor, count: int) -> Statistics:
+        """Those of `count` rows, with these at `index` and 0 elsewhere."""
+        return Statistics(*(scattered(x, index, count) for x in self))  # type: ignore[arg-type]
 
 
 class Upstream(NamedTuple):
@@ -74,9 +75,21 @@ class Upstream(NamedTuple):
         """The gradients of some rows."""
         return Upstream(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
 
+    def scattered(self, index: Tensor, count: int) -> Upstream:
+        """Those of `count` rows, with these at `index` and 0 elsewhere."""
+        return Upstream(*(scattered(x, index, count) for x in self))  # type: ignore[arg-type]
+
     def have_gradient(self) -> Tensor:
         """Which rows have a gradient that is not 0, [N]."""
         return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
+
+
+Rows = TypeVar("Rows", RowState, Statistics, Upstream)
+
+
+def scattered(values: Tensor | None, index: Tensor, count: int) -> Tensor | None:
+    """[N] with the values of the rows in `index`, 0 elsewhere; None stays None."""
+    return None if values is None else values.new_zeros(count).index_copy_(0, index, values)
 
 
 def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
@@ -109,9 +122,13 @@ def with_part(parts: list[RowState], part: RowState) -> list[RowState]:
     return [*parts, part] if len(parts) < 7 else [merge_rows([*parts, part])]
 
 
-def join_rows(groups: Sequence[RowState]) -> RowState:
-    """The state of all rows from the states of consecutive groups of rows."""
-    return groups[0] if len(groups) == 1 else RowState(*map(torch.cat, zip(*groups, strict=True)))
+def joined(groups: Sequence[Rows]) -> Rows:
+    """Consecutive groups of rows as one; a field that is None stays None."""
+    if len(groups) == 1:
+        return groups[0]
+    fields = zip(*groups, strict=True)
+    whole: Any = (None if values[0] is None else torch.cat(values) for values in fields)
+    return type(groups[0])(*whole)
 
 
 def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
@@ -127,7 +144,7 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     >>> [round(x.item(), 4) for x in (logprobs.exp(), entropy)]
     [0.5, 1.0397]
     """
-    state = merge_rows(parts)
+    state = parts[0] if len(parts) == 1 else merge_rows(parts)
     alone = state.total == 0.0
     total = state.total.masked_fill(alone, 1.0)
     # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
@@ -156,3 +173,51 @@ def finite(shift: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), to a few ulp in both tails. The rounding of torch.logaddexp depends on the element's place."""
     return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """fp64 for an fp64 tensor, fp32 for all others: logits are never rounded to 16 bits."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def full_precision(tensor: Tensor) -> Iterator[None]:
+    """Inside, there is no autocast on the device of `tensor`, no TF32, and no partial sum in 16 bits."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        if not tensor.is_cuda:
+            yield
+            return
+        _exact_matmul.enter()
+        try:
+            yield
+        finally:
+            _exact_matmul.leave()
+
+
+class _ExactMatmul:
+    """The settings of CUDA's GEMMs, which are global: the first thread in changes them, the last one restores them."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            matmul = torch.backends.cuda.matmul
+            self._before = {"fp32_precision": matmul.fp32_precision}
+            matmul.fp32_precision = "ieee"
+            for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+                # The second of the pair allows split-K; setting a bool would set it to True.
+                self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+                setattr(matmul, name, (False, self._before[name][1]))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            for name, value in () if self._inside else self._before.items():
+                setattr(torch.backends.cuda.matmul, name, value)
+
+
+_exact_matmul = _ExactMatmul()

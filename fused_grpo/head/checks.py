@@ -3,8 +3,8 @@
 On a CPU all values are checked. On a GPU that would synchronize the stream: target ids and temperatures are checked by
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
-Every `check_...` raises InputError for the first argument that cannot be right; `check_transforms` and
-`differentiated_once` raise UnsupportedError, `check_main_grad` and `check_dense` either. Functions that read values are
+Every `check_...` raises InputError for the first argument that cannot be right; `differentiated_once` raises
+UnsupportedError, and `check_plan`, `check_tensors` and `check_main_grad` may. Functions that read values are
 called by `torch.compile` without being traced: `outside_graphs`.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo.config import LARGEST, is_held
+from fused_grpo.config import EXACT, LARGEST
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -44,6 +44,8 @@ _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperatu
 IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
+# The largest float, and the largest int, that a tensor represents.
+_MOST = (LARGEST, EXACT)
 SMALLEST = torch.finfo(torch.float32).tiny
 
 # What torch.func, and batched gradients, wrap tensors in.
@@ -73,9 +75,7 @@ def check_head(
     `targets` has the leading shape of `hidden`, or with `several` that and a last dimension of at least 1.
     """
     bias, temperature, logit_scale, softcap = options
-    check_dense(hidden=hidden, weight=weight, targets=targets)
-    if bias is not None:
-        check_dense(bias=bias)
+    check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             raise InputError(f"got {name} of dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATS))}")
@@ -100,8 +100,10 @@ def check_head(
         raise InputError(f"got targets {tuple(targets.shape)}, want {tuple(rows)}: one per row of hidden{either}")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOATS):
         raise InputError(f"got bias {tuple(bias.shape)} {bias.dtype}, want [V] = {tuple(weight.shape[:1])}, floating")
-    check_same_device(hidden=hidden, weight=weight, targets=targets, bias=bias)
-    check_temperature(temperature, targets if targets.shape == rows else targets[..., 0])
+    if isinstance(temperature, Tensor):
+        check_temperatures(temperature, targets if targets.shape == rows else targets[..., 0])
+    elif not is_number(temperature, SMALLEST, LARGEST):
+        raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
     if not is_number(logit_scale, -LARGEST, LARGEST):
         raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
     if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
@@ -109,13 +111,14 @@ def check_head(
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high`: no text, no tensor."""
-    return isinstance(value, int | float) and low <= value <= high and is_held(value)
+    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
+    return isinstance(value, int | float) and low <= value <= high and abs(value) <= _MOST[isinstance(value, int)]
 
 
-def check_dense(**tensors: Any) -> None:
-    """Check that all are dense local tensors. A DTensor is recognised by an attribute: importing its module is slow."""
-    for name, tensor in tensors.items():
+def check_tensors(**tensors: Any) -> None:
+    """Check that all are dense local tensors with values on one device; those that are None are not there."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
         if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
@@ -123,6 +126,7 @@ def check_dense(**tensors: Any) -> None:
                 f"got {name} as a nested, quantized or sparse tensor, want a dense one; "
                 "fix: .to_padded_tensor(), .dequantize() or .to_dense()"
             )
+        # A DTensor is recognised by an attribute: importing its module is slow.
         if hasattr(tensor, "full_tensor"):
             raise InputError(
                 f"got {name} as a DTensor, of which each process has a part, want a plain tensor; fix: call this in "
@@ -131,6 +135,12 @@ def check_dense(**tensors: Any) -> None:
             )
         if transformed():
             _check_has_values(name, tensor)
+    devices = {name: tensor.device for name, tensor in given.items()}
+    if len(set(devices.values())) > 1:
+        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise InputError(f"got {listing}; want all on one device; fix: .to({next(iter(devices.values()))!s})")
+    if any(device.type == "meta" for device in devices.values()):
+        raise InputError(f"got {', '.join(devices)} on the device meta, want tensors with values; fix: load them")
 
 
 @outside_graphs
@@ -142,18 +152,6 @@ def _check_has_values(name: str, tensor: Tensor) -> None:
                 "read; fix: instead of vmap, pass more leading dimensions, [..., D], or loop over the calls"
             )
         tensor = _wrapped.get_unwrapped(tensor)
-
-
-def check_transforms(impl: str) -> None:
-    """Refuse a call that torch.func or forward-mode AD would differentiate: its tangents would be 0."""
-    forward = forward_ad._current_level >= 0
-    traced = forward and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    if traced or (impl != "reference" and (forward or transformed())):
-        raise UnsupportedError(
-            f"got impl={impl!r} inside torch.func (jvp, grad, linearize, ...) or torch.autograd.forward_ad, want a "
-            "call outside of them: its gradients are those of a backward pass; fix: torch.autograd.grad, or "
-            "impl='reference', which all of them but linearize see through"
-        )
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,18 +177,28 @@ def check_plan(
     *,
     ignore_index: int = -100,
     process_group: Any = None,
+    score: str = "all",
     **flags: bool,
 ) -> None:
     """Check the arguments that do not change the result: implementation, memory budget, process group and flags.
 
-    Every op calls this, and so `check_transforms`.
+    Every op calls this. It also refuses a call that torch.func or forward-mode AD would differentiate.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InputError(f"got {name}={value!r}, want True or False")
+    if not isinstance(score, str) or score not in ("all", "needed"):
+        raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     if not isinstance(impl, str) or impl not in IMPLS:
         raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
-    check_transforms(impl)
+    forward = forward_ad._current_level >= 0
+    traced = forward and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if traced or (impl != "reference" and (forward or transformed())):  # the tangents would be 0
+        raise UnsupportedError(
+            f"got impl={impl!r} inside torch.func (jvp, grad, linearize, ...) or torch.autograd.forward_ad, want a "
+            "call outside of them: its gradients are those of a backward pass; fix: torch.autograd.grad, or "
+            "impl='reference', which all of them but linearize see through"
+        )
     if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
         raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
@@ -202,43 +210,23 @@ def check_plan(
         raise InputError(f"got chunk_bytes={chunk_bytes!r}, want a whole number of bytes > 0, or None for the default")
 
 
-def check_same_device(**tensors: Tensor | None) -> None:
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise InputError(f"got {listing}; want all on one device; fix: .to({next(iter(devices.values()))!s})")
-    if any(device.type == "meta" for device in devices.values()):
-        raise InputError(f"got {', '.join(devices)} on the device meta, want tensors with values; fix: load them")
+def may_synchronize(tensor: Tensor) -> bool:
+    """Whether reading values of the tensor is allowed: not while a CUDA graph is captured."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
-    if not isinstance(temperature, Tensor):
-        if not is_number(temperature, SMALLEST, LARGEST):
-            raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
-        return
-    check_dense(temperature=temperature)
+def check_temperatures(temperature: Tensor, targets: Tensor) -> None:
+    """Check a tensor of temperatures but for its values."""
+    check_tensors(temperature=temperature, targets=targets)
     if temperature.shape != targets.shape or not temperature.is_floating_point():
         raise InputError(
             f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
             f"want a float, or a floating tensor of targets' shape {tuple(targets.shape)}"
         )
-    check_same_device(temperature=temperature, targets=targets)
 
 
-def check_temperature_values(temperature: Tensor) -> None:
-    """Check every temperature of a tensor [N], unless it is one number, expanded, which `check_temperature` checked."""
-    if len(temperature) > 1 and temperature.stride() == (0,):
-        return
-    allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
-    if temperature.device.type == "cuda":
-        torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")
-    elif not bool(allowed.all()):
-        found = temperature[~allowed][0].item()
-        raise InputError(f"got a temperature of {found}, want finite numbers > 0; {_GREEDY}")
-
-
-def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Check targets in which those that are ignored are 0."""
+def check_values(targets: Tensor, temperature: Tensor, *, vocab_size: int, ignore_index: int) -> None:
+    """Check all targets, in which those that are ignored are 0, and all temperatures [N]."""
     allowed = targets == targets.clamp(0, vocab_size - 1)
     want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
     if targets.device.type == "cuda":
@@ -246,27 +234,32 @@ def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     elif not bool(allowed.all()):
         at = (~allowed).nonzero()[0].tolist()
         raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
+    if temperature.stride() != (0,) or len(temperature) < 2:  # else one number, expanded, that was checked
+        check_temperature_values(temperature)
 
 
-def check_score(score: Any) -> None:
-    if not isinstance(score, str) or score not in ("all", "needed"):
-        raise InputError(f"got score={score!r}, want 'all' or 'needed'")
+def check_temperature_values(temperature: Tensor) -> None:
+    """Check every temperature [N]."""
+    allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
+    if temperature.device.type == "cuda":
+        torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")
+    elif not bool(allowed.all()):
+        wrong = temperature[~allowed][0].item()
+        raise InputError(f"got a temperature of {wrong}, want finite numbers > 0; {_GREEDY}")
 
 
-def check_main_grad(main_grad: Tensor | None, weight: Tensor, impl: str) -> None:
+def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
     """Check that dW can be added to `main_grad`.
 
     Raises:
         InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
         UnsupportedError: impl="reference".
     """
-    if main_grad is None:
-        return
     if impl == "reference":
         raise UnsupportedError(
             "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
         )
-    check_dense(weight_main_grad=main_grad)
+    check_tensors(weight_main_grad=main_grad)
     if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
         raise InputError(
             f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fused_grpo.head.gradients import Gradients, HeadGradients, Wanted
-from fused_grpo.head.head import Head, Tile
+from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted
 from fused_grpo.head.logprob_plans import power_of_two_scale
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses, TileDivergence
 
 # fp16 ends at 2^16: d-logits are at most the upstream gradient times a log-ratio, which may be hundreds.
@@ -44,7 +43,7 @@ class TwoHeads:
         """[R, V] for the logits of each. The slopes of the student's soft cap take as much on the torch path."""
         tiles = 2 if self.student.softcap is None else 3
         if chunk_bytes is None and self.student.hidden.device.type == "cpu":
-            chunk_bytes = chunking.CPU_PAIR_BYTES
+            chunk_bytes = buffers.CPU_PAIR_BYTES
         budget = None if chunk_bytes is None else max(1, chunk_bytes // tiles)
         rows = min(head.chunk_rows(budget) for head in (self.student, self.teacher))
         dtype, device, columns = self.student.dtype, self.student.hidden.device, len(self.student.weight)

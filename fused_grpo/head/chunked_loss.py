@@ -22,30 +22,44 @@ message, and no rank needs to know whether another rank found rows with a gradie
 Rows that cannot have a gradient (masked, zero advantage) are removed beforehand and take no part in the GEMMs of dH and
 dW. Rows whose gradient turns out to be 0 (clipped) take part with a factor of 0: to remove them, a GPU would have to
 synchronize for their number, and a CPU would have to move rows.
+
+What differs between kinds of rows is what they leave in a tile, and what they need beside it; the loop is the same:
+
+    WeightedRows    the statistics and the softmax weights in one pass; the gradients are products of the weights
+    KnownRows       the statistics; the gradients need another pass over the logits
+    ShardedRows     the same, of rows whose columns are on several ranks
+    TaughtRows      the divergence from a teacher, and with it the statistics; one gradient of both losses
+    RevisitedRows   the same, where the logits are recomputed for the gradients
+
+The derivatives of the loss in the log-probs have a closed form (`formulas.py`), so one pass over the tokens gives the
+loss, its metrics and d loss / d log p. The backward pass (`AttachGradients`) only scales the gradients by the upstream
+one. `grpo_loss` takes the same two steps from log-probs that are given.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal, NamedTuple
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from fused_grpo._maths import formulas
-from fused_grpo._maths.inputs import LossInputs
-from fused_grpo._maths.statistics import Statistics, Upstream
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo._maths import factors, formulas
+from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream, joined, no_columns
+from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.head.checks import differentiated_once, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.head.gradients import Gradients, HeadGradients, Wanted
-from fused_grpo.head.head import Head
-from fused_grpo.head.logprob_plans import may_synchronize, power_of_two_scale
-from fused_grpo.head.loss_gradients import statistics_of, value_and_gradient
+from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted
+from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.sharded import Shards
-from fused_grpo.head.visits import KnownRows, RevisitedRows, Seen, ShardedRows, TaughtRows, Visitor, WeightedRows
-from fused_grpo.passes.protocol import RowPasses
+from fused_grpo.passes import torch_passes
+from fused_grpo.passes.protocol import RowPasses, TileDivergence
+from fused_grpo.passes.torch_passes.row_passes import transformed
 
 Score = Literal["all", "needed"]
 
@@ -85,123 +99,98 @@ def chunked_loss(
     With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it. With a
     `teacher`, every unmasked row has a gradient.
     """
-    wanted, entropy = plan.wanted, plan.entropy
     # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
     # stay where they are, since all have a gradient.
-    removes_rows = (any(wanted) or shards is not None) and teacher is None
+    removes_rows = (any(plan.wanted) or shards is not None) and teacher is None
     order, active = rows_in_order(inputs, config, plan.score, removes_rows)
-    rows, count, two_phases = head.select(order), len(head.targets), formulas.needs_other_tokens(inputs, config)
+    rows, two_phases = head if order is None else head.select(order), formulas.needs_other_tokens(inputs, config)
     if teacher is None:
         memory = rows.chunk_memory(passes, plan.chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
     else:
-        memory, of_teacher = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, plan.chunk_bytes)
-        teacher = replace(teacher, memory=of_teacher)
-        del of_teacher
+        memory, own_memory = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, plan.chunk_bytes)
+        teacher = replace(teacher, memory=own_memory)
+        del own_memory
     one_group = len(memory) >= len(rows.targets)
     gradients = HeadGradients(
         rows,
-        wanted,
+        plan.wanted,
         one_group=one_group,
         every_row=one_group or not two_phases,
-        scale=_scale(rows, inputs, teacher),
+        scale=None if rows.takes_weights else _scale(rows, inputs, teacher),
         hidden_dtype=None if shards is None else head.dtype,
         rounded=plan.rounded,
     )
-    added = gradients if any(wanted) else None
-    if two_phases:
-        again = _revisitor(passes, added, entropy, shards, teacher)
-        statistics, seen, upstream = _in_two_phases(rows, memory, inputs, config, passes, again)
-        del again
-    else:
-        once = _visitor(rows, passes, added, entropy, shards, teacher, active, config)
-        statistics, seen, upstream = _one_by_one(rows, memory, inputs, config, passes, once)
-        del once
+    visit = Visit(passes, gradients if any(plan.wanted) else None, plan.entropy, sys.maxsize if two_phases else active)
+    visitor = _visitor(visit, rows, config, shards, teacher, two_phases=two_phases)
+    loop = _in_two_phases if two_phases else _one_by_one
+    statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
     statistics = statistics if teacher is None else teacher.added_to(statistics)
-    del memory, teacher  # before dW is rounded beside its accumulator
+    del memory, teacher, visit, visitor  # before dW is rounded beside its accumulator
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    return ChunkedLoss(
-        statistics,
-        _scattered(seen.logprobs, order, count),
-        None if seen.entropy is None else _scattered(seen.entropy, order, count),
-        Upstream(*(None if g is None else _scattered(g, order, count) for g in upstream)),  # type: ignore[arg-type]
-        (d_hidden, d_weight, d_bias),
-    )
+    if order is not None:
+        seen, upstream = seen.scattered(order, len(head.targets)), upstream.scattered(order, len(head.targets))
+    return ChunkedLoss(statistics, seen.logprobs, seen.entropy, upstream, (d_hidden, d_weight, d_bias))
 
 
 def _visitor(
-    head: Head,
-    passes: RowPasses,
-    gradients: HeadGradients | None,
-    entropy: bool,
+    visit: Visit,
+    rows: Head,
+    config: GRPOLossConfig,
     shards: Shards | None,
     teacher: Teacher | None,
-    active: int,
-    config: GRPOLossConfig,
+    *,
+    two_phases: bool,
 ) -> Visitor:
-    """Of rows that are visited once."""
+    """Of rows that are visited once, or again: by then, which of them have a gradient is known."""
     if teacher is not None:
-        return TaughtRows(teacher, gradients, entropy)
+        return RevisitedRows(visit, teacher) if two_phases else TaughtRows(visit, teacher)
     if shards is not None:
-        return ShardedRows(passes, gradients, entropy, active, shards)
+        return ShardedRows(visit, shards)
     # The gradient of an entropy is no multiple of softmax weights.
-    if gradients is not None and head.takes_weights and not config.entropy_coef:
-        return WeightedRows(passes, gradients, entropy, active, head.gemm_dtype)
-    return KnownRows(passes, gradients, entropy, active)
-
-
-def _revisitor(
-    passes: RowPasses, gradients: HeadGradients | None, entropy: bool, shards: Shards | None, teacher: Teacher | None
-) -> KnownRows:
-    """Of rows that are visited again: by then, which of them have a gradient is known."""
-    if teacher is not None:
-        return RevisitedRows(passes, gradients, entropy, sys.maxsize, teacher)
-    if shards is not None:
-        return ShardedRows(passes, gradients, entropy, sys.maxsize, shards)
-    return KnownRows(passes, gradients, entropy, sys.maxsize)
+    if two_phases or visit.gradients is None or not rows.takes_weights or config.entropy_coef:
+        return KnownRows(visit)
+    return WeightedRows(visit, visit.gradients, rows.gemm_dtype)
 
 
 def _one_by_one(
-    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, passes: RowPasses, visitor: Visitor
+    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: Visitor
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
-    tokens, visits, gradients, sums = inputs.tokens.of(head.index), [], [], []
+    passes, visits = visitor.visit.passes, []
+    tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
-        inputs = replace(inputs, tokens=tokens.of(tile.rows))
-        upstream, part = value_and_gradient(*seen.known, inputs, config=config, passes=passes)
+        inputs = replace(inputs, tokens=tokens.rows(tile.rows))
+        upstream, sums = value_and_gradient(
+            seen.statistics.logprobs, seen.statistics.entropy, inputs, config=config, passes=passes
+        )
         visitor.add(tile, seen, upstream)
-        visits.append(seen.statistics)
-        gradients.append(upstream)
-        sums.append(part)
-    upstream = Upstream(*(_joined(values) for values in zip(*gradients, strict=True)))  # type: ignore[arg-type]
-    statistics = statistics_of(sums, upstream, tokens.mask, passes)
-    return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, Statistics.joined(visits), upstream
+        visits.append((seen.statistics, upstream, sums))
+    every, upstreams, parts = zip(*visits, strict=True)
+    upstream = joined(upstreams)
+    statistics = statistics_of(parts, upstream, tokens.mask, passes)
+    return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, joined(every), upstream
 
 
 def _in_two_phases(
-    head: Head,
-    memory: Tensor,
-    inputs: LossInputs,
-    config: GRPOLossConfig,
-    passes: RowPasses,
-    visitor: KnownRows,
+    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: Visitor
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same where the loss of a token depends on others: all chunks, the loss, then chunks with a gradient again."""
     index, count, visits = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
         visits.append(visitor.visit_(tile).statistics)
-    rows = Statistics.joined(visits)
+    rows = every = joined(visits)
     if index is not None:
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
-        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
-    logprobs = _scattered(rows.logprobs, index, count)
-    entropy = None if rows.entropy is None else _scattered(rows.entropy, index, count)
-    upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
+        inputs, every = replace(inputs, tokens=replace(inputs.tokens, mask=scored)), rows.scattered(index, count)
+    upstream, sums = value_and_gradient(
+        every.logprobs, every.entropy, inputs, config=config, passes=visitor.visit.passes
+    )
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, visitor.visit.passes)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
-    if visitor.gradients is not None:
+    if visitor.visit.gradients is not None:
         last = tile.rows
         visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last))
         others = visitor.to_revisit(upstream)[: last.start].nonzero()[:, 0]
@@ -248,19 +237,217 @@ def rows_in_order(
 
 def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
     """The scale of fp16 d-logits. Ratios are not known yet: those up to 2^10 must not overflow."""
-    if head.takes_weights:  # what follows would be launches for nothing
-        return None
     tokens = inputs.tokens
     largest = torch.where(tokens.mask, tokens.weights * (tokens.advantages.abs() + 1), 0.0)
     largest = largest if teacher is None else largest + teacher.weights
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One [N] from the parts of consecutive tiles; None where the parts are None."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+class Visit(NamedTuple):
+    """What all visitors have. Only the first `active` rows may have a gradient."""
+
+    passes: RowPasses
+    gradients: HeadGradients | None
+    entropy: bool
+    active: int
 
 
-def _scattered(values: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """[N] with the values of the rows in `index`, 0 elsewhere."""
-    return values if index is None else values.new_zeros(count).index_copy_(0, index, values)
+class Seen(NamedTuple):
+    """What a visit found out of the rows of a tile."""
+
+    statistics: Statistics
+    weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
+    divergence: TileDivergence | None = None
+
+
+class Visitor(Protocol):
+    """Visits the rows of a tile of raw logits, and adds their gradients once d loss / d log p is known."""
+
+    @property
+    def visit(self) -> Visit: ...
+
+    def visit_(self, tile: Tile) -> Seen: ...
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None: ...
+
+    def to_revisit(self, upstream: Upstream) -> Tensor:
+        """Which rows [N] are needed again for their gradients, where there are two phases."""
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """Rows whose statistics are known before their gradients are computed, if any are."""
+
+    visit: Visit
+
+    def visit_(self, tile: Tile) -> Seen:
+        return self._finished([self._state(tile)])
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        passes, gradients, _, active = self.visit
+        tile = tile.first(max(0, active - tile.rows.start))
+        if gradients is not None and tile.logits.numel():
+            rows = slice(len(tile.targets))
+            gradients.add_known(tile, passes, seen.statistics.rows(rows), upstream.rows(rows))
+
+    def to_revisit(self, upstream: Upstream) -> Tensor:
+        return upstream.have_gradient()
+
+    def _state(self, tile: Tile) -> RowState:
+        passes, entropy = self.visit.passes, self.visit.entropy
+        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
+
+    def _finished(self, parts: list[RowState]) -> Seen:
+        return Seen(Statistics(*self.visit.passes.finish_rows(parts, entropy=self.visit.entropy)))
+
+
+@dataclass(frozen=True)
+class WeightedRows(KnownRows):
+    """Rows whose gradients are multiples of their softmax weights."""
+
+    gradients: HeadGradients
+    dtype: torch.dtype  # of the weights
+
+    def visit_(self, tile: Tile) -> Seen:
+        weights, scale, known = self.visit.passes.softmax_weights_(
+            tile.logits, tile.targets, entropy=self.visit.entropy, dtype=self.dtype, **tile.transform
+        )
+        return Seen(Statistics(*known), weights=(weights, scale))
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        assert seen.weights is not None
+        weights, scale = seen.weights
+        count, grad_logprobs = self.visit.active - tile.rows.start, upstream.logprobs
+        if count < len(scale):
+            tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
+            grad_logprobs = grad_logprobs[: len(scale)]
+        if len(scale):
+            self.gradients.add_weights(tile, self.visit.passes, weights, scale, grad_logprobs)
+
+
+@dataclass(frozen=True)
+class ShardedRows(KnownRows):
+    """Rows of which each rank has the logits of its own columns."""
+
+    shards: Shards
+
+    def visit_(self, tile: Tile) -> Seen:
+        return self._finished(self.shards.gather(self._state(tile)))
+
+    def _state(self, tile: Tile) -> RowState:
+        if tile.logits.shape[1]:
+            return super()._state(tile)
+        return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+
+
+@dataclass(frozen=True)
+class TaughtRows(KnownRows):
+    """Rows beside those of a teacher."""
+
+    teacher: Teacher
+
+    def visit_(self, tile: Tile) -> Seen:
+        pair = self.teacher.visit_(tile, entropy=self.visit.entropy, differentiated=self.visit.gradients is not None)
+        return Seen(Statistics(*pair.statistics()), divergence=pair)
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        assert seen.divergence is not None
+        self.teacher.finish(tile, seen.divergence, self.visit.gradients, upstream.logprobs)
+
+
+@dataclass(frozen=True)
+class RevisitedRows(KnownRows):
+    """Rows beside those of a teacher, with gradients only once the log-probs of all rows are known."""
+
+    teacher: Teacher
+
+    def visit_(self, tile: Tile) -> Seen:
+        seen = super().visit_(tile)
+        if self.visit.gradients is None:
+            self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
+        return seen
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        self.teacher.finish(tile, self.teacher.visit_(tile), self.visit.gradients, upstream.logprobs)
+
+    def to_revisit(self, upstream: Upstream) -> Tensor:
+        return torch.ones_like(upstream.logprobs, dtype=torch.bool)
+
+
+def value_and_gradient(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: RowPasses
+) -> tuple[Upstream, Any]:
+    """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
+    # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
+    # of activation checkpointing would run the whole region again to recompute them.
+    hooks = nullcontext() if transformed() else saved_tensors_hooks(_unchanged, _unchanged)
+    with torch.no_grad(), hooks:
+        logprobs, entropy = logprobs.detach(), None if entropy is None else entropy.detach()
+        many: dict[str, Tensor | None] = {}
+        if config.entropy_coef or formulas.needs_other_tokens(inputs, config):
+            many = factors.token_factors(logprobs, entropy, inputs, config)
+        gradient, ratio_gradient, sums = passes.grpo_token_loss(
+            logprobs,
+            log_ratio=factors.sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
+            inputs={**vars(inputs.tokens), **many, "entropy": entropy},
+            terms=TokenTerms.of(config),
+        )
+        if ratio_gradient is not None:
+            gradient = gradient + factors.share_of_ratio(logprobs, ratio_gradient, inputs, config)
+        weights = many.get("entropy_weights")
+        return Upstream(gradient, None if weights is None else -torch.where(inputs.tokens.mask, weights, 0.0)), sums
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def statistics_of(sums: Sequence[Any], upstream: Upstream, mask: Tensor, passes: RowPasses) -> dict[str, Tensor]:
+    """The statistics of all tokens, and the number of unmasked ones without a gradient."""
+    zero = (mask > upstream.have_gradient()).sum()  # in the mask and without: one operation on two bools
+    return {**passes.token_statistics(sums), "zero_gradient": zero.to(upstream.logprobs.dtype)}
+
+
+class AttachGradients(torch.autograd.Function):
+    """A loss whose gradients in `leaves` are known: the backward pass multiplies them by the upstream gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        gradients: Sequence[Tensor | None],
+        weight_main_grad: Tensor | None,
+        passes: RowPasses,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        ctx.gradients, ctx.weight_main_grad, ctx.passes = list(gradients), weight_main_grad, passes
+        return loss.clone()
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "Trying to backward through the loss a second time; its gradients were handed over the first time; "
+                "fix: retain_graph=True on the first backward pass"
+            )
+        gradients = ctx.gradients.copy()
+        if ctx.weight_main_grad is not None and gradients[1] is not None:
+            ctx.weight_main_grad.addcmul_(gradients[1], upstream.to(gradients[1].dtype))
+            gradients[1] = None
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.gradients = ctx.gradients if kept else None
+        return None, None, None, None, *scaled(gradients, upstream, ctx.passes, in_place=not kept)
+
+
+def scaled(
+    gradients: Sequence[Tensor | None], factor: Tensor, passes: RowPasses, *, in_place: bool
+) -> list[Tensor | None]:
+    """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
+    results = list[Tensor | None]()
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = gradient if in_place else gradient.clone()
+            gradient = (passes if gradient.is_contiguous() else torch_passes).scale_(gradient, factor)
+        results.append(gradient)
+    return results

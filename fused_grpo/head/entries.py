@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
-from fused_grpo.head.checks import check_dense, check_same_device, outside_graphs
+from fused_grpo.head.checks import check_tensors, may_synchronize, outside_graphs
 from fused_grpo.head.head import Head
-from fused_grpo.head.logprob_plans import may_synchronize
 
 Support = tuple[Tensor, Tensor]
 """(token_ids [E], offsets [N + 1]), int64."""
@@ -115,11 +114,10 @@ def support_of(support: Any, head: Head, **refused: Any) -> Support | None:
     if head.targets.ndim == 2:
         raise UnsupportedError("got support with several targets per row, want one; fix: leave the support")
     tokens, offsets = support
-    check_dense(token_ids=tokens, offsets=offsets)
+    check_tensors(hidden=head.hidden, token_ids=tokens, offsets=offsets)
     for name, values in (("token_ids", tokens), ("offsets", offsets)):
         if values.ndim != 1 or values.dtype not in (torch.int64, torch.int32):
             raise InputError(f"got {name} of support {tuple(values.shape)} {values.dtype}, {_WANT}, int64 or int32")
-    check_same_device(hidden=head.hidden, token_ids=tokens, offsets=offsets)
     if len(offsets) != len(head.targets) + 1:
         raise InputError(f"got {len(offsets)} offsets of support for N={len(head.targets)} rows, want N + 1")
     if not may_synchronize(tokens):

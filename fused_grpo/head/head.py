@@ -6,6 +6,14 @@ size N x V and without a second copy of W. CUDA does this in one call (`out_dtyp
 is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
+
+The gradients of the head: dH, dW and db, accumulated in a sweep over tiles of its logits.
+
+A tile is given as d-logits or, where no entropy has a gradient, as the softmax weights E of `softmax_weights_` and a
+factor per row: its upstream gradient times its scale. Then no further pass over the tile is needed, since the factors
+multiply smaller tensors:
+
+    dH = factor (E W)        dW = E^T (factor h)        db = E^T factor
 """
 
 from __future__ import annotations
@@ -14,14 +22,15 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.inputs import LogitTransform
-from fused_grpo._maths.precision import compute_dtype
-from fused_grpo.head.checks import HeadOptions, check_head, check_targets, check_temperature_values
-from fused_grpo.passes import chunking
+from fused_grpo._maths.distributions import LogitTransform
+from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
+from fused_grpo.head.checks import HeadOptions, check_head, check_values
+from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
 
 logger = logging.getLogger("fused_grpo")
@@ -104,8 +113,8 @@ class Head:
         kept = self.targets != ignore_index
         targets = torch.where(kept, self.targets, 0)
         if not torch.compiler.is_compiling():
-            check_targets(targets, len(self.weight) if vocab_size is None else vocab_size, ignore_index)
-            check_temperature_values(self.temperature)
+            vocab_size = len(self.weight) if vocab_size is None else vocab_size
+            check_values(targets, self.temperature, vocab_size=vocab_size, ignore_index=ignore_index)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
     def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:
@@ -119,14 +128,13 @@ class Head:
 
     def chunk_rows(self, chunk_bytes: int | None, *, vocab_size: int | None = None) -> int:
         """How many whole rows of logits the budget allows; `vocab_size` of the largest shard."""
-        return chunking.chunk_rows(
+        return buffers.chunk_rows(
             len(self.targets),
             len(self.weight) if vocab_size is None else vocab_size,
             device=self.hidden.device,
             itemsize=self.dtype.itemsize,
-            row_bytes=self._row_bytes(weight_gradient=True),
-            slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
+            **self._copies(weight_gradient=True),
         )
 
     def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
@@ -159,29 +167,26 @@ class Head:
         # A GEMM can write dW directly in the dtype of accumulators, or in that of softmax weights.
         direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
-        shape = chunking.tile_shape(
+        shape = buffers.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
             device=self.hidden.device,
             itemsize=size,
-            row_bytes=self._row_bytes(weight_gradient=weight_gradient),
             column_bytes=column_bytes,
-            slice_bytes=self._slice_bytes,
             chunk_bytes=chunk_bytes,
+            **self._copies(weight_gradient=weight_gradient),
         )
         return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)
 
-    def _row_bytes(self, *, weight_gradient: bool) -> int:
-        """The bytes of a tile per row beside its logits: hidden states that are cast, gathered or scaled."""
-        hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
-        copied = size if self._slice_bytes else self.hidden.dtype.itemsize * (self.index is not None)
+    def _copies(self, *, weight_gradient: bool) -> dict[str, int]:
+        """The bytes beside a tile's logits: of hidden states that are cast, gathered or scaled, and of a slice of W."""
+        widens = self.gemm_dtype != self.hidden.dtype
+        copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (self.index is not None)
         scaled = self.gemm_dtype.itemsize if weight_gradient else 0
-        return hidden_size * (copied + scaled)
-
-    @property
-    def _slice_bytes(self) -> int:
-        """The bytes of the slice of W that a GEMM widens."""
-        return SLICE_BYTES if self.gemm_dtype != self.hidden.dtype else 0
+        return {
+            "row_bytes": self.hidden.shape[1] * (copied + scaled),
+            "slice_bytes": SLICE_BYTES if widens else 0,  # which a GEMM widens
+        }
 
     def tiles(self, memory: Tensor, *, pad: bool = False) -> Iterator[Tile]:
         """All logits, one row group after the other, each from left to right, in tiles of at most `memory` [R, C].
@@ -191,19 +196,23 @@ class Head:
         height, width = memory.shape
         # Each tile of whole rows needs all of W, which is then cast once for all tiles.
         head_weight = self.weight.to(self.hidden.dtype) if width == len(self.weight) else self.weight
-        for rows in chunking.chunks(len(self.targets), height):
+        for rows in buffers.chunks(len(self.targets), height):
             count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
             hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
-            hidden = pad_to(hidden, count, value=0.0)
-            targets = pad_to(self.targets[rows], count, value=0)
-            temperature = pad_to(self.temperature[rows], count, value=1.0)
+            targets, temperature = self.targets[rows], self.temperature[rows]
+            if pad:
+                hidden, targets, temperature = (
+                    _padded(values, count, fill) for values, fill in ((hidden, 0.0), (targets, 0), (temperature, 1.0))
+                )
             group = slice(rows.start, rows.start + count)
-            for columns in chunking.chunks(len(head_weight), width):
+            for columns in buffers.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
                 logits_into(logits, hidden, weight)
-                transform: LogitTransform = {**self.transform(rows, columns), "temperature": temperature}
+                bias = None if self.bias is None else self.bias[columns]
+                transform: LogitTransform = {"bias": bias, "temperature": temperature}
+                transform |= {"logit_scale": self.logit_scale, "softcap": self.softcap}
                 here = targets - columns.start if columns.start else targets
                 yield Tile(group, columns, logits, hidden, weight, here, transform, index)
 
@@ -243,12 +252,7 @@ def flatten_head(
     )
 
 
-def needs_gradient(tensor: Tensor | None) -> bool:
-    """Whether autograd needs the gradient of this tensor."""
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-
-
-def pad_to(rows: Tensor, count: int, *, value: float) -> Tensor:
+def _padded(rows: Tensor, count: int, value: float) -> Tensor:
     """[count, ...] from [R, ...], R <= count, filled up with `value`."""
     missing = count - len(rows)
     return rows if not missing else torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
@@ -290,5 +294,156 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(rows of W, those rows in `dtype`), one slice at a time."""
     count, hidden_size = weight.shape
-    for columns in chunking.chunks(count, max(1, SLICE_BYTES // (hidden_size * dtype.itemsize))):
+    for columns in buffers.chunks(count, max(1, SLICE_BYTES // (hidden_size * dtype.itemsize))):
         yield columns, weight[columns].to(dtype)
+
+
+class Wanted(NamedTuple):
+    """Which of the three gradients are wanted."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    @staticmethod
+    def of(head: Head) -> Wanted:
+        """Those that autograd needs."""
+        tensors = (head.hidden, head.weight, head.bias)
+        return Wanted(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))
+
+
+NOTHING = Wanted()
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Those of hidden, weight and bias."""
+
+
+class HeadGradients:
+    """dH, dW and db of one sweep over tiles, each on request, and rounded to the dtype of its input once, at the end.
+
+    With `one_group` of rows, one GEMM writes each slice of dW, without an accumulator. With more row groups dW
+    accumulates in fp32 (fp64 for fp64). db always does, and dH where a row has more than one tile. `scale` multiplies
+    the d-logits, and the gradients are multiplied by its inverse. `hidden_dtype` is the dtype of dH if it will be
+    summed further before it is rounded. Without `every_row`, some rows may be missing in the sweep. Unless `rounded`,
+    dW stays in the dtype of its accumulator.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        wanted: Wanted,
+        *,
+        one_group: bool,
+        scale: Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
+        every_row: bool = True,
+        rounded: bool = True,
+    ) -> None:
+        self._head, self.scale, self._rounded = head, scale, rounded
+        # No tile writes the gradient of rows that take no part, nor of any row of an empty shard.
+        every_row = every_row and head.index is None and len(head.weight) > 0
+        allocate = torch.empty_like if every_row else torch.zeros_like
+        self._hidden = allocate(head.hidden, dtype=hidden_dtype) if wanted.hidden else None
+        self._rows: Tensor | None = None  # the accumulator of the current row group
+        self._factor: Tensor | None = None  # its upstream gradients times the scale of its weights
+        self._scaled_hidden: Tensor | None = None  # its hidden states, times that factor
+        self._started: set[int] = set()  # first columns of the slices of dW that have been written
+        weight_dtype = None if one_group and rounded else head.dtype
+        self._weight = buffers.empty_like(head.weight, weight_dtype) if wanted.weight else None
+        self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if wanted.bias else None
+
+    def add_known(self, tile: Tile, passes: RowPasses, known: Statistics, upstream: Upstream) -> None:
+        """Add a tile of raw logits whose statistics are known, for the upstream gradients of its rows."""
+        grad_logprobs, grad_entropy = upstream
+        if grad_entropy is None and self._head.takes_weights:
+            weights, scale, _ = passes.softmax_weights_(
+                tile.logits, tile.targets, known=known, dtype=self._head.gemm_dtype, **tile.transform
+            )
+            self.add_weights(tile, passes, weights, scale, grad_logprobs)
+            return
+        if self.scale is not None:
+            grad_logprobs = grad_logprobs * self.scale
+            grad_entropy = None if grad_entropy is None else grad_entropy * self.scale
+        gradient = passes.logits_gradient_(
+            tile.logits,
+            tile.targets,
+            known=known,
+            grad_logprobs=grad_logprobs,
+            grad_entropy=grad_entropy,
+            dtype=self._head.gemm_dtype,
+            **tile.transform,
+        )
+        self.add_gradient(tile, gradient)
+
+    def add_weights(self, tile: Tile, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor) -> None:
+        """Add softmax weights [R, C], with d log p / d(h.w) = scale * weights, for the upstream gradients [R]."""
+        if tile.columns.start == 0:  # once for a row group, not for each of its tiles
+            hidden = None if self._weight is None else tile.hidden
+            self._factor, self._scaled_hidden = passes.scale_hidden(hidden, scale, grad_logprobs)
+        self.add_gradient(tile, weights, self._factor)
+
+    def add_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
+        """Add d(h.w) [R, C] of a tile, which includes the scale, or its weights and their factors [R]."""
+        if self._hidden is not None:
+            self._add_hidden_gradient(tile, values, factor)
+        if self._weight is not None:
+            self._add_weight_gradient(tile, values, tile.hidden if factor is None else self._scaled_hidden)
+        if self._bias is not None:
+            self._add_bias_gradient(tile, values, factor)
+
+    def _add_hidden_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None) -> None:
+        assert self._hidden is not None
+        index, first = tile.index, tile.columns.start == 0
+        in_place = index is None and self._hidden.dtype == self._head.dtype
+        if first:
+            self._rows = self._hidden[tile.rows] if in_place else torch.empty_like(tile.hidden, dtype=self._head.dtype)
+        assert self._rows is not None
+        weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)
+        if tile.columns.stop == len(self._head.weight):
+            d_rows = self._rows
+            if factor is not None:
+                # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
+                at_once = index is None and d_rows.is_cuda
+                d_rows = torch.mul(d_rows, factor[:, None], out=self._hidden[tile.rows] if at_once else d_rows)
+            if self.scale is not None:
+                d_rows.div_(self.scale)
+            if index is not None:
+                self._hidden[index] = d_rows.to(self._hidden.dtype)
+            elif d_rows.dtype != self._hidden.dtype:
+                self._hidden[tile.rows].copy_(d_rows)
+            self._rows = None
+
+    def _add_weight_gradient(self, tile: Tile, values: Tensor, hidden: Tensor | None) -> None:
+        assert self._weight is not None
+        assert hidden is not None
+        out = self._weight[tile.columns]
+        # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
+        direct = out.dtype == self._head.dtype or (out.dtype == values.dtype and self.scale is None)
+        product = out if direct else torch.empty_like(out, dtype=self._head.dtype)
+        multiply_into(product, values.t(), hidden, accumulate=tile.columns.start in self._started)
+        self._started.add(tile.columns.start)
+        if not direct:
+            out.copy_(product if self.scale is None else product.div_(self.scale))
+
+    def _add_bias_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None) -> None:
+        assert self._bias is not None
+        columns = self._bias[tile.columns]
+        if factor is None:
+            columns += values.sum(0, dtype=columns.dtype)
+        elif values.dtype == columns.dtype:
+            columns.addmv_(values.t(), factor)
+        else:
+            multiply_into(columns[:, None], values.t(), factor[:, None].to(values.dtype), accumulate=True)
+
+    def finish(self) -> Gradients:
+        """(dH, dW, db), each in the dtype of its input unless the constructor said otherwise. To be called once."""
+        if self._weight is not None and not self._started:
+            self._weight.zero_()
+        if self.scale is not None:
+            for gradient in (self._weight, self._bias):
+                if gradient is not None and gradient.dtype == self._head.dtype:  # else each part was unscaled
+                    gradient.div_(self.scale)
+        head, self._head = self._head, None  # type: ignore[assignment]
+        weight = None if self._weight is None else self._weight.to(head.weight.dtype if self._rounded else head.dtype)
+        bias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
+        hidden, self._hidden, self._weight, self._bias = self._hidden, None, None, None
+        return hidden, weight, bias

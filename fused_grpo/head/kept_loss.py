@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.formulas import LossInputs
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order
+from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order, statistics_of, value_and_gradient
 from fused_grpo.head.entries import Support
 from fused_grpo.head.head import Head
 from fused_grpo.head.kept_tokens import SupportedHead
-from fused_grpo.head.loss_gradients import statistics_of, value_and_gradient
 from fused_grpo.passes.protocol import RowPasses
 
 

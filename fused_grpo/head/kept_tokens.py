@@ -32,14 +32,12 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
-from fused_grpo._maths.precision import full_precision
-from fused_grpo._maths.statistics import RowState, Statistics, Upstream
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream, full_precision, joined
 from fused_grpo.head import logprob_plans
 from fused_grpo.head.checks import differentiated_once, outside_graphs
 from fused_grpo.head.entries import Entries, Segments, Support, check_kept
-from fused_grpo.head.gradients import Gradients, Wanted
-from fused_grpo.head.head import Head
-from fused_grpo.passes import choice, chunking, cpu_buffers
+from fused_grpo.head.head import Gradients, Head, Wanted
+from fused_grpo.passes import buffers, choice
 from fused_grpo.passes.protocol import RowPasses
 
 PIECE = 256
@@ -83,7 +81,7 @@ class SupportedHead:
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
             groups = [self._of_tile(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
-        known += [(self._entries.rows, Statistics.joined(groups))] if groups else []
+        known += [(self._entries.rows, joined(groups))] if groups else []
         every = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
         for rows, values in known:
             for out, some in zip(every, values, strict=True):
@@ -101,7 +99,7 @@ class SupportedHead:
     def _tiles(self, e: Entries, raw: Tensor) -> Iterator[tuple[slice, tuple[slice, Tensor, Tensor], Tensor]]:
         """(rows, (their entries, the row and the column of each in the tile), logits z [R, K])."""
         head, device = self._head, raw.device
-        most = chunking.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
+        most = buffers.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
         for rows, items, width in e.tiles(most):
             row = e.row[items]
             temperature = head.temperature[e.rows[row]]
@@ -152,7 +150,7 @@ class SupportedHead:
             )
         # Each row of these is written once, so that it is rounded once.
         dtype = head.weight.dtype if rounded else head.dtype
-        d_weight = cpu_buffers.empty_like(head.weight, dtype=dtype).zero_() if wanted.weight else None
+        d_weight = buffers.empty_like(head.weight, dtype).zero_() if wanted.weight else None
         d_bias = head.temperature.new_zeros(len(head.weight)) if wanted.bias else None
         return torch.zeros_like(head.hidden) if wanted.hidden else None, d_weight, d_bias
 

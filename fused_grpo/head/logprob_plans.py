@@ -21,12 +21,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.precision import full_precision
-from fused_grpo._maths.statistics import RowState, Statistics, Upstream, join_rows, merge_rows, with_part
+from fused_grpo._maths.statistics import (
+    RowState,
+    Statistics,
+    Upstream,
+    full_precision,
+    joined,
+    merge_rows,
+    with_part,
+)
 from fused_grpo.head import several_targets
-from fused_grpo.head.gradients import NOTHING, Gradients, HeadGradients, Wanted
-from fused_grpo.head.head import INVARIANT_ROWS, Head, local_targets
-from fused_grpo.passes import chunking
+from fused_grpo.head.checks import may_synchronize
+from fused_grpo.head.head import INVARIANT_ROWS, NOTHING, Gradients, Head, HeadGradients, Wanted, local_targets
+from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import LogprobForward, RowPasses
 
 # fp16 ends at 2^16: the largest gradient is scaled near 2^10, so that 2^-34 of it does not underflow.
@@ -54,14 +61,14 @@ def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
     with full_precision(head.hidden):
         parts = _parts(head, passes, options)
         groups = [several_targets.finish_rows(of_rows, passes, entropy=options.entropy) for of_rows in parts]
-    return Statistics.joined(groups).rows(slice(len(head.targets)))
+    return joined(groups).rows(slice(len(head.targets)))
 
 
 def fold(head: Head, passes: RowPasses, options: Options) -> RowState:
     """The state of the rows after all logits of this head."""
     with full_precision(head.hidden):
         groups = [merge_rows(parts) for parts in _parts(head, passes, options)]
-    return RowState(*(values[: len(head.targets)] for values in join_rows(groups)))
+    return RowState(*(values[: len(head.targets)] for values in joined(groups)))
 
 
 def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[RowState]]:
@@ -92,19 +99,19 @@ def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward |
 def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> Iterator[list[RowState]]:
     """The states by the kernel without tiles. A weight of another dtype is cast by vocabulary slices, each once."""
     vocab_size, hidden_size = head.weight.shape
-    room = (chunking.DEFAULT_TILE_BYTES if options.chunk_bytes is None else options.chunk_bytes) // 2
+    room = (buffers.DEFAULT_TILE_BYTES if options.chunk_bytes is None else options.chunk_bytes) // 2
     cast = head.weight.dtype != head.hidden.dtype
     most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
     parts = list[RowState]()
-    for columns in chunking.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
+    for columns in buffers.chunks(vocab_size, max(1, most_columns) if cast else vocab_size):
         weight = head.weight[columns].to(head.hidden.dtype)
         targets = local_targets(head.targets, columns) if cast else head.targets
         groups = []
-        for rows in chunking.chunks(len(targets), max(1, most_rows)):
+        for rows in buffers.chunks(len(targets), max(1, most_rows)):
             transform = head.transform(rows, columns)
             state = kernel(head.hidden[rows], weight, targets[rows], entropy=options.entropy, **transform)[2]
             groups.append(RowState(*state))
-        parts = with_part(parts, join_rows(groups))
+        parts = with_part(parts, joined(groups))
     yield parts
 
 
@@ -176,7 +183,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             largest.append(tile.targets)
     (gradient, _, _) = gradients.finish()
     assert gradient is not None
-    return Statistics.joined(groups), gradient, torch.cat(largest)
+    return joined(groups), gradient, torch.cat(largest)
 
 
 def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:
@@ -189,11 +196,6 @@ def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> T
     sizes = [g.abs() if g.ndim == 1 else g.abs().sum(1) for g in upstream if g is not None]
     largest = (torch.stack(sizes).sum(0) * abs(head.logit_scale) / head.temperature).amax()
     return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
-
-
-def may_synchronize(tensor: Tensor) -> bool:
-    """Whether reading values of the tensor is allowed: not while a CUDA graph is captured."""
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def rows_of(mask: Tensor) -> Tensor | None:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.precision import compute_dtype
-from fused_grpo._maths.statistics import Statistics, Upstream
+from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
 from fused_grpo.head import logprob_plans, several_targets
-from fused_grpo.head.checks import differentiated_once
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head
+from fused_grpo.head.checks import differentiated_once, may_synchronize
+from fused_grpo.head.head import Head, Wanted
 from fused_grpo.head.several_targets import rows_with
 from fused_grpo.passes import choice
 
@@ -141,7 +139,7 @@ def _linear_logprobs_backward(
     """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""
     kept = targets != ignore_index
     g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
-    if not entropy or (grad_entropy is not None and not logprob_plans.may_synchronize(grad_entropy)):
+    if not entropy or (grad_entropy is not None and not may_synchronize(grad_entropy)):
         grad_entropy = grad_entropy if entropy else None
     elif grad_entropy is not None and not (grad_entropy != 0).any():
         grad_entropy = None  # a compiled graph passes zeros where eager mode passes None

@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
-from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finite, merge_rows
 from fused_grpo.head.head import SLICE_BYTES, Head, Tile
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
 
 
@@ -164,8 +164,8 @@ def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: T
     moved.scatter_(1, is_top.int().argmax(1, keepdim=True), -moved.sum(1, keepdim=True))
     gradient = d_top * grad_logprobs.sum(1, keepdim=True)
     # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
-    budget = SLICE_BYTES if gradient.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES // 4
-    for rows in chunking.chunks(len(gradient), max(1, budget // (gradient[:1].nbytes or 1))):
+    budget = SLICE_BYTES if gradient.device.type == "cpu" else buffers.DEFAULT_TILE_BYTES // 4
+    for rows in buffers.chunks(len(gradient), max(1, budget // (gradient[:1].nbytes or 1))):
         transform, x = head.transform(rows), None
         for k, token in enumerate(head.targets[rows].clamp_min(0).t()):
             w = head.weight[token].to(head.hidden.dtype).to(head.dtype)

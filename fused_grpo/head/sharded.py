@@ -25,8 +25,7 @@ from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_colu
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import logprob_plans, several_targets
 from fused_grpo.head.checks import differentiated_once
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head, local_targets, needs_gradient
+from fused_grpo.head.head import Head, Wanted, local_targets
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
 
@@ -68,7 +67,7 @@ def shards_of(head: Head, group: Any, *, impl: str, **same: int) -> Shards:
     if impl == "reference":
         raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
     count, features = head.hidden.shape
-    same |= {"tokens": count, "D": features, "requires_grad of hidden": needs_gradient(head.hidden)}
+    same |= {"tokens": count, "D": features, "requires_grad of hidden": Wanted.of(head).hidden}
     mine = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
     everyones = mine.new_empty(dist.get_world_size(group) * len(mine))
     gather_into(everyones, mine, group)

@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fused_grpo._maths.formulas import kl_term, policy_term, vespo_phi
-from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.factors import vespo_phi
+from fused_grpo._maths.formulas import kl_term, policy_term
+from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss

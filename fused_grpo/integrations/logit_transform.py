@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import UnsupportedError
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

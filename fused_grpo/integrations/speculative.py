@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.inputs import LossInputs
-from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head.checks import differentiated_once, outside_graphs
-from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, chunked_loss
-from fused_grpo.head.gradients import Wanted
-from fused_grpo.head.head import Head
+from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, chunked_loss, scaled
+from fused_grpo.head.head import Head, Wanted
 from fused_grpo.head.logprob_plans import rows_of
-from fused_grpo.head.loss_gradients import scaled
 from fused_grpo.logprobs import LogProbs, linear_logprobs_and_entropy
 from fused_grpo.passes import choice
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fused_grpo._maths.precision import compute_dtype
+from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import outside_graphs
 from fused_grpo.integrations._peers import check_version, replaced

@@ -36,7 +36,7 @@ from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version, replaced
 from fused_grpo.integrations.speculative import speculative_logprobs
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.loss import loss_inputs
+from fused_grpo.loss import LossArguments, loss_inputs
 
 check_version("trl", "~=1.16.0")
 
@@ -138,8 +138,8 @@ class _Ops:
         if expected is not None and speculates and len(targets) == len(expected.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, options)
             if head.hidden.dtype != torch.float16:
-                named = {"dtype": head.dtype, "device": hidden.device, **expected.inputs, "config": expected.config}
-                inputs = loss_inputs(targets.shape, **named)
+                arguments = LossArguments(**expected.inputs)
+                inputs = loss_inputs(arguments, targets.shape, expected.config, dtype=head.dtype, device=hidden.device)
                 values = speculative_logprobs(head, inputs, expected.config, chunk_bytes=self.chunk_bytes)
                 return *values, None, None, None
             _announce(f"fp16 would lose small gradients before they are scaled: {_NO_SPECULATION}")

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics
 from fused_grpo.config import TokenTerms
 

@@ -11,7 +11,7 @@ from gpu_problems import SIZES
 from torch import Tensor
 
 from fused_grpo import kernels
-from fused_grpo._maths.precision import full_precision
+from fused_grpo._maths.statistics import full_precision
 
 pytestmark = pytest.mark.gpu
 

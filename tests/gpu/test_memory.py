@@ -10,7 +10,7 @@ import torch
 from gpu_problems import SIZES, Problem, assert_gradient, logprobs_of, loss_of, make_problem, report
 
 from fused_grpo.head.head import Head
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def leaves_of(problem: Problem) -> int:
 def test_a_loss_holds_a_chunk_and_gradients_with_their_accumulators(mib, plan):
     problem, head = make_problem(N, D, V, off_policy=False), V * D
     total = torch.cuda.get_device_properties(0).total_memory
-    chunk = min(chunking.MOST_ROWS * V * 4, total // chunking.MEMORY_SHARE) if mib is None else mib * MIB
+    chunk = min(buffers.MOST_ROWS * V * 4, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
     peak = peak_of(lambda: loss_of(problem, plan, chunk_bytes=None if mib is None else mib * MIB))
     # dW in fp32 beside a chunk, then beside dW in bf16; dH, hidden states gathered, scaled and in fp32.
     of_weight = max(4 * head + chunk, 6 * head) if plan == "trainable" else chunk
@@ -54,7 +54,7 @@ def test_a_loss_holds_a_chunk_and_gradients_with_their_accumulators(mib, plan):
 @pytest.mark.parametrize("mib", [None, 64])
 def test_log_probs_without_gradient_hold_no_logits_beyond_the_budget(mib):
     problem = make_problem(N, D, V, off_policy=False)
-    budget = chunking.DEFAULT_TILE_BYTES if mib is None else mib * MIB
+    budget = buffers.DEFAULT_TILE_BYTES if mib is None else mib * MIB
     peak = peak_of(lambda: logprobs_of(problem, "no gradient", chunk_bytes=None if mib is None else mib * MIB))
     allowed = budget + 128 * 3 * 4 * N + leaves_of(problem) + SLACK
     report(f"peak of log-probs, chunk of {mib} MiB", peak / MIB, "MiB", promised=allowed / MIB)
@@ -77,7 +77,7 @@ def scarce():
 def test_where_memory_runs_out_chunks_are_halved_once_and_say_so(scarce, caplog, monkeypatch):
     problem = make_problem(N, 64, V, off_policy=False)
     exact = loss_of(problem)
-    rows, seen = chunking.chunk_rows(N, V, device=problem.hidden.device, itemsize=4), []
+    rows, seen = buffers.chunk_rows(N, V, device=problem.hidden.device, itemsize=4), []
     tiles = Head.tiles
     monkeypatch.setattr(Head, "tiles", lambda self, x, **how: seen.append(x.shape) or tiles(self, x, **how))
     torch.cuda.empty_cache()

@@ -55,7 +55,7 @@ def install() -> None:
     """Wrap everything that tests call, before the first test module is imported."""
     import fused_grpo
     from fused_grpo import fused_loss, kernels
-    from fused_grpo.head import gradients, head
+    from fused_grpo.head import head
     from fused_grpo.passes import torch_passes
 
     for module, names in OPS.items():
@@ -70,7 +70,7 @@ def install() -> None:
                 setattr(passes, name, between(getattr(passes, name)))
     if NAME == "cpu":
         head.Head.gemm_dtype = property(lambda self: self.hidden.dtype)
-        head.multiply_into = gradients.multiply_into = as_tensor_cores(head.multiply_into)
+        head.multiply_into = as_tensor_cores(head.multiply_into)
 
 
 def between(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_grpo import kernels
 from fused_grpo._maths import distributions
-from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes import buffers, torch_passes
 
 pytestmark = pytest.mark.grid
 
@@ -22,7 +22,7 @@ DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 @pytest.fixture(params=["triton", "torch"])
 def pass_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     # As many columns in a block as there are in a tile of the interpreter.
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
     return (kernels if request.param == "triton" else torch_passes).divergence_gradient_
 
 
@@ -93,7 +93,7 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
     oracle: Any, head_options: Any, monkeypatch: pytest.MonkeyPatch, kind: str, R: int, V: int, names: str
 ) -> None:
     """Targets are the most probable token of the student, of the teacher, and others."""
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
     heads, given = given_to(R, V, kind, names, head_options, target=True)
     how, blank = {"kind": kind, "beta": 0.3, **heads}, {"bias": None, "logit_scale": 1.0, "softcap": None}
     for confident in (False, True):

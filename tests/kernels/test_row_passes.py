@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_grpo import kernels
 from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics
-from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes import buffers, torch_passes
 from fused_grpo.passes.protocol import RowPasses
 
 pytestmark = pytest.mark.grid
@@ -28,7 +28,7 @@ SHAPES = [(1, 1), (7, 2), (3, 5), (7, 64), (5, 127), (3, 130), (2, 257)]
 @pytest.fixture(params=[kernels, torch_passes], ids=["triton", "torch"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # As many columns in a block as there are in a tile of the interpreter.
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
     return request.param
 
 

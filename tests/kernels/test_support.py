@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import kernels
-from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes import buffers, torch_passes
 
 N, V, D, E = 7, 19, 45, 29
 NARROW = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -17,7 +17,7 @@ NARROW = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 
 @pytest.fixture(params=[kernels, torch_passes], ids=["triton", "torch"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4 * D * 6)  # several blocks
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * D * 6)  # several blocks
     return request.param
 
 

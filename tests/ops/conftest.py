@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import linear_logprobs
-from fused_grpo.head import gradients, head
+from fused_grpo.head import head
 
 
 @dataclass
@@ -78,6 +78,6 @@ def gemms(monkeypatch) -> list[tuple[str, int]]:
         monkeypatch.setattr(home, name, counted)
 
     count(head, "logits_into", "logits")
-    count(gradients, "weighted_sum_into", "hidden")
-    count(gradients.HeadGradients, "_add_weight_gradient", "weight")
+    count(head, "weighted_sum_into", "hidden")
+    count(head.HeadGradients, "_add_weight_gradient", "weight")
     return ran

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.passes import cpu_buffers
+from fused_grpo.passes import buffers
 
 N, V, D = 2048, 50304, 128
 
@@ -29,7 +29,7 @@ def run(case: str, chunk_bytes: int) -> dict[str, int | str]:
     targets, upstream = torch.randint(0, V, (N,)), torch.randn(N)
     cu_seqlens = torch.arange(0, N + 1, N // 8, dtype=torch.int32)
     ctypes.CDLL(None).malloc_trim(0)  # or what an earlier case freed would count as there already
-    cpu_buffers._kept.clear()
+    buffers._kept.clear()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     if case == "loss":

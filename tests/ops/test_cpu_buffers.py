@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.passes import cpu_buffers
+from fused_grpo.passes import buffers
 
 CPU, MIB = torch.device("cpu"), 2**20
 FLOATS = 4 * MIB  # 16 MiB of them
@@ -33,15 +33,15 @@ def before() -> None:
 
 def forget() -> None:
     gc.collect()
-    cpu_buffers._kept.clear()
+    buffers._kept.clear()
 
 
 def floats(count: int = FLOATS) -> torch.Tensor:
-    return cpu_buffers.empty((count,), dtype=torch.float32, device=CPU)
+    return buffers.empty((count,), dtype=torch.float32, device=CPU)
 
 
 def kept() -> list[int]:
-    return [len(pages) for pages in cpu_buffers._kept]
+    return [len(pages) for pages in buffers._kept]
 
 
 def test_memory_comes_back_when_the_last_tensor_on_it_is_gone():
@@ -78,7 +78,7 @@ def test_memory_of_another_size_is_left_where_it_is(size):
 
 
 def test_no_more_is_kept_than_a_limit(monkeypatch):
-    monkeypatch.setattr(cpu_buffers, "_MOST_KEPT_BYTES", 50 * MIB)
+    monkeypatch.setattr(buffers, "_MOST_KEPT_BYTES", 50 * MIB)
     everyone = [floats() for _ in range(5)]
     last = everyone[-1].data_ptr()
     while everyone:
@@ -91,7 +91,7 @@ def test_no_more_is_kept_than_a_limit(monkeypatch):
 
 def test_at_exit_no_memory_is_reused_that_others_may_still_read():
     mine = floats()
-    loans = [loan for loan in weakref.finalize._registry if loan.peek()[1] is cpu_buffers._take_back]
+    loans = [loan for loan in weakref.finalize._registry if loan.peek()[1] is buffers._take_back]
     assert loans
     assert not any(loan.atexit for loan in loans)
     del mine
@@ -129,8 +129,8 @@ def test_what_is_kept_is_the_kernels_for_the_asking():
 def test_where_it_would_not_help_memory_is_as_ever(monkeypatch):
     assert floats(100).untyped_storage().resizable()
     weight = torch.empty(4096, 1024).t()
-    assert cpu_buffers.empty_like(weight).stride() == weight.stride()
-    assert cpu_buffers.empty((FLOATS,), dtype=torch.float32, device=torch.device("meta")).is_meta
+    assert buffers.empty_like(weight).stride() == weight.stride()
+    assert buffers.empty((FLOATS,), dtype=torch.float32, device=torch.device("meta")).is_meta
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert floats().untyped_storage().resizable(), "or the profiler would not count it"
     assert not floats().untyped_storage().resizable()
@@ -147,12 +147,12 @@ def test_a_kernel_that_takes_no_advice_gives_memory_all_the_same(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_it_is_what_torch_empty_gives(dtype):
-    ours, theirs = cpu_buffers.empty((2048, 4096), dtype=dtype, device=CPU), torch.empty((2048, 4096), dtype=dtype)
+    ours, theirs = buffers.empty((2048, 4096), dtype=dtype, device=CPU), torch.empty((2048, 4096), dtype=dtype)
     for property_ in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf"):
         assert getattr(ours, property_) == getattr(theirs, property_)
     assert ours.stride() == theirs.stride()
     with torch.inference_mode():
-        assert cpu_buffers.empty((2048, 4096), dtype=dtype, device=CPU).is_inference()
+        assert buffers.empty((2048, 4096), dtype=dtype, device=CPU).is_inference()
 
 
 def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs_and_entropy
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 
 pytestmark = pytest.mark.grid
 
@@ -49,8 +49,8 @@ def loss_and_gradients(problem, dtype: torch.dtype, impl: str, chunk_bytes: int 
 @pytest.mark.parametrize("options", [False, True])
 def test_logprobs_are_as_exact_as_fp32_allows(make_problem, assert_as_exact, monkeypatch, impl, options, shape):
     for name in ("DEFAULT_TILE_BYTES", "CPU_CHUNK_BYTES"):
-        monkeypatch.setattr(chunking, name, 4 * 4 * shape[1])  # four rows: ragged chunks too
-    monkeypatch.setattr(chunking, "total_memory", lambda device: chunking.MEMORY_SHARE * 4 * 4 * shape[1])
+        monkeypatch.setattr(buffers, name, 4 * 4 * shape[1])  # four rows: ragged chunks too
+    monkeypatch.setattr(buffers, "total_memory", lambda device: buffers.MEMORY_SHARE * 4 * 4 * shape[1])
     problem = make_problem(*shape, options=options)
     exact = logprobs_and_gradients(problem, torch.float64, "reference")
     plain = logprobs_and_gradients(problem, torch.float32, "reference")

@@ -9,7 +9,7 @@ import torch
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs
 from fused_grpo._maths.statistics import finish_rows
-from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes import buffers, torch_passes
 
 pytestmark = pytest.mark.grid
 
@@ -31,10 +31,10 @@ def problem(far: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return hidden, torch.eye(V), targets
 
 
-@pytest.fixture(params=[chunking.BLOCK_BYTES, 8 * 4 * N], ids=["one block", "eight columns"])
+@pytest.fixture(params=[buffers.BLOCK_BYTES, 8 * 4 * N], ids=["one block", "eight columns"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes of the blocks of a row pass, of which the first with a logit decides the shift."""
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", request.param)
     return int(request.param)
 
 
@@ -80,7 +80,7 @@ def test_tokens_far_from_the_others_are_as_exact_as_any(plan, impl, chunk_bytes,
 @pytest.mark.parametrize("banned", [8, 16])
 def test_first_columns_of_banned_tokens_decide_no_shift(monkeypatch, banned, level):
     """A shift of -inf would be no number to take from a logit."""
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 8 * 4 * N)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 8 * 4 * N)
     hidden, weight, targets = problem({})
     targets[:4] = torch.arange(4)
     bias = torch.full((V,), level).index_fill_(0, torch.arange(banned), -torch.inf)
@@ -112,7 +112,7 @@ def test_equal_logits_and_one_above_all_others_are_summed_exactly(shape):
 
 def test_a_log_prob_has_not_the_rounding_of_its_logits(monkeypatch):
     """Which are near 20; what they differ by is near 2, and the shift may be below the largest of them."""
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 4096 * 4 * 2)
+    monkeypatch.setattr(buffers, "BLOCK_BYTES", 4096 * 4 * 2)
     generator = torch.Generator().manual_seed(0)
     logits = (20 - 4 * torch.rand(4096, 16, generator=generator)).mul(2**16).round().div(2**16)
     targets = torch.randint(16, (4096,), generator=generator)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_grpo import fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.head import gradients, head, logprob_plans
+from fused_grpo.head import head, logprob_plans
 
 pytestmark = pytest.mark.cpu_only(reason="it does on a CPU what tests/gpu sees a GPU do")
 
@@ -20,8 +20,7 @@ def tensor_cores(monkeypatch):
         product = a.float() @ b.float()
         out.add_(product) if accumulate else out.copy_(product)
 
-    for home in (head, gradients):
-        monkeypatch.setattr(home, "multiply_into", multiply_into)
+    monkeypatch.setattr(head, "multiply_into", multiply_into)
     monkeypatch.setattr(head.Head, "gemm_dtype", property(lambda self: self.hidden.dtype))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fused_grpo import fused_linear_grpo_loss, kernels, linear_logprobs
 from fused_grpo.head.head import Head
-from fused_grpo.passes import chunking, torch_passes
+from fused_grpo.passes import buffers, torch_passes
 
 CPU = torch.device("cpu")
 of_sizes = pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
@@ -31,7 +31,7 @@ def check_shape(rows: int, columns: int, *, num_rows: int, vocab_size: int, budg
     """Of fp32 on a CPU, where columns are padded."""
     assert 1 <= rows <= num_rows
     assert 1 <= columns <= vocab_size
-    fits = chunking.column_stride(rows) * columns * 4 <= budget
+    fits = buffers.column_stride(rows) * columns * 4 <= budget
     assert fits or (rows == 1 and columns in (1, vocab_size))
 
 
@@ -40,10 +40,10 @@ def check_shape(rows: int, columns: int, *, num_rows: int, vocab_size: int, budg
 @given(**SIZES)
 def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, vocab_size: int, mib: int) -> None:
     options: dict[str, Any] = {"device": CPU, "itemsize": 4, "chunk_bytes": mib * 2**20}
-    rows = chunking.chunk_rows(num_rows, vocab_size, **options)
+    rows = buffers.chunk_rows(num_rows, vocab_size, **options)
     check_shape(rows, vocab_size, num_rows=num_rows, vocab_size=vocab_size, budget=mib * 2**20)
     if rows < num_rows:
-        assert chunking.column_stride(rows) == rows
+        assert buffers.column_stride(rows) == rows
 
 
 @of_sizes
@@ -51,7 +51,7 @@ def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, v
 @given(**SIZES)
 def test_tiles_fit_the_budget(num_rows: int, vocab_size: int, mib: int) -> None:
     options: dict[str, Any] = {"device": CPU, "itemsize": 4, "chunk_bytes": mib * 2**20}
-    shape = chunking.tile_shape(num_rows, vocab_size, **options)
+    shape = buffers.tile_shape(num_rows, vocab_size, **options)
     check_shape(*shape, num_rows=num_rows, vocab_size=vocab_size, budget=mib * 2**20)
 
 
@@ -65,8 +65,8 @@ ON_GPUS += [(8192, 151936, 24 * GIB, 768), (8192, 151936, GIB, 36), (8192, 2**24
 @of_sizes
 @pytest.mark.parametrize(("num_rows", "vocab_size", "memory", "rows"), ON_GPUS)
 def test_on_a_gpu_rows_decide_and_its_memory_is_the_limit(monkeypatch, num_rows, vocab_size, memory, rows):
-    monkeypatch.setattr(chunking, "total_memory", lambda device: memory)
-    assert chunking.chunk_rows(num_rows, vocab_size, device=torch.device("cuda"), itemsize=4) == rows
+    monkeypatch.setattr(buffers, "total_memory", lambda device: memory)
+    assert buffers.chunk_rows(num_rows, vocab_size, device=torch.device("cuda"), itemsize=4) == rows
     assert rows < 128 or rows % 128 == 0 or rows == num_rows
     assert rows == 1 or rows * vocab_size * 4 <= memory / 48
 

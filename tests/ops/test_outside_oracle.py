@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.errors import InputError
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 
 IMPLS = ["torch", "triton", "reference"]
 FAST = ["torch", "triton"]
@@ -220,8 +220,8 @@ def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
 @pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
 def test_a_tile_of_logits_is_256_mib_unless_told_otherwise():
     options = {"device": torch.device("cuda"), "itemsize": 4}
-    assert chunking.tile_shape(8192, 8192, **options) == (8192, 8192)
-    assert chunking.tile_shape(8192, 16384, **options) == (8192, 8192)
+    assert buffers.tile_shape(8192, 8192, **options) == (8192, 8192)
+    assert buffers.tile_shape(8192, 16384, **options) == (8192, 8192)
 
 
 SHAPE = {

@@ -12,7 +12,7 @@ from fused_grpo.head.checks import HeadOptions
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations import speculative as module
 from fused_grpo.integrations.speculative import speculative_logprobs
-from fused_grpo.loss import loss_inputs
+from fused_grpo.loss import LossArguments, loss_inputs
 
 B, T, D, V = 3, 5, 6, 13
 OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
@@ -47,9 +47,8 @@ class Case:
 
     def speculative(self, hidden, weight, bias):
         head = flatten_head(hidden, weight, self.targets, HeadOptions(bias, **OPTIONS))
-        names = ("sampling_logprobs", "entropy_threshold", "num_tokens", "num_sequences", "num_entropy_tokens")
-        named = {**dict.fromkeys(names), **self.inputs, "config": self.config}
-        inputs = loss_inputs(self.targets.shape, dtype=hidden.dtype, device=hidden.device, **named)
+        given, where = LossArguments(**self.inputs), {"dtype": hidden.dtype, "device": hidden.device}
+        inputs = loss_inputs(given, self.targets.shape, self.config, **where)
         return speculative_logprobs(head, inputs, self.config, chunk_bytes=8 * 4 * V)
 
     def run(self, how: str, loss_of, *, frozen: bool = False):

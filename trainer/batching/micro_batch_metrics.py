@@ -24,18 +24,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo._maths.covariance import select_by_covariance
-from fused_grpo._maths.formulas import (
-    bounded_ratio,
-    kl_term,
-    log_rho,
-    ratio_and_clipped,
-    sampling_weights,
-    vespo_weights,
-)
-from fused_grpo._maths.inputs import LossInputs
+from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, vespo_weights
+from fused_grpo._maths.formulas import LossInputs, bounded_ratio, kl_term, log_rho, sampling_weights
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
-from fused_grpo.loss import loss_inputs
+from fused_grpo.loss import LossArguments, loss_inputs
 from fused_grpo.trainer.types import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -65,21 +57,14 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
 
 def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
     """The inputs of the loss of a micro-batch, without the counts of its step."""
-    names = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
-    return loss_inputs(
-        part.targets.shape,
-        dtype=torch.float32,
-        device=part.targets.device,
-        advantages=part.advantages,
-        mask=None,
+    given = LossArguments(
+        part.advantages,
         cu_seqlens=part.cu_seqlens,
-        **{name: getattr(part, name) for name in names},
-        entropy_threshold=None,
-        num_tokens=None,
-        num_sequences=None,
-        num_entropy_tokens=None,
-        config=config,
+        old_logprobs=part.old_logprobs,
+        ref_logprobs=part.ref_logprobs,
+        sampling_logprobs=part.sampling_logprobs,
     )
+    return loss_inputs(given, part.targets.shape, config, dtype=torch.float32, device=part.targets.device)
 
 
 def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grpo.passes.chunking import chunk_budget
+from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.loading import wants_bf16
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_grpo._maths.statistics import finish_rows
 from fused_grpo.passes.protocol import LogprobForward
-from fused_grpo.passes.torch_passes.blocks import empty_tile
 from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gradient_
 from fused_grpo.passes.torch_passes.kept_tokens import entry_logits, weighted_rows_
 from fused_grpo.passes.torch_passes.row_passes import (
+    empty_tile,
     grpo_token_loss,
     logits_gradient_,
     row_statistics,

@@ -26,10 +26,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finish_rows
-from fused_grpo.passes import chunking
-from fused_grpo.passes.torch_passes.blocks import Scratch, all_equal, block_sums, block_width, empty_tile, exp, in_place
+from fused_grpo.passes import buffers
+from fused_grpo.passes.torch_passes.row_passes import (
+    Scratch,
+    block_sums,
+    empty_tile,
+    exp,
+    in_place,
+    is_plain,
+)
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -82,11 +89,11 @@ class _Logits:
         slopes: bool = False,
     ) -> None:
         self.z, self.bias, self.temperature, self.scale, self.softcap = raw, bias, temperature, logit_scale, softcap
-        self.as_it_is = bias is None and softcap is None and all_equal(temperature, logit_scale)
+        self.is_plain = is_plain(bias, temperature, logit_scale, softcap)
         # Those of the soft cap [R, V]: after the sweeps, nothing has the logits any more.
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
-        width = block_width(raw)
-        self.columns = list(chunking.chunks(raw.shape[1], width))
+        width = Scratch(raw).width
+        self.columns = list(buffers.chunks(raw.shape[1], width))
         # Elementwise over the blocks first: a maximum of each row in each block takes twice as long.
         tops = self._transformed_(self.columns[0]).clone()
         for columns in self.columns[1:]:
@@ -99,7 +106,7 @@ class _Logits:
 
     def _transformed_(self, columns: slice) -> Tensor:
         z = self.z[:, columns]
-        if self.as_it_is:
+        if self.is_plain:
             return z
         if self.bias is not None:
             z.add_(self.bias[columns])

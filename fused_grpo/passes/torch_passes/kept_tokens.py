@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from fused_grpo.passes import chunking
+from fused_grpo.passes import buffers
 
 
 def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype) -> Tensor:
     """h.w [E] in `dtype` of the entries (rows [E], tokens [E]), from operands in the dtype of `hidden`."""
     out = torch.empty(len(tokens), dtype=dtype, device=tokens.device)
-    for block in chunking.chunks(len(tokens), _most_entries(weight, dtype)):
+    for block in buffers.chunks(len(tokens), _most_entries(weight, dtype)):
         w = weight.index_select(0, tokens[block]).to(hidden.dtype).to(dtype)
         out[block] = torch.linalg.vecdot(hidden.index_select(0, rows[block]).to(dtype), w)
     return out
@@ -54,7 +54,7 @@ def weighted_rows_(
 
 def _most_entries(matrix: Tensor, dtype: torch.dtype) -> int:
     """How many gathered rows of `matrix` in `dtype` a block holds."""
-    budget = chunking.BLOCK_BYTES if matrix.device.type == "cpu" else chunking.DEFAULT_TILE_BYTES
+    budget = buffers.BLOCK_BYTES if matrix.device.type == "cpu" else buffers.DEFAULT_TILE_BYTES
     return max(1, budget // max(1, matrix.shape[1] * dtype.itemsize))
 
 

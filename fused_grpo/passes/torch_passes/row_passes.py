@@ -1,15 +1,16 @@
-"""The statistics, softmax weights and gradients of the rows of a tile, and the loss of tokens."""
+"""The statistics, softmax weights and gradients of the rows of a tile, block by block, and the loss of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Unpack
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from fused_grpo._maths import formulas
-from fused_grpo._maths.inputs import LogitTransform
+from fused_grpo._maths.distributions import LogitTransform, cap_slope
 from fused_grpo._maths.statistics import (
     HEADROOM,
     RowState,
@@ -21,7 +22,7 @@ from fused_grpo._maths.statistics import (
     with_part,
 )
 from fused_grpo.config import TokenTerms
-from fused_grpo.passes.torch_passes.blocks import RawTile, block_sums, exp, in_place
+from fused_grpo.passes import buffers
 
 # Whether a transform of torch.func is active.
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -82,7 +83,9 @@ def _fold(tile: RawTile, *, entropy: bool, out: Tensor | None = None) -> tuple[R
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = shift if top is None else top
-        centred = torch.sub(block.z, finite(centre)[:, None], out=block.scratch(0) if entropy else block.place())
+        centred = torch.sub(
+            block.z, finite(centre)[:, None], out=tile.scratch(0, block.z.shape[1]) if entropy else block.place()
+        )
         e = exp(centred, out=block.place(1) if entropy else centred)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = block_sums(centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
@@ -138,7 +141,9 @@ def logits_gradient_(
         factor, none = slope * share, none & (upstream_entropy == 0)
     at_target = at_target * slope if tile.slope_at_target is None else at_target * slope * tile.slope_at_target[:, None]
     for block in tile.blocks(out):
-        centred = torch.sub(block.z, shift, out=block.place() if of_entropy is None else block.scratch(0))
+        centred = torch.sub(
+            block.z, shift, out=block.place() if of_entropy is None else tile.scratch(0, block.z.shape[1])
+        )
         e = exp(centred, out=centred if of_entropy is None else block.place(1))
         if of_entropy is not None:
             e.mul_(centred.clamp_min_(-128.0).add_(of_entropy[1]).mul_(of_entropy[0]).sub_(upstream))
@@ -193,6 +198,159 @@ def grpo_token_loss(
     return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 
-def token_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The statistics of `formulas.token_loss` over the tokens of several calls."""
-    return formulas.merge_statistics(partials)
+token_statistics = formulas.merge_statistics
+
+
+_PARTS = 4
+_LOG2E = math.log2(math.e)
+
+
+def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
+    stride = buffers.column_stride(rows)
+    return buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
+
+
+class Scratch:
+    """Memory [R, c] for a block of a tile, column-major as the tile, by number; allocated when it is first needed.
+
+    `width` is the columns of a block. With powers of two, all blocks of a batch-invariant tile have the same width, and
+    `block_sums` has equal parts.
+    """
+
+    def __init__(self, tile: Tensor) -> None:
+        most = max(1, buffers.BLOCK_BYTES // max(1, len(tile) * tile.element_size()))
+        self.width = 1 << (most.bit_length() - 1)
+        self._tile, self._most = tile, max(2, min(self.width, tile.shape[1]))
+        self._memory = dict[int, Tensor]()
+
+    def __call__(self, number: int, columns: int) -> Tensor:
+        rows = len(self._tile)
+        if number not in self._memory:
+            self._memory[number] = self._tile.new_empty(rows * self._most)
+        return self._memory[number][: rows * columns].view(columns, rows).t()
+
+
+class Block(NamedTuple):
+    """A block of columns of a tile, with their transformed logits."""
+
+    tile: RawTile
+    columns: slice
+    z: Tensor  # [R, c], -inf at the targets; in the tile itself without a transform, else in scratch 0
+    slope: Tensor | None  # [R, c] dz/dx of the soft cap, where there is one and results are written
+    out: Tensor | None  # [R, c], where they are written
+
+    def place(self, number: int = 0) -> Tensor:
+        """Where to compute [R, c]: in the output, or in scratch memory if the output has another dtype."""
+        is_out = self.out is not None and self.out.dtype == self.z.dtype
+        return self.out if is_out else self.tile.scratch(number, self.z.shape[1])  # type: ignore[return-value]
+
+    def write(self, values: Tensor) -> None:
+        """Write `values`, which are in `place`, times the slope to the output."""
+        assert self.out is not None
+        values = values if self.slope is None else values.mul_(self.slope)
+        if self.out.dtype != values.dtype:
+            self.out.copy_(values)
+
+
+class RawTile:
+    """A tile [R, C], the transform of its raw logits, and the places of its targets."""
+
+    def __init__(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        temperature: Tensor,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature
+        self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
+        self.has_target = (targets >= 0) & (targets < raw.shape[1])
+        self._column = torch.where(self.has_target, targets, 0)[:, None]
+        # At one temperature that equals the scale, the raw logits are the logits, which saves a pass.
+        self.is_plain = is_plain(bias, temperature, logit_scale, softcap)
+        self.scratch = Scratch(raw)
+        at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
+        z = at_target
+        if not self.is_plain:
+            z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)
+        self.target_logit = torch.where(self.has_target, z[:, 0], -torch.inf)
+        self.slope_at_target = None if softcap is None else cap_slope(at_target[:, 0] * (logit_scale / softcap))
+
+    def blocks(self, out: Tensor | None) -> Iterator[Block]:
+        """One cache-sized block at a time. Only writes to `out`, in the memory of the tile, change the tile."""
+        shown = self._hide_(self.raw, self.targets) if self.is_plain else ()
+        for columns in buffers.chunks(self.raw.shape[1], self.scratch.width):
+            raw, slope = self.raw[:, columns], None
+            z = raw
+            if not self.is_plain:
+                bias = None if self.bias is None else self.bias[columns]
+                z, slope = self._transformed(raw, bias, self.scratch(0, raw.shape[1]), slope=out is not None)
+                self._hide_(z, self.targets - columns.start)
+            yield Block(self, columns, z, slope, None if out is None else out[:, columns])
+        if out is None and self.is_plain:
+            self.raw.scatter_(1, *shown)
+
+    def largest(self) -> Tensor:
+        """The largest logit of each row except the target's, [R]."""
+        return torch.stack([block.z.amax(1) for block in self.blocks(None)]).amax(0)
+
+    def put_at_target_(self, out: Tensor, values: Tensor) -> None:
+        """Write `values` [R] at the targets that are columns of `out`."""
+        mine = torch.where(self.has_target[:, None], values[:, None].to(out.dtype), out.gather(1, self._column))
+        out.scatter_(1, self._column, mine)
+
+    def _transformed(
+        self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(z, dz/dx of the soft cap if there is one and `slope`), from `raw` [R, c] into `out`."""
+        raw = raw if bias is None else torch.add(raw, bias, out=out)
+        temperature = self.temperature[:, None]
+        if self.softcap is None:
+            # If temperature and scale are equal, this is exactly 1: skipping the product gives the same bits.
+            return torch.mul(raw, self.logit_scale / temperature, out=out), None
+        torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
+        slopes = 1 - out.square() if slope else None
+        return out.mul_(self.softcap / temperature), slopes
+
+    @staticmethod
+    def _hide_(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Write -inf at the targets in z [R, c]. Returns the arguments of `z.scatter_(1, ...)` that restores them."""
+        column = targets[:, None].clamp(0, z.shape[1] - 1)
+        kept = z.gather(1, column)
+        z.scatter_(1, column, torch.where(targets[:, None] == column, -torch.inf, kept))
+        return column, kept
+
+
+def exp(x: Tensor, *, out: Tensor) -> Tensor:
+    """e^x by exp2, which PyTorch vectorises on every CPU. Its exp may be MKL's, which is slow on some."""
+    return torch.mul(x, _LOG2E, out=out).exp2_()
+
+
+def block_sums(values: Tensor) -> Tensor:
+    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns.
+
+    (A product with ones would be as fast, but would add one column after the other: equal columns would all round in
+    the same direction.)
+    """
+    if values.shape[1] % _PARTS:
+        return values.sum(1)
+    parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
+    return parts.sum(1).sum(0)
+
+
+def in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` [R, C] as memory for [R, C] of `dtype`; 16-bit dtypes take the front half of each row or column."""
+    if dtype == logits.dtype:
+        return logits
+    if logits.stride(0) == 1:
+        return logits.t().view(dtype)[:, : len(logits)].t()
+    return logits.view(dtype)[:, : logits.shape[1]]
+
+
+def is_plain(bias: Tensor | None, temperature: Tensor, logit_scale: float, softcap: float | None) -> bool:
+    """Whether raw logits are known to be the logits. On a GPU, the values of temperatures would synchronize."""
+    return bias is None and softcap is None and temperature.is_cpu and bool((temperature == logit_scale).all())

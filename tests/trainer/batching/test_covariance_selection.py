@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo._maths.covariance import select_by_covariance
+from fused_grpo._maths.factors import select_by_covariance
 from fused_grpo.trainer.types import EffectiveBatch
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -1.0, -0.7, -0.3, 0.9, -0.9, 0.2, -0.2, 1.5, -0.5, -0.5, -0.5]

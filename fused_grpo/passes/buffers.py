@@ -1,4 +1,4 @@
-"""The size of a chunk or tile of the logits, from shapes and a byte budget.
+"""The size of a chunk or tile of the logits, from shapes and a byte budget, and its memory.
 
 A chunk or tile of the [N, V] logits is the only large temporary of this library, so its budget sets the memory:
 
@@ -11,14 +11,27 @@ A chunk or tile of the [N, V] logits is the only large temporary of this library
 
 Without a budget from the caller, a chunk on a GPU has up to 4096 rows, where the GEMMs hide the traffic of dW, within a
 48th of the device's total memory. Free memory is not used for this: the order of a sum would change from run to run.
+
+On a CPU, the memory of a chunk and of a head's gradient comes from a cache. Fresh memory costs a page fault for every
+4 KiB, which is a twentieth of the time of a loss, or more. On a GPU, PyTorch's caching allocator reuses memory; on a
+CPU, the C library returns large blocks to the kernel at once. So these come from a cache of anonymous mappings. A
+mapping returns to the cache when its last tensor is freed. Cached mappings are marked with `MADV_FREE`, so the kernel
+may take their pages when memory is short, and the cache holds at most one gigabyte.
+
+While PyTorch's profiler records, memory comes from PyTorch, so that the profiler counts it. Cached memory becomes a
+tensor by `torch.frombuffer`, so its storage cannot be resized.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import weakref
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 DEFAULT_TILE_BYTES = 256 * 2**20
 """8192 rows by 8192 columns of logits."""
@@ -88,8 +101,8 @@ def chunk_rows(
     most = room // max(1, vocab_size * itemsize + row_bytes)
     if chunk_bytes is None and device.type != "cpu":
         most = min(most, MOST_ROWS)
-    most = _aligned_down(most, device)
-    rows = _aligned_up(_evened(num_rows, most), device)
+    most = _aligned(most, device, up=False)
+    rows = _aligned(_evened(num_rows, most), device, up=True)
     return max(1, min(num_rows, rows, most))
 
 
@@ -129,15 +142,11 @@ def column_stride(rows: int) -> int:
     return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
 
 
-def _aligned_up(rows: int, device: torch.device) -> int:
-    return column_stride(rows) if device.type == "cpu" else rows + -rows % ALIGNMENT
-
-
-def _aligned_down(rows: int, device: torch.device) -> int:
-    """The largest aligned number of rows up to `rows`, or `rows` itself if it is too small to align."""
-    if device.type == "cpu":
-        return rows if rows < _LEAST_ALIGNED else rows - (rows - _LINE) % (2 * _LINE)
-    return rows if rows < ALIGNMENT else rows - rows % ALIGNMENT
+def _aligned(rows: int, device: torch.device, *, up: bool) -> int:
+    """Rows rounded up to an aligned number, or down, where those that are too few to align stay."""
+    if device.type != "cpu":
+        return rows + -rows % ALIGNMENT if up else rows - rows % ALIGNMENT * (rows >= ALIGNMENT)
+    return column_stride(rows) if up or rows < _LEAST_ALIGNED else rows - (rows - _LINE) % (2 * _LINE)
 
 
 def _evened(total: int, most: int) -> int:
@@ -150,3 +159,71 @@ def chunks(total: int, size: int) -> Iterator[slice]:
     """Slices of `size` that cover `total`, in order; one empty slice where `total` is 0."""
     for start in range(0, max(1, total), max(1, size)):
         yield slice(start, min(start + size, total))
+
+
+# The C library reuses smaller blocks itself.
+_LEAST_BYTES = 8 * 2**20
+_MOST_KEPT_BYTES = 2**30
+
+_kept: list[mmap.mmap] = []
+
+
+def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty` in cached memory where there is some. The values are undefined."""
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    recycled = device.type == "cpu" and size >= _LEAST_BYTES and hasattr(mmap, "MADV_FREE")
+    if recycled and not torch._C._autograd._profiler_enabled():
+        with contextlib.suppress(OSError):  # no memory: PyTorch raises its own error
+            return torch.frombuffer(_loan(size), dtype=dtype, count=count).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.empty_like` in cached memory."""
+    dtype = tensor.dtype if dtype is None else dtype
+    if not tensor.is_contiguous():
+        return torch.empty_like(tensor, dtype=dtype)
+    return empty(tuple(tensor.shape), dtype=dtype, device=tensor.device)
+
+
+def _loan(size: int) -> memoryview:
+    """At least `size` bytes, which return to the cache when the last reference is gone."""
+    fitting = [pages for pages in _kept if size <= len(pages) <= 2 * size]
+    for pages in sorted(fitting, key=len):
+        with contextlib.suppress(ValueError):  # another thread took it
+            _kept.remove(pages)
+            break
+    else:
+        pages = _fresh(size)
+    loan = memoryview(pages)
+    weakref.finalize(loan, _take_back, pages).atexit = False  # at exit, other objects may still read it
+    return loan
+
+
+def _fresh(size: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        pages = mmap.mmap(-1, size, flags=flags)
+    except OSError:  # cached mappings count against the limit on address space
+        _kept.clear()
+        pages = mmap.mmap(-1, size, flags=flags)
+    _advised(pages, getattr(mmap, "MADV_HUGEPAGE", 0))
+    return pages
+
+
+def _take_back(pages: mmap.mmap) -> None:
+    if len(pages) > _MOST_KEPT_BYTES or not _advised(pages, mmap.MADV_FREE):
+        return
+    _kept.append(pages)
+    while sum(map(len, _kept)) > _MOST_KEPT_BYTES:
+        _kept.pop(0)
+
+
+def _advised(pages: mmap.mmap, advice: int) -> bool:
+    """Whether the kernel accepts this advice."""
+    try:
+        pages.madvise(advice)
+    except OSError:
+        return False
+    return True

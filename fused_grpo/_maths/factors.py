@@ -1,0 +1,215 @@
+"""What in the loss depends on more than one token: on its sequence, or on thresholds and selections over all tokens.
+
+The loss of a token (`formulas.py`) takes these as factors of its own, so that it never looks at another token.
+
+Which tokens Clip-Cov and KL-Cov select (arXiv:2505.22617), out of all tokens of an optimizer step.
+
+The entropy of a policy falls by the covariance of log-probs and advantages. Few tokens have most of it:
+
+    cov = (log p - mean log p) * (A - mean A)         with means over all tokens of the step
+
+KL-Cov adds a penalty to the tokens of largest covariance. Clip-Cov takes the policy term from some unclipped tokens
+within its bounds; the paper draws them at random. Here the draw is a systematic one, evenly over these tokens in the
+order of their covariances. So it depends on nothing but the tokens: not on a seed, the order of sequences,
+micro-batches or processes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_grpo._maths.formulas import (
+    LossInputs,
+    bounded_ratio,
+    clipped_change,
+    denominator,
+    kl_term,
+    log_rho,
+    policy_term,
+    sampling_weights,
+    token_loss,
+)
+from fused_grpo.config import GRPOLossConfig, TokenTerms
+
+
+def token_factors(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
+) -> dict[str, Tensor | None]:
+    """`policy_weights`, `entropy_weights` and `kl_cov_weights` of `token_loss`: [N], detached, None for 1, 0 and 0.
+
+    They hold what depends on more than a token: on its sequence, or on thresholds and selections over all tokens.
+    """
+    tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
+    sampling, correction, policy_factors = tokens.sampling_logprobs, config.sampling_correction, []
+    factors: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
+    current = torch.where(mask, logprobs.detach(), 0.0)
+    old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
+    if sampling is not None and correction is not None and correction.startswith("sequence"):
+        whole = sequences.sum(log_rho(old, sampling, mask))
+        bound = correction.removeprefix("sequence_")
+        rho = bounded_ratio(whole, bound, config.sampling_clip_min, config.sampling_clip_max)
+        policy_factors.append(sequences.spread(rho, len(mask)))
+    if config.loss_type == "vespo":
+        policy_factors.append(vespo_weights(current, old, inputs, config))
+    if config.off_policy_mask_threshold is not None:
+        drift = -log_rho(current, old if sampling is None else sampling, mask)
+        close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
+        policy_factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
+    if config.sequence_rejection is not None and sampling is not None:
+        kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
+        policy_factors.append(sequences.spread(kept, len(mask)).double())
+    if config.selects_by_covariance:
+        selected = covariance_selection(current, inputs, config)
+        if config.clip_cov_ratio:
+            policy_factors.append((~selected).double())
+        else:
+            factors["kl_cov_weights"] = config.kl_cov_coef * selected.to(current.dtype)
+    on = mask
+    if config.top_entropy_quantile < 1.0:
+        assert entropy is not None
+        on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
+        policy_factors.append(on.double())
+    if policy_factors:
+        factors["policy_weights"] = torch.stack(policy_factors).prod(0).to(current.dtype)
+    if config.entropy_coef:
+        count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
+        factors["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
+    return factors
+
+
+def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """Which sequences [B] `sequence_rejection` keeps, from log rho [N]."""
+    name, mask = config.sequence_rejection, inputs.tokens.mask
+    if name == "geometric_ratio":
+        statistic = inputs.sequences.mean(log_ratio, mask).exp()
+    else:
+        of_tokens = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
+        statistic = inputs.sequences.mean(of_tokens, mask)
+    low, high = config.sequence_rejection_min, config.sequence_rejection_max
+    return (statistic >= (-torch.inf if low is None else low)) & (statistic <= (torch.inf if high is None else high))
+
+
+def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, config: GRPOLossConfig) -> Tensor:
+    """Which tokens are selected, [N] bool, from log-probs, advantages and `clipped` (bool) of all tokens, each [N].
+
+    Of four tokens, the one whose log-prob and advantage are both high has the largest covariance:
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> logprobs, advantages = torch.tensor([-0.1, -2.0, -2.0, -0.5]), torch.tensor([2.0, -1.0, 1.0, 0.0])
+    >>> unclipped = torch.zeros(4, dtype=torch.bool)
+    >>> select_by_covariance(logprobs, advantages, unclipped, GRPOLossConfig(kl_cov_ratio=0.25)).tolist()
+    [True, False, False, False]
+    """
+    some = (logprobs.double(), advantages.double())
+    covariances = torch.stack([values - values.mean() for values in some]).prod(0)
+    order = covariances.argsort(stable=True)
+    if config.kl_cov_ratio:
+        order, count = order.flip(0), max(1, int(config.kl_cov_ratio * len(order)))
+    else:
+        inside = (covariances > config.clip_cov_lb) & (covariances < config.clip_cov_ub) & ~clipped
+        order = order[inside[order]]
+        count = min(max(1, int(config.clip_cov_ratio * len(logprobs))), len(order))
+        places = (torch.arange(count, device=order.device, dtype=torch.float64) + 0.5) * (len(order) / max(1, count))
+        order = order[places.long()]
+    return torch.zeros_like(clipped).index_fill_(0, order[:count], True)
+
+
+def covariance_selection(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """Which tokens [N] Clip-Cov or KL-Cov selects: those given for the whole step, or of these tokens."""
+    if inputs.covariance_selected is not None:
+        return inputs.covariance_selected & inputs.tokens.mask
+    mask, selected = inputs.tokens.mask, torch.zeros_like(inputs.tokens.mask)
+    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
+    selected[mask] = select_by_covariance(logprobs[mask], inputs.tokens.advantages[mask], clipped[mask], config)
+    return selected
+
+
+def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
+    """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
+    tokens, terms = inputs.tokens, TokenTerms.of(config)
+    old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
+    old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
+    log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
+    ratio = log_ratio.exp()
+    return ratio, policy_term(logprobs, ratio, tokens.advantages, terms, old=old)[1]
+
+
+def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """phi(w) = e^lambda w^k e^(-lambda w), [N] fp64, with w the ratio of the whole sequence of a token."""
+    tokens, sequences, lowest = inputs.tokens, inputs.sequences, math.log(1e-8)
+    log_w = sequences.sum((current - old).clamp(-20.0, 20.0))
+    if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
+        rho = sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
+        log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
+    return vespo_phi(sequences.spread(log_w.clamp(lowest, 20.0), len(current)), tokens.advantages, config)
+
+
+def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tensor:
+    """phi(w) of the same shape as `log_w` and the advantages.
+
+    On policy, w = 1, phi is 1 whatever the constants are:
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> config, A = GRPOLossConfig(loss_type="vespo"), torch.tensor([1.0, -1.0])
+    >>> [[round(x, 4) for x in vespo_phi(torch.tensor(w).log(), A, config).tolist()] for w in (1.0, 2.0)]
+    [[1.0, 1.0], [0.1991, 1.0827]]
+    """
+    risen = advantages >= 0
+    k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
+    decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)
+    return torch.exp(decay + k * log_w - decay * log_w.exp())
+
+
+def entropy_threshold(entropies: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> float | Tensor:
+    """The least entropy of the tokens to keep: the given one of the whole step, or the quantile of these entropies."""
+    if inputs.entropy_threshold is not None:
+        return inputs.entropy_threshold
+    if not len(entropies):
+        return torch.inf
+    return torch.quantile(entropies, 1 - config.top_entropy_quantile)
+
+
+def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """The mean of log p - log p_old over the unmasked tokens of its sequence, at each token: [N], differentiable.
+
+    For "gmpo" it is the mean of the clipped log-ratios: r is the geometric mean of the clipped ratios.
+    """
+    tokens, sequences = inputs.tokens, inputs.sequences
+    change = logprobs - (logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs)
+    if config.loss_type == "gmpo":
+        change, _ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
+    return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
+
+
+def share_of_ratio(logprobs: Tensor, of_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """The gradient in log p [N] that comes from one in the log-ratios of sequences, [N]: the backward of the above.
+
+    Each token gets an equal share of its sequence's, but for those that "gmpo" clips.
+    """
+    tokens, sequences = inputs.tokens, inputs.sequences
+    shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask).clamp_min(1.0)
+    moves = tokens.mask
+    if config.loss_type == "gmpo":
+        old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+        moves = moves & (tokens.advantages != 0)
+        moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]
+    return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(of_ratio.dtype)
+
+
+def grpo_loss(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (0-d) and its statistics from log p and entropy [N], for autograd."""
+    factors: dict[str, Any] = {**token_factors(logprobs, entropy, inputs, config)}
+    return token_loss(
+        logprobs,
+        **vars(inputs.tokens),
+        **factors,
+        entropy=entropy,
+        log_ratio=sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
+        terms=TokenTerms.of(config),
+    )
