@@ -2,9 +2,8 @@
 
 The loss of a token (`formulas.py`) takes these as factors of its own, so that it never looks at another token.
 
-Which tokens Clip-Cov and KL-Cov select (arXiv:2505.22617), out of all tokens of an optimizer step.
-
-The entropy of a policy falls by the covariance of log-probs and advantages. Few tokens have most of it:
+Clip-Cov and KL-Cov (arXiv:2505.22617) select tokens out of all tokens of an optimizer step. The entropy of a policy
+falls by the covariance of log-probs and advantages, and few tokens have most of it:
 
     cov = (log p - mean log p) * (A - mean A)         with means over all tokens of the step
 
@@ -132,7 +131,8 @@ def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConf
     """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
     tokens, terms = inputs.tokens, TokenTerms.of(config)
     old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
-    old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
+    if tokens.sampling_logprobs is not None:
+        old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
     log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
     ratio = log_ratio.exp()
     return ratio, policy_term(logprobs, ratio, tokens.advantages, terms, old=old)[1]

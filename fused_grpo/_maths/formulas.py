@@ -1,12 +1,14 @@
-"""The maths of the loss, once, in plain torch, with its derivation. Log-probs and divergences: `distributions.py`.
+"""The loss of a token, once, in plain torch, with its derivation, and the inputs that it has.
+
+What depends on more than one token is in `factors.py`, log-probs and divergences are in `distributions.py`.
 
 Any floating dtype works; autograd computes the derivatives. Three parts of the project use it:
 
-- `impl="reference"` computes the loss with these functions (`grpo_loss`).
+- `impl="reference"` computes the loss with these functions (`factors.grpo_loss`).
 - The tests compare every fast path with that, in fp64.
-- Production code: the torch path of the loss is `token_loss` (`torch_passes`), all paths take `token_factors`,
-  `sequence_log_ratio` and `finish_metrics` from here (`loss_gradients.py`), and the drop-in for Liger uses `kl_term`,
-  `policy_term` and `vespo_phi`. So the tests compare `token_loss` also with TRL's own loss.
+- Production code: the torch path of the loss is `token_loss` (`torch_passes`), all paths take `finish_metrics` from
+  here and the factors of `factors.py`, and the drop-in for Liger uses `kl_term`, `policy_term` and `vespo_phi`. So the
+  tests compare `token_loss` also with TRL's own loss.
 
 With N tokens and d = log p - log p_old, the ratio r = exp(d) of a token (or exp of the mean d of its sequence), its
 advantage A, and an upper bound delta (infinite unless given), the policy term of one token is
@@ -33,11 +35,8 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
     dl/d log p = -stop(..) * A (cispo, vespo, dppo),        0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
-The loss is sum(weights * l) - sum(entropy_weights * H). The weights contain the mask and the normaliser of the loss
-type (`inputs.py`), so the sum over micro-batches equals the loss of the whole step. On policy,
-`old_logprobs=None` stands for `logprobs.detach()`: r is 1, and its gradient is that of log p.
-
-The inputs of the loss in one layout: flat tokens, each with a weight.
+The loss is sum(weights * l) - sum(entropy_weights * H). On policy, `old_logprobs=None` stands for `logprobs.detach()`:
+r is 1, and its gradient is that of log p.
 
 Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
 becomes one weight per token, so that loss = sum(weights * l) for all types:
@@ -175,10 +174,13 @@ def token_loss(
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()
     old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
-    old = denominator(old, sampling_logprobs, mask, terms)
+    if sampling_logprobs is not None:
+        old = denominator(old, sampling_logprobs, mask, terms)
     ratio = torch.exp(logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0))
     policy, clipped = policy_term(logprobs, ratio, advantages, terms, old=old)
-    policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
+    policy_weight = torch.ones_like(old)
+    if sampling_logprobs is not None:
+        policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
         policy_weight = policy_weight * torch.where(mask, policy_weights, 0.0)
     # A weight of 0 leaves a token out, even where its term is infinite.
@@ -277,9 +279,9 @@ def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, term
     return falls | ((advantages > 0) & (moved > 0) & (divergence > terms.epsilon_high))
 
 
-def denominator(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
+def denominator(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:
     """The log-probs [N] in the denominator of a token's ratio: the old ones, or the sampler's where it has one."""
-    if sampling_logprobs is None or terms.correction != "sampler":
+    if terms.correction != "sampler":
         return old
     return torch.where(mask & ~sampling_logprobs.isnan(), sampling_logprobs, old)
 
@@ -294,9 +296,9 @@ def kl_term(q: Tensor, estimator: str) -> Tensor:
     return {"k1": lambda: -q, "k2": lambda: q.square() / 2, "k3": lambda: torch.expm1(q) - q}[estimator]()
 
 
-def sampling_weights(old: Tensor, sampling_logprobs: Tensor | None, mask: Tensor, terms: TokenTerms) -> Tensor:
+def sampling_weights(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:
     """rho [N] of the token-level corrections, 1 without a correction."""
-    if sampling_logprobs is None or terms.correction in (None, "sampler"):
+    if terms.correction in (None, "sampler"):
         return torch.ones_like(old)
     return bounded_ratio(log_rho(old, sampling_logprobs, mask), terms.correction, terms.clip_min, terms.clip_max)
 
