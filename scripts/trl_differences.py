@@ -91,7 +91,7 @@ BEHAVIOURS = [
     Behaviour(
         "the router loss counts the prompts of masked completions (`mask_truncated_completions`)",
         "they are not in the batch",
-        "parameters 3e-5 to 1.3e-4 at a coefficient of 0.001",
+        "parameters (they move by 9e-3) 3e-5 to 1.3e-4 at a coefficient of 0.001",
     ),
     Behaviour(
         "an epoch leaves out the prompts that fill no batch",
@@ -142,7 +142,7 @@ SIZES = {
     "gradient_accumulation_steps": "above, for bnpo, quantile and entropy; other losses 1.2e-7",
     "num_generations_eval": "evaluations only",
     "optim": "none where it is accepted",
-    "router_aux_loss_coef": "0.001 with an accumulation of 2: parameters 2e-4 to 4e-4; one micro-batch: 1.2e-7",
+    "router_aux_loss_coef": "0.001, two micro-batches: parameters (they move by 9e-3) 2e-4 to 4e-4; of one: 1.2e-7",
     "steps_per_generation": "above; of a divisor: other samples",
     "use_vllm": "another sampler",
     "vllm_importance_sampling_mode": "vLLM's log-probs against the trainer's: none if they agree",

@@ -1,4 +1,4 @@
-"""The README's snippets, run as they stand."""
+"""The README: its snippets run as they stand, its first screen stays one, and its tree has every room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture
@@ -56,6 +57,14 @@ def test_the_trainer_quickstart_runs(farm, tiny_model, tmp_path):
     assert (tmp_path / "runs" / "brief" / "report.html").exists()
 
 
+def test_the_first_screen_has_install_the_op_one_command_and_a_picture():
+    screen = README.partition("\n## ")[0]
+    assert screen.count("\n") <= 35
+    assert screen.index("pip install") < screen.index("```python") < screen.index("make demo") < screen.index("![")
+    assert SNIPPETS[0] in screen
+    assert SNIPPETS[0].count("\n") == 5
+
+
 def test_quickstarts_are_short_and_name_public_things():
     assert len(SNIPPETS) == 3
     for snippet in SNIPPETS:
@@ -63,7 +72,7 @@ def test_quickstarts_are_short_and_name_public_things():
 
 
 def test_the_tree_has_a_line_for_every_room():
-    tree = re.search(r"```\n(kernels/.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    tree = re.search(r"```\n(kernels/.*?)```", README, re.DOTALL)[1]
     floors = re.findall(r"^(\w+)/", tree, re.MULTILINE)
     assert all((ROOT / floor).is_dir() for floor in floors)
     rooms = re.findall(r"^    (\S+)", tree.partition("\ntrainer/")[2].partition("\ntests/")[0], re.MULTILINE)

@@ -1,7 +1,7 @@
 """The README.md of a trained model (its model card), and the upload to the Hugging Face hub.
 
 The card says which model was trained how, with its numbers before and after. The hub reads its front matter. Nothing
-private is in it: the configuration goes through `publishable`, and a local path is not named as a repository.
+private is in it: secrets in the configuration are redacted, and a local path is not named as a repository.
 """
 
 from __future__ import annotations

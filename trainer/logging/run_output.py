@@ -80,7 +80,7 @@ class RunOutput:
         args: the options of the run.
         max_steps: optimizer steps it will take.
         is_main: False on every process but the first: then nothing is shown or written.
-        facts: what `describe_run` says.
+        facts: what a run is: its task, model, data and engine.
         accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
     """
 
