@@ -1,10 +1,11 @@
 """The house rules that ruff and mypy do not know: `python scripts/house_style.py` lists every breach and exits 1.
 
 Floors: kernels -> fused_grpo -> trainer; an import never goes up. Inside a floor rooms have an order, and imports only
-go down; nowhere is there a circle. Imports inside functions and under TYPE_CHECKING count. Lengths: files of at
-most 500 lines, functions of at most 60, jit kernels of at most 90, public functions of at most 4 positional parameters;
-pages of at most 250 lines. Words: code and pages use the field's terms instead of those in WORDS; no notes to self.
-Pages: every relative link, its anchor, and every file named in backticks exists, and docs/README.md links every page.
+go down; nowhere is there a circle. The drawing in CONTRIBUTING.md has every arrow between rooms and no other. Imports
+inside functions and under TYPE_CHECKING count. Lengths: files of at most 500 lines, functions of at most 60, jit
+kernels of at most 90, public functions of at most 4 positional parameters; pages of at most 250 lines. Words: code and
+pages use the field's terms instead of those in WORDS; no notes to self. Pages: every relative link, its anchor, and
+every file named in backticks exists, and docs/README.md links every page.
 What code may not do is in security.py.
 """
 
@@ -55,7 +56,7 @@ NAMED_FILE = r"`((?:bench|docs|examples|fused_grpo|kernels|scripts|tests|trainer
 def main() -> int:
     breaches = [breach for path in sources() for breach in breaches_of(path)]
     imports = imports_of(path for path in sources() if path.relative_to(ROOT).parts[0] in FLOORS)
-    breaches += [*upward(imports), *circles(imports)]
+    breaches += [*upward(imports), *circles(imports), *drawing_breaches(imports)]
     breaches += [breach for page in pages() for breach in (*word_breaches(page), *page_breaches(page))]
     breaches += unlisted_pages()
     print("\n".join(breaches) or f"house style: {len(list(sources()))} files and {len(pages())} pages are fine")
@@ -161,15 +162,14 @@ def module_of(path: Path) -> str:
     """`fused_grpo.trainer.loop`, as it is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "fused_grpo" else ("fused_grpo", *parts)
+    parts = tuple(part for part in parts if part not in ("torch-ext", "fused_grpo_kernels"))  # behind a link
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def place(module: str) -> tuple[int, int]:
     """Floor, and height of the room in it: no import goes to a higher place. A room that is not in ROOMS is at 0."""
-    floor, *rest = module.removeprefix("fused_grpo").lstrip(".").split(".")
-    if floor not in FLOORS:
-        floor, rest = "fused_grpo", [floor, *rest]
-    rooms, room = ROOMS.get(floor, ()), rest[0] if rest else ""
+    floor, room = room_of(module)
+    rooms = ROOMS.get(floor, ())
     height = len(rooms) - rooms.index(room) if room in rooms else 0 if room else len(rooms) + 1
     return FLOORS[floor], height if rooms else 0
 
@@ -182,6 +182,37 @@ def upward(imports: dict[str, set[str]]) -> Iterator[str]:
         for other in sorted(others):
             if place(other) > (floor, height):
                 yield f"{module} imports {other}, which is above it"
+
+
+def drawing_breaches(imports: dict[str, set[str]]) -> Iterator[str]:
+    """Where the lines `room -> rooms | rooms of the floor below` of CONTRIBUTING.md are not what the code imports."""
+    drawn = re.findall(r"^\w+ +->.*$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    wanted = [arrows_of(room, floor, imports) for floor in reversed(ROOMS) for room in ROOMS[floor]]
+    wanted = [line for line in wanted if line]
+    for line in wanted:
+        if drawn.count(line) < wanted.count(line):
+            yield f"CONTRIBUTING.md: the drawing lacks the line {line!r}"
+    for line in drawn:
+        if line not in wanted:
+            yield f"CONTRIBUTING.md: the drawing has the line {line!r}, which is not what the code imports"
+    if sorted(drawn) == sorted(wanted) and drawn != wanted:
+        yield "CONTRIBUTING.md: the rooms of the drawing are not in their order from top to bottom"
+
+
+def arrows_of(room: str, floor: str, imports: dict[str, set[str]]) -> str:
+    """A line of the drawing; nothing for a room without files."""
+    modules = [module for module in imports if room_of(module) == (floor, room)]
+    others = {room_of(other) for module in modules for other in imports[module]} - {(floor, room)}
+    own = [name for name in ROOMS[floor] if (floor, name) in others]
+    below = [name for name in ROOMS["fused_grpo"] if floor == "trainer" and ("fused_grpo", name) in others]
+    below += ["kernels"] * any(name == "kernels" for name, _ in others)
+    return " ".join([f"{room:<12} ->", *own, *(["|", *below] if below else [])]) if modules else ""
+
+
+def room_of(module: str) -> tuple[str, str]:
+    """Its floor, and its room there; "" for what a floor's own __init__.py exports."""
+    floor, *rest = [*module.split(".")[1:], ""]
+    return (floor, rest[0]) if floor in FLOORS else ("fused_grpo", floor)
 
 
 def circles(imports: dict[str, set[str]]) -> Iterator[str]:

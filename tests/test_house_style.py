@@ -14,6 +14,7 @@ HOUSE = {
     "trainer/loop.py": '"""The loop."""\n\nfrom fused_grpo.trainer.batching.packing import pack\n',
     "docs/README.md": "# Pages\n\n[Rows](rows.md#one-row) `trainer/loop.py`\n",
     "docs/rows.md": "# Rows\n\n## One row\n",
+    "CONTRIBUTING.md": "loop         -> batching\nbatching     -> types\ntypes        ->\n",
 }
 
 
@@ -74,6 +75,26 @@ def test_the_rooms_of_the_ops_keep_their_order(breaches):
     said = breaches(**{"fused_grpo/passes/rows.py": passes, "fused_grpo/head/head.py": '"""The head."""\n'})
     assert "fused_grpo.passes.rows imports fused_grpo.head.head, which is above it" in said
     assert "none of the rooms integrations" in breaches(**{"fused_grpo/attic.py": '"""Old things."""\n'})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("-> batching", "-> batching types", "has the line 'loop         -> batching types', which is not"),
+        ("-> types", "->", "lacks the line 'batching     -> types'"),
+        ("types        ->\n", "", "lacks the line 'types        ->'"),
+        ("loop         -> batching\nbatching     -> types", "batching     -> types\nloop         -> batching", "order"),
+    ],
+)
+def test_an_arrow_that_is_not_drawn_or_not_there_is_found(breaches, old, new, says):
+    assert says in breaches(**{"CONTRIBUTING.md": HOUSE["CONTRIBUTING.md"].replace(old, new)})
+
+
+def test_the_drawing_names_the_rooms_of_the_floor_below(breaches):
+    types = '"""Types."""\n\nfrom fused_grpo import config, kernels\n'
+    below = {"fused_grpo/config.py": '"""Options."""\n', "kernels/torch-ext/fused_grpo_kernels/__init__.py": types[:13]}
+    said = breaches(**below, **{"trainer/types.py": types})
+    assert "the drawing lacks the line 'types        -> | config kernels'" in said
 
 
 @pytest.mark.parametrize("text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt"])
