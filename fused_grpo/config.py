@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Collection
+from dataclasses import FrozenInstanceError, dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import torch
 
 from fused_grpo.errors import InputError
 
+Options = TypeVar("Options")
+# What is wanted, whether a value is that, and the names of the options.
+Ranges = tuple[tuple[str, Callable[[Any], bool], str], ...]
 # The largest integer range that fp64 represents exactly, and the largest fp32 number. Larger values would be changed.
 EXACT, LARGEST = 2**53, 3.4028234663852886e38
 
@@ -31,6 +35,16 @@ def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
         value = getattr(options, name)
         if name not in but and not is_of(value, kind):
             raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}")
+
+
+def check_ranges(options: Any, ranges: Ranges) -> None:
+    """InputError for the first option out of its range. None is in none: the type of an option says where it may be."""
+    for wanted, holds, names in ranges:
+        for name in names.split():
+            value = getattr(options, name)
+            if value is not None and not holds(value):
+                or_none = ", or None" if "None" in str(type(options).__dataclass_fields__[name].type) else ""
+                raise InputError(f"got {name}={value!r}, want {wanted}{or_none}")
 
 
 def is_of(value: Any, kind: Any) -> bool:
@@ -73,7 +87,7 @@ def readable(kind: Any) -> str:
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
@@ -88,21 +102,49 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 REJECTIONS = ("ratio", "geometric_ratio", *KL_ESTIMATORS)
 ICEPOP = {"sampling_correction": "token_mask", "sampling_clip_min": 0.5, "sampling_clip_max": 5.0}
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": LEVELS,
+    "kl_estimator": KL_ESTIMATORS,
+    "sampling_correction": (*CORRECTIONS, "icepop", None),
+    "sequence_rejection": (*REJECTIONS, None),
+}
+RANGES: Ranges = (
+    ("a share in (0, 1]", lambda share: 0.0 < share <= 1.0, "top_entropy_quantile"),
+    ("a share in [0, 1]; 0 selects no token", lambda share: 0.0 <= share <= 1.0, "clip_cov_ratio kl_cov_ratio"),
+    (
+        "a finite value >= 0",
+        lambda value: 0.0 <= value < math.inf,
+        "epsilon epsilon_high beta entropy_coef kl_cov_coef sampling_clip_min vespo_k_pos vespo_k_neg",
+    ),
+    (
+        "a finite value > 0",
+        lambda value: 0.0 < value < math.inf,
+        "delta sampling_clip_max max_completion_length sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos "
+        "vespo_lambda_neg",
+    ),
+    ("a number", lambda value: value == value, "off_policy_mask_threshold"),
+)
+BOUNDS = (("clip_cov_lb", "clip_cov_ub"), ("sequence_rejection_min", "sequence_rejection_max"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GRPOLossConfig:
-    """The GRPO loss: the variant, its clipping, and the weight of the KL term against the reference model.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def _frozen(cls: type[Options]) -> type[Options]:
+    """A dataclass whose `__setattr__` refuses: `frozen=True` does not go with a base whose fields can be assigned."""
+    return dataclass(kw_only=True, unsafe_hash=True)(cls)
 
-    Raises:
-        InputError: a value out of its range, or options that do not go together.
-    """
+
+@dataclass(kw_only=True)
+class LossOptions:
+    """The options that a loss and a run of the trainer share; `GRPOLossConfig` checks them."""
 
     loss_type: str = "dapo"
     """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347),
     "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879). The table is in
     docs/loss.md."""
+    importance_sampling_level: str = "token"
+    """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
     """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never. For
     "gmpo" the bound of the log-ratio is -epsilon; for "dppo_*" the divergence of a falling probability is bounded."""
@@ -113,27 +155,64 @@ class GRPOLossConfig:
     delta: float | None = None
     """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291), and of the ratio of
     "dppo_*"; other losses have no use for it."""
+    sapo_temperature_pos: float = 1.0
+    """Temperature of the gate of "sapo" where the advantage is positive."""
+    sapo_temperature_neg: float = 1.05
+    """Temperature of the gate of "sapo" elsewhere."""
+    vespo_k_pos: float = 2.0
+    """Power of the sequence weight of "vespo" where the advantage is not negative."""
+    vespo_lambda_pos: float = 3.0
+    """Decay of the sequence weight of "vespo" where the advantage is not negative."""
+    vespo_k_neg: float = 3.0
+    """Power of the sequence weight of "vespo" where the advantage is negative."""
+    vespo_lambda_neg: float = 2.0
+    """Decay of the sequence weight of "vespo" where the advantage is negative."""
     beta: float = 0.0
-    """Weight of the KL term against `ref_logprobs`. With 0, no reference is needed."""
+    """Weight of the KL term against the reference model. 0 needs no reference."""
     kl_estimator: str = "k3"
-    """With q = log p_ref - log p: "k1" -q, "k2" q^2 / 2, "k3" exp(q) - q - 1."""
+    """Estimator of the KL divergence; with q = log p_ref - log p, "k1" is -q, "k2" q^2 / 2, and "k3" exp(q) - q - 1."""
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the differentiable ratio (DeepSeek-V3.2, arXiv:2512.02556), so that it stays unbiased
     off policy."""
-    importance_sampling_level: str = "token"
-    """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
-    sapo_temperature_pos: float = 1.0
-    """"sapo": the temperature of its gate where the advantage is positive."""
-    sapo_temperature_neg: float = 1.05
-    """"sapo": the temperature of its gate elsewhere."""
-    vespo_k_pos: float = 2.0
-    """"vespo": the power of the sequence's weight where the advantage is not negative."""
-    vespo_lambda_pos: float = 3.0
-    """"vespo": the decay of the sequence's weight where the advantage is not negative."""
-    vespo_k_neg: float = 3.0
-    """"vespo": the power of the sequence's weight where the advantage is negative."""
-    vespo_lambda_neg: float = 2.0
-    """"vespo": the decay of the sequence's weight where the advantage is negative."""
+    top_entropy_quantile: float = 1.0
+    """Keep the policy term of this share of the tokens of a step, those of highest entropy (arXiv:2506.01939)."""
+    clip_cov_ratio: float = 0.0
+    """Leave out the policy term of this share of the tokens of a step, among those whose covariance (log p - mean log
+    p) * (advantage - mean advantage) is within `clip_cov_lb` and `clip_cov_ub` (Clip-Cov, arXiv:2505.22617, which takes
+    0.0002). Excludes `kl_cov_ratio`."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance for Clip-Cov."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of the covariance for Clip-Cov."""
+    kl_cov_ratio: float = 0.0
+    """Add kl_cov_coef * |log p - old log p| to this share of the tokens of a step, those of largest covariance (KL-Cov,
+    arXiv:2505.22617, which takes 0.0002 to 0.002)."""
+    kl_cov_coef: float = 1.0
+    """Weight of the term of KL-Cov."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the loss falls by entropy_coef times the mean entropy of the tokens."""
+    off_policy_mask_threshold: float | None = None
+    """Leave out the policy term of sequences with a negative advantage whose mean (sampling log p - log p), in nats, is
+    above this (DeepSeek-V3.2); the old log-probs stand in where there are no sampling log-probs."""
+    sequence_rejection: str | None = None
+    """Leave out the policy term of sequences that the sampler and the policy disagree on, where there are sampling
+    log-probs: by the mean over tokens of rho = exp(old log p - sampling log p) ("ratio"), the exponential of the mean
+    log rho ("geometric_ratio"), or the mean KL divergence ("k1" -log rho, "k2" (log rho)^2 / 2, "k3" rho - log rho -
+    1)."""
+    sequence_rejection_min: float | None = None
+    """The least value of that statistic that is kept."""
+    sequence_rejection_max: float | None = None
+    """The greatest value of that statistic that is kept."""
+
+
+@_frozen
+class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its base
+    """The GRPO loss: the variant, its clipping, and the weight of the KL term against the reference model.
+
+    Raises:
+        InputError: a value out of its range, or options that do not go together.
+    """
+
     sampling_correction: str | None = "token_truncate"
     """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
@@ -144,33 +223,6 @@ class GRPOLossConfig:
     """Upper bound of rho."""
     sampling_clip_min: float | None = None
     """Lower bound of rho."""
-    sequence_rejection: str | None = None
-    """Leave out the policy term of sequences that the sampler and the policy disagree on, where `sampling_logprobs` are
-    given: by the mean over tokens of rho ("ratio"), the exponential of the mean log rho ("geometric_ratio"), or the
-    mean KL divergence ("k1" -log rho, "k2" (log rho)^2 / 2, "k3" rho - log rho - 1)."""
-    sequence_rejection_min: float | None = None
-    """The least value of that statistic that is kept."""
-    sequence_rejection_max: float | None = None
-    """The greatest value of that statistic that is kept."""
-    off_policy_mask_threshold: float | None = None
-    """Leave out the policy term of sequences with a negative advantage whose mean (sampling log p - log p) is above
-    this (DeepSeek-V3.2); `old_logprobs` stand in where `sampling_logprobs` are not given."""
-    top_entropy_quantile: float = 1.0
-    """Keep the policy term of this share of tokens, those of highest entropy (arXiv:2506.01939). In (0, 1]."""
-    clip_cov_ratio: float = 0.0
-    """Leave out the policy term of this share of tokens, among those whose covariance (log p - mean log p) * (advantage
-    - mean advantage) is within its bounds (Clip-Cov, arXiv:2505.22617, which takes 0.0002)."""
-    clip_cov_lb: float = 1.0
-    """Clip-Cov: lower bound of the covariance."""
-    clip_cov_ub: float = 5.0
-    """Clip-Cov: upper bound of the covariance."""
-    kl_cov_ratio: float = 0.0
-    """Add kl_cov_coef * |log p - old log p| to this share of tokens, those of largest covariance (KL-Cov,
-    arXiv:2505.22617, which takes 0.0002 to 0.002)."""
-    kl_cov_coef: float = 1.0
-    """KL-Cov: the weight of its term."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus: the loss falls by entropy_coef times the mean entropy of the tokens."""
     max_completion_length: int | None = None
     """"dr_grpo": the constant length that it divides by."""
 
@@ -178,21 +230,19 @@ class GRPOLossConfig:
         check_option_types(self)
         if self.sampling_correction == "icepop":
             self._take_icepop()
-        for name, values in {
-            "loss_type": LOSS_TYPES,
-            "importance_sampling_level": LEVELS,
-            "kl_estimator": KL_ESTIMATORS,
-            "sampling_correction": (*CORRECTIONS, "icepop", None),
-            "sequence_rejection": (*REJECTIONS, None),
-        }.items():
+        for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
-        self._check_numbers()
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise InputError(
-                "got loss_type='dr_grpo' without max_completion_length; fix: pass the constant it divides by"
-            )
+        check_ranges(self, RANGES)
         self._check_together()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__ or name not in self.__dataclass_fields__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     @functools.cached_property
     def ratio_of_sequence(self) -> bool:
@@ -214,6 +264,10 @@ class GRPOLossConfig:
             object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise InputError(
+                "got loss_type='dr_grpo' without max_completion_length; fix: pass the constant it divides by"
+            )
         if self.delta is not None and self.loss_type not in BOUNDED:
             raise InputError(
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which has no unclipped branch to bound; "
@@ -241,35 +295,16 @@ class GRPOLossConfig:
                 f"got clip_cov_ratio={self.clip_cov_ratio} and kl_cov_ratio={self.kl_cov_ratio}, want one of them; "
                 "fix: leave one at 0"
             )
-        for low, high in (("clip_cov_lb", "clip_cov_ub"), ("sequence_rejection_min", "sequence_rejection_max")):
+        if (self.sampling_clip_min or 0.0) > (math.inf if self.sampling_clip_max is None else self.sampling_clip_max):
+            raise InputError(
+                f"got sampling_clip_min={self.sampling_clip_min} above {self.sampling_clip_max}, the maximum"
+            )
+        for low, high in BOUNDS:
             least, most = getattr(self, low), getattr(self, high)
             # Not math.isnan, which breaks the graph of a loss that torch 2.10 compiles.
             low_end, high_end = -math.inf if least is None else least, math.inf if most is None else most
             if not -math.inf <= low_end <= high_end <= math.inf:
                 raise InputError(f"got {low}={least} and {high}={most}, want numbers, the first no larger")
-
-    def _check_numbers(self) -> None:
-        if not 0.0 < self.top_entropy_quantile <= 1.0:
-            raise InputError(f"got top_entropy_quantile={self.top_entropy_quantile}, want a share in (0, 1]")
-        for name in ("clip_cov_ratio", "kl_cov_ratio"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InputError(f"got {name}={getattr(self, name)}, want a share in [0, 1]; 0 selects no token")
-        not_negative = ("epsilon", "epsilon_high", "beta", "entropy_coef", "kl_cov_coef", "sampling_clip_min")
-        for name in (*not_negative, "vespo_k_pos", "vespo_k_neg"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < math.inf:
-                raise InputError(f"got {name}={value}, want a finite value >= 0")
-        positive = ("delta", "sampling_clip_max", "max_completion_length", "sapo_temperature_pos")
-        for name in (*positive, "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise InputError(f"got {name}={value}, want a finite value > 0")
-        if (self.sampling_clip_min or 0.0) > (math.inf if self.sampling_clip_max is None else self.sampling_clip_max):
-            raise InputError(
-                f"got sampling_clip_min={self.sampling_clip_min} above {self.sampling_clip_max}, the maximum"
-            )
-        if self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold):
-            raise InputError("got off_policy_mask_threshold=nan, want a number")
 
 
 def checked_config(config: Any) -> GRPOLossConfig:

@@ -30,7 +30,7 @@ from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
-# The first field of each section of the help, and the title of the section.
+# A field that a section of the help begins with, or goes on with, and the title of the section.
 SECTIONS = {
     "model": "model, data and reward",
     "use_peft": "LoRA",
@@ -39,6 +39,7 @@ SECTIONS = {
     "model_init_kwargs": "precision and memory",
     "learning_rate": "optimizer",
     "loss_type": "loss",
+    "sync_ref_model": "loss",
     "scale_rewards": "reward and advantage",
     "temperature": "sampling",
     "use_vllm": "vLLM",

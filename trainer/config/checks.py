@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from fused_grpo.config import Ranges, check_ranges
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
-# What is wanted, how it is checked, and of which options. None is no value: the type of an option says where it may be.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+RANGES: Ranges = (
     (
         "at least 1",
         lambda value: value >= 1,
@@ -73,11 +73,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
-    for wanted, holds, names in RANGES:
-        for name in names.split():
-            value = getattr(args, name)
-            or_none = "None, or " if "None" in str(args.__dataclass_fields__[name].type) else ""
-            want(args, name, value is None or holds(value), or_none + wanted)
+    check_ranges(args, RANGES)
     alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
     # What a completion learns from a teacher depends on no other.
     enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import BOUNDED, GRPOLossConfig, check_option_types, is_of, readable
+from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types, is_of, readable
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
@@ -40,7 +40,7 @@ PYTHON_TYPES: dict[str, Any] = {
 
 @dataclass
 @with_trl_fields
-class GRPOConfig(DerivedOptions):
+class GRPOConfig(LossOptions, DerivedOptions):
     """Options of a GRPO run.
 
     Raises:
@@ -161,36 +161,6 @@ class GRPOConfig(DerivedOptions):
     max_grad_norm: float | None = 1.0
     """Greatest global gradient norm; gradients above it are scaled down. 0 or None leaves them as they are."""
 
-    loss_type: str = "dapo"
-    """Name of the loss: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv" or
-    "dppo_kl" (docs/loss.md)."""
-    importance_sampling_level: str = "token"
-    """Level of the importance ratio: one per "token", or one per "sequence" (GSPO)."""
-    epsilon: float = 0.2
-    """Lower clip of the ratio; of the log-ratio with "gmpo", of the divergence with "dppo_*"."""
-    epsilon_high: float | None = None
-    """Upper clip of the ratio. None is `epsilon`."""
-    delta: float | None = None
-    """Upper bound of the ratio in the unclipped branch (two-sided clipping), and of that of "dppo_*". Other losses do
-    not use it."""
-    sapo_temperature_pos: float = 1.0
-    """Temperature of the gate of "sapo" where the advantage is positive."""
-    sapo_temperature_neg: float = 1.05
-    """Temperature of the gate of "sapo" elsewhere."""
-    vespo_k_pos: float = 2.0
-    """Power of the sequence weight of "vespo" where the advantage is not negative."""
-    vespo_lambda_pos: float = 3.0
-    """Decay of the sequence weight of "vespo" where the advantage is not negative."""
-    vespo_k_neg: float = 3.0
-    """Power of the sequence weight of "vespo" where the advantage is negative."""
-    vespo_lambda_neg: float = 2.0
-    """Decay of the sequence weight of "vespo" where the advantage is negative."""
-    beta: float = 0.0
-    """Weight of the KL term against the initial model. 0 needs no reference model."""
-    kl_estimator: str = "k3"
-    """Estimator of the KL divergence: "k1", "k2" or "k3"."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL term by the ratio, so that it is unbiased off policy."""
     sync_ref_model: bool = False
     """Update the reference model from the policy during training."""
     ref_model_mixup_alpha: float = 0.6
@@ -205,22 +175,6 @@ class GRPOConfig(DerivedOptions):
     """Weight of the teacher in the mixture of "jsd"."""
     teacher_model_init_kwargs: JSONObject = None
     """Arguments of `from_pretrained`, for a teacher that is a path or hub id."""
-    top_entropy_quantile: float = 1.0
-    """Share of the tokens of a step, those of highest entropy, that the loss uses."""
-    clip_cov_ratio: float = 0.0
-    """Share of the tokens of a step that Clip-Cov leaves out, among those whose covariance of log-prob and advantage is
-    within `clip_cov_lb` and `clip_cov_ub`; 0.0002 in its paper. Excludes `kl_cov_ratio`."""
-    clip_cov_lb: float = 1.0
-    """Lower bound of the covariance for Clip-Cov."""
-    clip_cov_ub: float = 5.0
-    """Upper bound of the covariance for Clip-Cov."""
-    kl_cov_ratio: float = 0.0
-    """Share of the tokens of a step, those of largest covariance of log-prob and advantage, that KL-Cov penalises;
-    0.0002 to 0.002 in its paper."""
-    kl_cov_coef: float = 1.0
-    """Weight of the penalty of KL-Cov."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
     use_adaptive_entropy: bool = False
     """Move `entropy_coef` by `entropy_coef_delta` after each step, towards `entropy_target` (Skywork-OR1)."""
     entropy_coef_min: float = 0.0
@@ -231,8 +185,6 @@ class GRPOConfig(DerivedOptions):
     """Change of the adaptive `entropy_coef` per step."""
     entropy_target: float = 0.2
     """Mean entropy per token, in nats, above which there is no bonus."""
-    off_policy_mask_threshold: float | None = None
-    """Distance from the policy (nats) above which a sequence with a negative advantage is masked."""
     mask_truncated_completions: bool = False
     """Mask completions that were cut at the length limit."""
     vllm_importance_sampling_correction: bool = True
@@ -246,13 +198,6 @@ class GRPOConfig(DerivedOptions):
     """Lower bound of the correction."""
     vllm_importance_sampling_cap: float | None = None
     """Deprecated name of `vllm_importance_sampling_clip_max`, which it replaces."""
-    sequence_rejection: str | None = None
-    """Statistic of the disagreement of sampler and trainer on a sequence, which is left out of the loss where it is out
-    of bounds: the mean "ratio", the "geometric_ratio", or a mean KL divergence "k1", "k2" or "k3"."""
-    sequence_rejection_min: float | None = None
-    """Lower bound of that statistic."""
-    sequence_rejection_max: float | None = None
-    """Upper bound of that statistic."""
 
     scale_rewards: Scale = "group"
     """Divisor of advantages: the standard deviation of the "group" (True), of the "batch", or "none" (False)."""
@@ -424,8 +369,7 @@ class GRPOConfig(DerivedOptions):
 
     def loss_config(self, *, corrected: bool = True) -> GRPOLossConfig:
         """The options of the loss; `corrected`: the engine samples with log-probs of its own."""
-        shared = {entry.name for entry in fields(GRPOLossConfig)} & {entry.name for entry in fields(GRPOConfig)}
-        options = {name: getattr(self, name) for name in shared}
+        options = {entry.name: getattr(self, entry.name) for entry in fields(LossOptions)}
         if self.delta is not None and self.loss_type not in BOUNDED:
             warn_once(
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which does not use it; fix: delta=None"
@@ -433,6 +377,7 @@ class GRPOConfig(DerivedOptions):
             options["delta"] = None
         return GRPOLossConfig(
             **options,
+            max_completion_length=self.max_completion_length,
             sampling_correction=self.vllm_importance_sampling_mode
             if corrected and self.vllm_importance_sampling_correction
             else None,
