@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint import manifest
 from fused_grpo.trainer.checkpoint.checkpoint import (
+    FORMAT,
     checkpoints,
     find_checkpoint,
     remove_old_checkpoints,
@@ -187,7 +187,7 @@ def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, tim
 
 def test_a_checkpoint_of_another_version_is_called_that_and_can_be_replaced(run, save):
     path = run / "checkpoint-6" / "manifest.json"
-    path.write_text(path.read_text().replace(manifest.FORMAT, "fused-grpo checkpoint 1"))
+    path.write_text(path.read_text().replace(FORMAT, "fused-grpo checkpoint 1"))
     with pytest.raises(
         CheckpointError, match=r"written by another version of fused-grpo \('fused-grpo checkpoint 1'\)"
     ):
@@ -200,7 +200,7 @@ def test_a_refused_save_does_not_read_the_checkpoint_that_it_names(run, monkeypa
         def save_pretrained(self, directory, state_dict=None):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(manifest, "sha256_of", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("fused_grpo.trainer.checkpoint.checkpoint.sha256_of", lambda path: pytest.fail(f"read {path}"))
     with pytest.raises(CheckpointError, match=r"the newest complete checkpoint is .*checkpoint-6; fix: free"):
         save_checkpoint(run / "checkpoint-8", model=Full(), tokenizer=None, trainer_state={})
 

@@ -26,8 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import resume
-from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
-from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, write_manifest
+from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, find_checkpoint, write_manifest
 from fused_grpo.trainer.checkpoint.resume import restore, training_state
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"

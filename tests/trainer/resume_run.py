@@ -75,7 +75,7 @@ def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
         case "saving":
             checkpoint.write_manifest = dying(checkpoint.write_manifest)
         case "renaming":
-            checkpoint._swap_in = dying(checkpoint._swap_in)
+            checkpoint.refuse_foreign = dying(checkpoint.refuse_foreign)  # just before the renames
         case "full":
             trainer.save_checkpoint = limited(trainer, trainer.save_checkpoint, step)
 

@@ -1,24 +1,30 @@
-"""Saving a checkpoint so that it is complete or absent, and finding the newest complete one.
+"""A checkpoint on the disk: complete or absent, compared with its manifest before it is used, and found by its step.
 
 A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), the training state (`training_state.py`),
-`trainer_state.json`, and a manifest with the sum of every file. It is written to `.<name>.partial`, synced to the disk
-and renamed. An earlier checkpoint of that name is renamed to `.<name>.previous` first and removed afterwards. A process
-that is killed between those two renames leaves both complete: resuming finds the old one, and the next save of that
-name renames it back first. What a killed save has left half-written is removed when the next run starts there.
+`trainer_state.json`, and a manifest with size and sha256 sum of every file. It is written to `.<name>.partial`, synced
+to the disk and renamed. An earlier checkpoint of that name is renamed to `.<name>.previous` first and removed
+afterwards. A process that is killed between those two renames leaves both complete: resuming finds the old one, and the
+next save of that name renames it back first. What a killed save has left half-written is removed when the next run
+starts there. The price is that every file is read once more for its sum, a second or two per GB.
 
-The price is that every file is read once more for its sum, a second or two per GB.
+What is read here and beside is opened by `open_regular`: a pipe, a device or a file without end cannot stop a run.
+Names in a manifest are checked before they are used, so that it cannot point outside of its own directory. Sums show
+damage, not who wrote a file: nothing in a checkpoint is unpickled, and pickles are refused by their name.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,23 +33,22 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.manifest import (
-    MANIFEST_FILE,
-    fsync,
-    has_manifest,
-    read_manifest,
-    sibling,
-    verify_checkpoint,
-    write_manifest,
-)
+from fused_grpo.errors import CheckpointError, FusedGRPOError
 from fused_grpo.trainer.common.formatting import bytes_text
 
 _log = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
+STATE_FILE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
+_ANY_FORMAT = "fused-grpo checkpoint "
+FORMAT = f"{_ANY_FORMAT}3"
+_NUMBERED = re.compile(r"checkpoint-\d{1,18}", re.ASCII)
 # The names of a save that is not finished, and of the checkpoint that it replaces.
 TEMPORARY = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")
+# Formats that are pickles, or may contain one. This trainer writes none of them.
+_PICKLES = (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
+# Bytes of JSON, which takes ten times as much memory: trainer_state.json has the log of a long run.
+_MAX_JSON, _MAX_MANIFEST = 256 << 20, 4 << 20
+_MAX_FILES = 10_000
 
 
 def save_checkpoint(
@@ -72,28 +77,55 @@ def save_checkpoint(
             weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
     directory = Path(directory)
-    partial, previous = sibling(directory, "partial"), sibling(directory, "previous")
-    # An adapter's files do not say how large they are.
-    weights = sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
-    with _disk_errors(directory, weights + getattr(write_more, "nbytes", 0)):
-        if previous.exists() and not directory.exists():
-            os.rename(previous, directory)
-        for leftover in (partial, previous):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            with weights_stay(partial, model, state_dict, name=free_path(directory, "-rescued")):
-                model.save_pretrained(str(partial), state_dict=state_dict)
-                tokenizer.save_pretrained(str(partial))
-                (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
-                if write_more is not None:
-                    write_more(partial)
-                write_manifest(partial)
-                refuse_foreign(directory)
-            _swap_in(partial, directory, previous)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        rescued = free_path(directory, "-rescued")
+        with _replacing(directory) as partial, weights_stay(partial, model, state_dict, name=rescued):
+            model.save_pretrained(str(partial), state_dict=state_dict)
+            tokenizer.save_pretrained(str(partial))
+            (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
+            if write_more is not None:
+                write_more(partial)
+            write_manifest(partial)
+            refuse_foreign(directory)
+    except Exception as error:
+        if not _is_of_disk(error):
+            raise
+        # An adapter's files do not say how large they are.
+        weights = sum(value.nbytes for value in model.parameters()) if hasattr(model, "parameters") else 0
+        wanted = bytes_text(weights + getattr(write_more, "nbytes", 0))
+        # Without sums, which take seconds per GB.
+        raise CheckpointError(
+            f"got {getattr(error, 'strerror', None) or error} while saving {directory}; want about {wanted}, "
+            f"{_free(directory)} are free; nothing half-written is left, and "
+            f"{_alternative(directory.parent, sums=False)}; "
+            "fix: free some space (save_total_limit, save_only_model), or another output_dir"
+        ) from error
     return directory
+
+
+@contextmanager
+def _replacing(directory: Path) -> Iterator[Path]:
+    """A new directory to write into, which takes the place of `directory` at the end: whole or not at all."""
+    partial, previous = sibling(directory, "partial"), sibling(directory, "previous")
+    if previous.exists() and not directory.exists():
+        os.rename(previous, directory)
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if replaces := directory.exists():
+            os.rename(directory, previous)
+        try:
+            os.rename(partial, directory)
+        except BaseException:
+            if replaces:
+                os.rename(previous, directory)
+            raise
+        fsync(directory.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
@@ -129,23 +161,174 @@ def _weight_files(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*.safetensors")}
 
 
-def free_path(path: Path, kind: str) -> Path:
-    """The first of `<path><kind>-1`, `-2`, ... that does not exist."""
-    names = (path.with_name(f"{path.name}{kind}-{number}") for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of what is in `directory`, then sync all of it to the disk. It says what is complete."""
+    files = {
+        path.relative_to(directory).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    manifest = json.dumps({"format": FORMAT, "files": files}, indent=2)
+    (directory / MANIFEST_FILE).write_text(manifest + "\n", encoding="utf-8")
+    for path in (*directory.rglob("*"), directory):
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file's content, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading, without waiting; OSError for a directory, a pipe, a socket or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: Path, limit: int = _MAX_JSON) -> Any:
+    """The content of a JSON file; an error where it is no regular file or no JSON, or has more than `limit` bytes."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return json.loads(content)
+
+
+def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tuple[int, str]]:
+    """Size and sha256 by file name, as saved. With `any_version`, also of other versions of this package.
+
+    Raises:
+        CheckpointError: the manifest is missing or unreadable, names a file outside of `directory`, or was written by
+            another version.
+    """
+    try:
+        content = read_json(directory / MANIFEST_FILE, _MAX_MANIFEST)
+        version = str(content["format"])
+        if len(content["files"]) > _MAX_FILES:
+            raise ValueError(f"it names {len(content['files'])} files, want {_MAX_FILES} at most")
+        if not version.startswith(_ANY_FORMAT):
+            raise ValueError(f"its format is {version!r}, want {FORMAT!r}")
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        outside = [name for name in files if not (directory / name).resolve().is_relative_to(directory.resolve())]
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damaged(directory, MANIFEST_FILE, "is missing") from None
+    except Exception as error:  # of any kind, where somebody else has written it
+        raise _damaged(directory, MANIFEST_FILE, f"cannot be read ({type(error).__name__}: {error})") from error
+    if outside:
+        raise _damaged(directory, MANIFEST_FILE, f"names files outside of it ({outside[0]})")
+    if version != FORMAT and not any_version:
+        raise CheckpointError(
+            f"got {directory}, written by another version of fused-grpo ({version!r}), want {FORMAT!r}; "
+            "fix: resume with the version that wrote it, or pass it as the model of a new run"
+        )
+    return files
+
+
+def saved_names(directory: Path) -> set[str]:
+    """The files that a save of any version wrote, its manifest included; none without a readable manifest."""
+    try:
+        names = set(read_manifest(directory, any_version=True))
+    except CheckpointError:
+        return set()
+    return names and names | {MANIFEST_FILE}
+
+
+def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
+    """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
+
+    Raises:
+        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
+            the message names it.
+    """
+    directory = Path(directory)
+    previous = sibling(directory, "previous")
+    if previous.exists() and not directory.exists():
+        raise CheckpointError(
+            f"got {directory}, which is missing because a save was interrupted; want a complete checkpoint; "
+            f"fix: the one before it is complete, rename {previous.name} to {directory.name}"
+        )
+    files = read_manifest(directory)
+    # Files with holes, whose sums would take forever.
+    if (total := sum(size for size, _ in files.values())) > shutil.disk_usage(directory).total:
+        raise _damaged(directory, MANIFEST_FILE, f"has {total} bytes of files, more than the disk")
+    for name, (size, sha256) in files.items():
+        with _opened(directory, name) as file:
+            got = os.fstat(file.fileno()).st_size
+        if got != size:
+            kind = "truncated" if got < size else "changed"
+            raise _damaged(directory, name, f"is {kind} ({got} bytes, {size} when saved)")
+        if sums and sha256_of(directory / name) != sha256:
+            raise _damaged(directory, name, "is changed (its sha256 is not the one it was saved with)")
+    for path in sorted(directory.rglob("*")):
+        if path.suffix.lower() in _PICKLES:
+            raise CheckpointError(
+                f"got {directory}, whose {path.relative_to(directory)} is of a format that can run code when it is "
+                "read; want weights as safetensors and state as JSON, as this trainer writes them; "
+                "fix: remove that file if you know where it is from, or use another checkpoint"
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 sum of a file; CheckpointError where it cannot be read."""
+    with _opened(path.parent, path.name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _opened(directory: Path, name: str) -> Iterator[BufferedReader]:
+    try:
+        with open_regular(directory / name) as file:
+            yield file
+    except FileNotFoundError:
+        raise _damaged(directory, name, "is missing") from None
+    except OSError as error:  # of the disk, or of another user's directory
+        raise _damaged(directory, name, f"cannot be read ({error.strerror})") from error
+
+
+def _damaged(directory: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"got {directory}, whose {name} {what}; want a complete checkpoint; fix: use an earlier one, or copy it again"
+    )
+
+
+@contextmanager
+def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
+    """Around the use of a file's content: any error becomes a CheckpointError that names the file."""
+    try:
+        yield
+    except FusedGRPOError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"got {directory}, whose {name} does not fit this run ({type(error).__name__}: {error}); want a checkpoint "
+            "of this model with these options (it is not damaged: its sums are right); fix: resume with the model, the "
+            "options and the versions of the run's run.json, or pass it as the model of a new run"
+        ) from error
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The `checkpoint-<step>` directories of a run, oldest first, complete or not."""
-    found = Path(output_dir).glob("checkpoint-*")
-    numbered = [path for path in found if path.is_dir() and re.fullmatch(r"checkpoint-\d{1,18}", path.name, re.ASCII)]
-    return sorted(numbered, key=step_of)
+    found = (path for path in Path(output_dir).glob("checkpoint-*") if _NUMBERED.fullmatch(path.name))
+    return sorted(filter(Path.is_dir, found), key=step_of)
 
 
 def newest_checkpoint(
-    output_dir: Path, *, other_than: Path | None = None, sums: bool = True, unusable: list[Path] | None = None
+    output_dir: Path, *, other_than: Path | None = None, sums: bool = True, rename: bool = False
 ) -> Path:
-    """The newest complete checkpoint of a run; newer ones that are damaged are named in a warning, and in `unusable`.
+    """The newest complete checkpoint of a run; a warning names newer ones that are damaged.
+
+    Args:
+        output_dir: of the run.
+        other_than: this one does not count.
+        sums: as in `verify_checkpoint`.
+        rename: the damaged ones get another name, so that the run can save in their place again.
 
     Raises:
         CheckpointError: there is none.
@@ -155,15 +338,24 @@ def newest_checkpoint(
         for path in Path(output_dir).glob(".checkpoint-*.previous")
         if TEMPORARY.fullmatch(path.name) and not path.with_name(path.name.split(".")[1]).exists()
     ]
+    damaged: list[Path] = []
     for path in sorted([*checkpoints(output_dir), *replaced], key=step_of, reverse=True):
+        if path == other_than:
+            continue
         try:
-            if path != other_than:
-                verify_checkpoint(path, sums=sums)
-                return path
+            verify_checkpoint(path, sums=sums)
         except CheckpointError as error:
             _log.warning("ignoring %s: %s", path, error)
-            if unusable is not None:
-                unusable.append(path)
+            damaged.append(path)
+            continue
+        for newer in damaged if rename else ():
+            free = free_path(newer.with_name(f"checkpoint-{step_of(newer)}"), ".unusable")
+            try:
+                newer.rename(free)
+            except OSError as error:
+                raise unwritable(newer.parent, error) from error
+            _log.warning("%s is called %s now, and the run goes on from %s", newer, free.name, path)
+        return path
     raise CheckpointError(
         f"got resume_from_checkpoint=True for {output_dir}, which has no complete checkpoint-<step>; want one; "
         "fix: start without it, or pass the path of a checkpoint"
@@ -179,22 +371,26 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
         CheckpointError: there is none, or it is damaged; then the message names the newest complete one.
     """
     if resume is True:
-        unusable: list[Path] = []
-        found = newest_checkpoint(output_dir, unusable=unusable)
-        for path in unusable:
-            free = free_path(path.with_name(f"checkpoint-{step_of(path)}"), ".unusable")
-            try:
-                path.rename(free)
-            except OSError as error:
-                raise unwritable(path.parent, error) from error
-            _log.warning("%s is called %s now, and the run goes on from %s", path, free.name, found)
-        return found
+        return newest_checkpoint(output_dir, rename=True)
     path = Path(str(resume))
     try:
         verify_checkpoint(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_alternative(path.parent, other_than=path)}") from error
     return path
+
+
+def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
+    """Where the newest complete checkpoint is: part of an error message."""
+    try:
+        return f"the newest complete checkpoint is {newest_checkpoint(output_dir, other_than=other_than, sums=sums)}"
+    except (CheckpointError, OSError):
+        return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
+
+
+def step_of(path: Path) -> int:
+    """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
+    return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
 
 
 def remove_old_checkpoints(
@@ -204,31 +400,28 @@ def remove_old_checkpoints(
 
     Those after `step` do not count, and stay: a run that resumed from an earlier one may have been unable to use them.
     """
-    if not keep:
-        return
-    found = [path for path in checkpoints(output_dir) if step is None or step_of(path) <= step]
-    for path in found[:-keep]:
-        if best is not None and path.name == Path(best).name:
-            continue
-        try:
-            remove([path] if is_removable(path) else [])
-        except OSError as error:
-            # The run has just saved what it needs: one too many is no reason to end it.
-            _log.warning("could not remove %s, which save_total_limit=%d excludes: %s", path, keep, error)
+    counted = [path for path in checkpoints(output_dir) if step is None or step_of(path) <= step]
+    for path in counted[:-keep] if keep else ():
+        if (best is None or path.name != Path(best).name) and is_removable(path):
+            try:
+                remove([path])
+            except OSError as error:
+                # The run has just saved what it needs: one too many is no reason to end it.
+                _log.warning("could not remove %s, which save_total_limit=%d excludes: %s", path, keep, error)
 
 
 def is_removable(path: Path) -> bool:
     """Whether it is a checkpoint, and no link to one elsewhere."""
-    return path.is_dir() and not path.is_symlink() and has_manifest(path)
+    return path.is_dir() and not path.is_symlink() and bool(saved_names(path))
 
 
-def remove(found: list[Path]) -> None:
+def remove(entries: list[Path]) -> None:
     """Remove files, and of checkpoints the files that their manifest names: the user's stay."""
-    for entry in found:
+    for entry in entries:
         if not entry.is_dir():
             entry.unlink()
             continue
-        for path in (entry / name for name in (*read_manifest(entry, any_version=True), MANIFEST_FILE)):
+        for path in (entry / name for name in saved_names(entry)):
             if not path.is_dir():
                 path.unlink(missing_ok=True)
         remove_empty(entry)
@@ -241,21 +434,26 @@ def remove_empty(directory: Path) -> None:
             path.rmdir()
 
 
-@contextmanager
-def _disk_errors(directory: Path, wanted: int) -> Iterator[None]:
-    """Turn an error of the file system into one that says how much space was wanted, and how much is left."""
-    try:
-        yield
-    except Exception as error:
-        if not _is_of_disk(error):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        # Without sums, which take seconds per GB.
+def refuse_foreign(directory: Path) -> None:
+    """Raise CheckpointError where a directory to be replaced has a file that its manifest does not name."""
+    if not directory.exists():
+        return
+    saved = saved_names(directory)
+    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+    if (foreign := sorted(files - saved)) or not directory.is_dir():
         raise CheckpointError(
-            f"got {reason} while saving {directory}; want about {bytes_text(wanted)}, {_free(directory)} are free; "
-            f"nothing half-written is left, and {_alternative(directory.parent, sums=False)}; "
-            "fix: free some space (save_total_limit, save_only_model), or another output_dir"
-        ) from error
+            f"got {directory}, which holds files that no checkpoint wrote ({', '.join(foreign[:3])})"
+            f"{'' if saved else f', and no {MANIFEST_FILE}, as an interrupted copy'}; want a new directory or an "
+            "earlier checkpoint to replace; fix: move it or those files away"
+        )
+
+
+def unwritable(directory: Path, error: OSError) -> CheckpointError:
+    """The error for an output directory in which nothing can be changed."""
+    return CheckpointError(
+        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
+        "fix: choose another --output-dir"
+    )
 
 
 def check_space(directory: Path, wanted: int) -> None:
@@ -273,15 +471,6 @@ def _is_of_disk(error: Exception) -> bool:
     return not isinstance(error, CheckpointError) and (isinstance(error, OSError) or "(os error" in str(error))
 
 
-def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
-    """Where the newest complete checkpoint is: part of an error message."""
-    try:
-        found = newest_checkpoint(output_dir, other_than=other_than, sums=sums)
-    except (CheckpointError, OSError):
-        return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
-    return f"the newest complete checkpoint is {found}"
-
-
 def _free(directory: Path) -> str:
     try:
         return bytes_text(shutil.disk_usage(existing(directory.parent)).free)
@@ -294,44 +483,12 @@ def existing(path: Path) -> Path:
     return next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
 
 
-def step_of(path: Path) -> int:
-    """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
-    return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
+def sibling(directory: Path, role: str) -> Path:
+    """A hidden name beside `directory`, on the same file system, which is not taken for a checkpoint."""
+    return directory.with_name(f".{directory.name}.{role}")
 
 
-def _swap_in(partial: Path, directory: Path, previous: Path) -> None:
-    replaces = directory.exists()
-    if replaces:
-        os.rename(directory, previous)
-    try:
-        os.rename(partial, directory)
-    except BaseException:
-        if replaces:
-            os.rename(previous, directory)
-        raise
-    fsync(directory.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def refuse_foreign(directory: Path) -> None:
-    """Raise CheckpointError where a directory to be replaced has a file that its manifest does not name."""
-    if not directory.exists():
-        return
-    is_known = has_manifest(directory)
-    known = {MANIFEST_FILE, *read_manifest(directory, any_version=True)} if is_known else set()
-    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()]
-    foreign = sorted(set(files) - known)
-    if foreign or not directory.is_dir():
-        raise CheckpointError(
-            f"got {directory}, which holds files that no checkpoint wrote ({', '.join(foreign[:3])})"
-            f"{'' if is_known else f', and no {MANIFEST_FILE}, as an interrupted copy'}; want a new directory or an "
-            "earlier checkpoint to replace; fix: move it or those files away"
-        )
-
-
-def unwritable(directory: Path, error: OSError) -> CheckpointError:
-    """The error for an output directory in which nothing can be changed."""
-    return CheckpointError(
-        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
-        "fix: choose another --output-dir"
-    )
+def free_path(path: Path, kind: str) -> Path:
+    """The first of `<path><kind>-1`, `-2`, ... that does not exist."""
+    names = (path.with_name(f"{path.name}{kind}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))

@@ -27,8 +27,7 @@ from transformers import TrainerState
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import training_state as files
-from fused_grpo.trainer.checkpoint.checkpoint import find_checkpoint
-from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, refuse_unusable, sha256_of
+from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, find_checkpoint, refuse_unusable, sha256_of
 from fused_grpo.trainer.checkpoint.training_state import (
     check_cursors,
     check_numbers,

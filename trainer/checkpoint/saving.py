@@ -8,8 +8,13 @@ from typing import Any
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
-from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, remove_old_checkpoints, save_checkpoint, weights_stay
-from fused_grpo.trainer.checkpoint.manifest import refuse_unusable
+from fused_grpo.trainer.checkpoint.checkpoint import (
+    STATE_FILE,
+    refuse_unusable,
+    remove_old_checkpoints,
+    save_checkpoint,
+    weights_stay,
+)
 from fused_grpo.trainer.checkpoint.resume import restore, training_state
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.distributed.stopping import StopOnSignal

@@ -44,8 +44,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import DTYPES, RolloutBuffer, rows_from_tensors
-from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE
-from fused_grpo.trainer.checkpoint.manifest import open_regular, read_json, read_manifest, refuse_unusable
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.sampling import Support, wrong_support
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
 

@@ -25,8 +25,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, TrainerCallback
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, WrongTypeError
-from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint
-from fused_grpo.trainer.checkpoint.manifest import verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
 from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics

@@ -11,7 +11,7 @@ import torch
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.checkpoint.manifest import MANIFEST_FILE, write_manifest
+from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, write_manifest
 from fused_grpo.trainer.checkpoint.resume import RULES, restore, rule_of
 
 LR = "learning_rate: 0.001 in the checkpoint, 0.5 now; the checkpoint's counts: it is in the state of the optimizer"

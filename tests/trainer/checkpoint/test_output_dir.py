@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fused_grpo.errors import CheckpointError, RewardError
-from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint
-from fused_grpo.trainer.checkpoint.manifest import write_manifest
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, write_manifest
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, prepare_output_dir
 from fused_grpo.trainer.logging.run_log import RunLog
 
