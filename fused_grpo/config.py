@@ -340,11 +340,11 @@ class TokenTerms(NamedTuple):
     @functools.lru_cache(maxsize=64)
     def of(config: GRPOLossConfig) -> TokenTerms:
         """The terms of a config."""
-        of_tokens = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
+        is_per_token = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
         terms = TokenTerms.correction_of(config)
         if config.loss_type in DPPO and config.sampling_correction is not None:
             return terms._replace(correction="sampler")
-        return terms if of_tokens else terms._replace(correction=None)
+        return terms if is_per_token else terms._replace(correction=None)
 
     @staticmethod
     def correction_of(config: GRPOLossConfig) -> TokenTerms:

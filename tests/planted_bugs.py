@@ -148,7 +148,7 @@ BUGS = {
     ),
     "sign of the entropy's gradient": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
-        "of_entropy = -upstream_entropy,",
+        "entropy_terms = -upstream_entropy,",
         "of_entropy = upstream_entropy,",
         EXACT,
     ),
@@ -285,8 +285,8 @@ BUGS = {
     ),
     "a sequence's gradient is not shared out": Bug(
         "fused_grpo/_maths/factors.py",
-        "shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask)",
-        "shares = sequences.sum(of_ratio) * sequences.sum(tokens.mask)",
+        "shares = sequences.sum(ratio_gradient) / sequences.sum(tokens.mask)",
+        "shares = sequences.sum(ratio_gradient) * sequences.sum(tokens.mask)",
         TRL,
     ),
     "luspo averages over tokens": Bug(

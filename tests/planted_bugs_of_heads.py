@@ -40,7 +40,7 @@ BUGS = {
     ),
     "the teacher's peak counts among its others": (
         "fused_grpo/passes/torch_passes/divergence.py",
-        "torch.where(self.same, t, 1 + t - of_t)",
+        "torch.where(self.same, t, 1 + t - t_sums)",
         "1 + t",
         DIVERGENCE,
     ),
@@ -252,7 +252,7 @@ BUGS = {
     ),
     "the gradient of the largest target as a difference": (
         "fused_grpo/head/several_targets.py",
-        ".scatter_(1, top, of_others)",
+        ".scatter_(1, top, others_of_top)",
         "",
         SEVERAL_CONFIDENT,
     ),

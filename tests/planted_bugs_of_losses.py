@@ -41,7 +41,7 @@ BUGS = {
     ),
     "sequences are rejected by the sum": (
         "fused_grpo/_maths/factors.py",
-        "statistic = inputs.sequences.mean(of_tokens, mask)",
+        "statistic = inputs.sequences.mean(token_values, mask)",
         "statistic = inputs.sequences.sum(torch.where(mask, of_tokens, 0.0))",
         AUTHORS,
     ),

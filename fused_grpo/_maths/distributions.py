@@ -88,8 +88,8 @@ def logprobs_and_entropy(
     log_p = torch.log_softmax(z, dim=-1)
     # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    of_targets = log_p.gather(1, targets[:, None])[:, 0] if targets.ndim == 1 else log_p.gather(1, targets)
-    return of_targets, -(log_p.exp() * finite).sum(-1)
+    target_logprobs = log_p.gather(1, targets[:, None])[:, 0] if targets.ndim == 1 else log_p.gather(1, targets)
+    return target_logprobs, -(log_p.exp() * finite).sum(-1)
 
 
 def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

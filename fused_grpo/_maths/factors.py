@@ -86,8 +86,8 @@ def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig
     if name == "geometric_ratio":
         statistic = inputs.sequences.mean(log_ratio, mask).exp()
     else:
-        of_tokens = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
-        statistic = inputs.sequences.mean(of_tokens, mask)
+        token_values = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
+        statistic = inputs.sequences.mean(token_values, mask)
     low, high = config.sequence_rejection_min, config.sequence_rejection_max
     return (statistic >= (-torch.inf if low is None else low)) & (statistic <= (torch.inf if high is None else high))
 
@@ -103,8 +103,8 @@ def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, 
     >>> select_by_covariance(logprobs, advantages, unclipped, GRPOLossConfig(kl_cov_ratio=0.25)).tolist()
     [True, False, False, False]
     """
-    some = (logprobs.double(), advantages.double())
-    covariances = torch.stack([values - values.mean() for values in some]).prod(0)
+    pair = (logprobs.double(), advantages.double())
+    covariances = torch.stack([values - values.mean() for values in pair]).prod(0)
     order = covariances.argsort(stable=True)
     if config.kl_cov_ratio:
         order, count = order.flip(0), max(1, int(config.kl_cov_ratio * len(order)))
@@ -185,19 +185,19 @@ def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossCon
     return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
 
 
-def share_of_ratio(logprobs: Tensor, of_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+def share_of_ratio(logprobs: Tensor, ratio_gradient: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
     """The gradient in log p [N] that comes from one in the log-ratios of sequences, [N]: the backward of the above.
 
     Each token gets an equal share of its sequence's, but for those that "gmpo" clips.
     """
     tokens, sequences = inputs.tokens, inputs.sequences
-    shares = sequences.sum(of_ratio) / sequences.sum(tokens.mask).clamp_min(1.0)
+    shares = sequences.sum(ratio_gradient) / sequences.sum(tokens.mask).clamp_min(1.0)
     moves = tokens.mask
     if config.loss_type == "gmpo":
         old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
         moves = moves & (tokens.advantages != 0)
         moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]
-    return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(of_ratio.dtype)
+    return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(ratio_gradient.dtype)
 
 
 def grpo_loss(

@@ -369,12 +369,12 @@ def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_ent
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
-    of_sequence = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
+    corrects_sequences = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
     return bool(
         config.ratio_of_sequence
         or config.loss_type == "vespo"
         or config.off_policy_mask_threshold is not None
         or config.top_entropy_quantile < 1.0
         or config.selects_by_covariance
-        or (of_sequence and inputs.tokens.sampling_logprobs is not None)
+        or (corrects_sequences and inputs.tokens.sampling_logprobs is not None)
     )

@@ -31,7 +31,7 @@ class Segments(NamedTuple):
     offsets: Tensor  # [S + 1] int64
 
     @staticmethod
-    def of_sizes(sizes: Tensor) -> Segments:
+    def from_sizes(sizes: Tensor) -> Segments:
         return Segments(torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
 
     @property
@@ -41,21 +41,21 @@ class Segments(NamedTuple):
 
     def select(self, index: Tensor) -> tuple[Tensor, Segments]:
         """(the items of some segments, in the order of `index`; their segments)."""
-        chosen = Segments.of_sizes(self.sizes[index])
-        segment = chosen.of_items()
+        chosen = Segments.from_sizes(self.sizes[index])
+        segment = chosen.segment_of_items()
         return (self.offsets[index] - chosen.offsets[:-1])[segment] + torch.arange(
             len(segment), device=index.device
         ), chosen
 
-    def of_items(self) -> Tensor:
+    def segment_of_items(self) -> Tensor:
         """The segment of each item."""
         sizes = self.sizes
         return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=int(self.offsets[-1]))
 
     def cut(self, most: int) -> tuple[Segments, Segments]:
         """(pieces of at most `most` items, the pieces of each segment)."""
-        pieces = Segments.of_sizes((self.sizes + most - 1) // most)
-        of = pieces.of_items()
+        pieces = Segments.from_sizes((self.sizes + most - 1) // most)
+        of = pieces.segment_of_items()
         number = torch.arange(len(of), device=of.device) - pieces.offsets[of]
         return Segments(torch.cat([self.offsets[of] + most * number, self.offsets[-1:]])), pieces
 
@@ -74,12 +74,12 @@ class Entries(NamedTuple):
         tokens, every = support[0], Segments(support[1])
         rows = rows[every.sizes[rows].argsort(stable=True)]
         items, segments = every.select(rows)
-        return Entries(rows, segments, segments.of_items(), tokens[items])
+        return Entries(rows, segments, segments.segment_of_items(), tokens[items])
 
     def select(self, index: Tensor) -> tuple[Tensor, Entries]:
         """(the entries of some of the rows, in order; those rows)."""
         items, segments = self.segments.select(index)
-        return items, Entries(self.rows[index], segments, segments.of_items(), self.tokens[items])
+        return items, Entries(self.rows[index], segments, segments.segment_of_items(), self.tokens[items])
 
     def places_of(self, targets: Tensor) -> Tensor:
         """Where the targets [R] are among the entries of their rows; -1 if they are not."""
@@ -146,7 +146,7 @@ def _check_tokens(tokens: Tensor, segments: Segments, vocab_size: int) -> None:
         torch._assert_async(~outside.any(), f"a token of the support is out of range; {want}")
     elif bool(outside.any()):
         raise InputError(f"got token {int(tokens[outside][0])} in the support; {want}")
-    row = segments.of_items()
+    row = segments.segment_of_items()
     first_of_row = row[1:] != row[:-1]
     if not tokens.is_cuda and bool(((tokens[1:] > tokens[:-1]) | first_of_row).all()):
         return  # in ascending order, so that none occurs twice
@@ -174,5 +174,5 @@ def kept_mask(support: Support, vocab_size: int) -> Tensor:
     """[N, V], True for the tokens that each row keeps, for `reference.logprobs_and_entropy`."""
     segments = Segments(support[1])
     mask = (segments.sizes == 0)[:, None].repeat(1, vocab_size)
-    mask[segments.of_items(), support[0]] = True
+    mask[segments.segment_of_items(), support[0]] = True
     return mask

@@ -84,9 +84,9 @@ class SupportedHead:
         known += [(self._entries.rows, joined(groups))] if groups else []
         every = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
         for rows, values in known:
-            for out, some in zip(every, values, strict=True):
-                if some is not None:
-                    out.index_copy_(0, rows, some)
+            for out, column in zip(every, values, strict=True):
+                if column is not None:
+                    out.index_copy_(0, rows, column)
         logprobs, entropies, *others = every
         return Statistics(logprobs, entropies if entropy else None, *others)
 
@@ -182,7 +182,7 @@ class SupportedHead:
             return
         order = e.tokens.argsort(stable=True)
         tokens, sizes = e.tokens[order].unique_consecutive(return_counts=True)
-        segments, more = Segments.of_sizes(sizes), len(self.others) > 0
+        segments, more = Segments.from_sizes(sizes), len(self.others) > 0
         if d_weight is not None:
             self._put_sums(d_weight, tokens, segments, e.rows[e.row][order], g[order], self._head.hidden, add=more)
         if d_bias is not None:
@@ -204,13 +204,13 @@ class SupportedHead:
         cast = self._head.hidden.dtype if matrix is self._head.weight else matrix.dtype
         long = (segments.sizes > PIECE).nonzero()[:, 0]
         if len(long):
-            items, of_long = segments.select(long)
-            pieces, of_pieces = of_long.cut(PIECE)
+            items, long_segments = segments.select(long)
+            pieces, pieces_of_segments = long_segments.cut(PIECE)
             every = torch.arange(len(pieces.sizes), device=out.device)
             sums = factors.new_zeros(len(every), matrix.shape[1])
             put(sums, every, pieces.offsets, index[items], factors[items], matrix, cast=cast)
             ones = torch.ones_like(sums[:, 0])
-            put(out, places[long], of_pieces.offsets, every, ones, sums, cast=sums.dtype, accumulate=add)
+            put(out, places[long], pieces_of_segments.offsets, every, ones, sums, cast=sums.dtype, accumulate=add)
             short = (segments.sizes <= PIECE).nonzero()[:, 0]
             items, segments = segments.select(short)
             places, index, factors = places[short], index[items], factors[items]

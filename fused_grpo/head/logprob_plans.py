@@ -60,7 +60,7 @@ def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
     """Log-probs, the entropy on request, and the row statistics for a backward pass."""
     with full_precision(head.hidden):
         parts = _parts(head, passes, options)
-        groups = [several_targets.finish_rows(of_rows, passes, entropy=options.entropy) for of_rows in parts]
+        groups = [several_targets.finish_rows(row_parts, passes, entropy=options.entropy) for row_parts in parts]
     return joined(groups).rows(slice(len(head.targets)))
 
 
@@ -152,8 +152,8 @@ def backward(
             if targets is None:
                 gradients.add_known(tile, passes, statistics.rows(rows), upstream.rows(rows))
             else:
-                of_targets = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
-                gradients.add_gradient(tile, of_targets)
+                gradient = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
+                gradients.add_gradient(tile, gradient)
     return gradients.finish()
 
 

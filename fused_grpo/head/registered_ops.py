@@ -80,18 +80,18 @@ def _linear_logprobs(
         statistics = logprob_plans.forward(head.select(index), choice.passes(chosen), options)
     logprobs, entropies, *others = statistics
 
-    def of_all(values: Tensor) -> Tensor:
+    def all_rows(values: Tensor) -> Tensor:
         """[..., N] from [..., R], 0 for ignored rows."""
         if index is None:
             return torch.where(rows, values, 0)
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
-    logprobs = of_all(logprobs.t()) if targets.ndim == 1 else torch.where(kept, of_all(logprobs.t()).t(), 0.0)
-    shift_and_total = of_all(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
-    largest = of_all(largest) if _takes_gradient(wanted, batch_invariant) else largest
+    logprobs = all_rows(logprobs.t()) if targets.ndim == 1 else torch.where(kept, all_rows(logprobs.t()).t(), 0.0)
+    shift_and_total = all_rows(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
+    largest = all_rows(largest) if _takes_gradient(wanted, batch_invariant) else largest
     return (
         logprobs,
-        logprobs.new_empty(0) if entropies is None else of_all(entropies),
+        logprobs.new_empty(0) if entropies is None else all_rows(entropies),
         shift_and_total,
         d_hidden,
         largest,

@@ -44,9 +44,9 @@ from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
 
 
-def rows_with(some: Tensor) -> Tensor:
+def rows_with(flags: Tensor) -> Tensor:
     """The rows [N] in which this holds for a target, from [N] or [N, K]."""
-    return some if some.ndim == 1 else some.any(1)
+    return flags if flags.ndim == 1 else flags.any(1)
 
 
 def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
@@ -120,18 +120,18 @@ def known_targets(
     """(the head with distinct targets, what is known of them) from the upstream gradients [N, K] and [N]."""
     head, grad_logprobs = distinct_targets(head, grad_logprobs)
     top, log_p, p = known.logprobs.argmax(1, keepdim=True), known.logprobs, known.logprobs.exp()
-    of_top = known._replace(logprobs=log_p.gather(1, top)[:, 0])
+    top_statistics = known._replace(logprobs=log_p.gather(1, top)[:, 0])
     every = grad_logprobs.sum(1, keepdim=True)
     # The sum over the others: G - g_t would lose it beside a large g_t.
-    of_others = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
-    others = (every - grad_logprobs).scatter_(1, top, of_others)
+    others_of_top = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
+    others = (every - grad_logprobs).scatter_(1, top, others_of_top)
     values, idle = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
     if grad_entropy is not None and known.entropy is not None:
         # The clamp avoids 0 * -inf.
         values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + known.entropy[:, None])
         idle &= (grad_entropy == 0)[:, None]
     largest = head.targets.gather(1, top)[:, 0]
-    return head, KnownTargets(of_top, largest, every[:, 0], grad_entropy, values, idle)
+    return head, KnownTargets(top_statistics, largest, every[:, 0], grad_entropy, values, idle)
 
 
 def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:

@@ -44,11 +44,11 @@ class Shards(NamedTuple):
     def gather(self, own: RowState) -> list[RowState]:
         """The states of the rows from all ranks, bitwise the same on each rank. A collective."""
         several, count = own.target_logit.ndim == 2, len(self.sizes)
-        mine = torch.cat([torch.stack(own[:3]), torch.atleast_2d(own.target_logit.t())])
-        parts = mine.new_empty((count * len(mine), mine.shape[1]))
-        gather_into(parts, mine, self.group)
-        of_ranks = parts.view(count, *mine.shape)
-        return [RowState(x[0], x[1], x[2], x[3:].t() if several else x[3]) for x in of_ranks]
+        own_numbers = torch.cat([torch.stack(own[:3]), torch.atleast_2d(own.target_logit.t())])
+        parts = own_numbers.new_empty((count * len(own_numbers), own_numbers.shape[1]))
+        gather_into(parts, own_numbers, self.group)
+        rank_states = parts.view(count, *own_numbers.shape)
+        return [RowState(x[0], x[1], x[2], x[3:].t() if several else x[3]) for x in rank_states]
 
     def sum_over_ranks(self, d_hidden: Tensor) -> Tensor:
         """dH as the sum of the parts of all shards, in place. A collective."""
@@ -68,10 +68,10 @@ def shards_of(head: Head, group: Any, *, impl: str, **same: int) -> Shards:
         raise UnsupportedError("got impl='reference' with a process_group; fix: gather the weight and leave the group")
     count, features = head.hidden.shape
     same |= {"tokens": count, "D": features, "requires_grad of hidden": Wanted.of(head).hidden}
-    mine = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
-    everyones = mine.new_empty(dist.get_world_size(group) * len(mine))
-    gather_into(everyones, mine, group)
-    sizes, *others = everyones.view(-1, len(mine)).t().tolist()
+    own_numbers = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
+    all_numbers = own_numbers.new_empty(dist.get_world_size(group) * len(own_numbers))
+    gather_into(all_numbers, own_numbers, group)
+    sizes, *others = all_numbers.view(-1, len(own_numbers)).t().tolist()
     for name, values in zip(same, others, strict=True):
         if len(set(values)) > 1:
             raise InputError(
@@ -81,11 +81,11 @@ def shards_of(head: Head, group: Any, *, impl: str, **same: int) -> Shards:
     return Shards(group, sizes)
 
 
-def gather_into(out: Tensor, mine: Tensor, group: Any) -> None:
-    """The `mine` of every rank, concatenated along the first dimension in rank order."""
+def gather_into(out: Tensor, own_numbers: Tensor, group: Any) -> None:
+    """The `own_numbers` of every rank, concatenated along the first dimension in rank order."""
     # torch 2.13 renamed it and warns under the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, mine, group=group)
+    gather(out, own_numbers, group=group)
 
 
 def vocab_parallel_logprobs(

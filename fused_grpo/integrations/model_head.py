@@ -30,10 +30,10 @@ def to_head(causal_lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
         InputError: no output class.
         UnsupportedError: a head that is not one matrix, or is not called once with hidden states.
     """
-    head, found = head_of(causal_lm), list[Tensor]()
+    head, states = head_of(causal_lm), list[Tensor]()
 
     def keep(hidden: Tensor) -> Tensor:
-        found.append(hidden)
+        states.append(hidden)
         return probe(hidden, len(head.weight))
 
     name = type(causal_lm).__name__
@@ -41,15 +41,15 @@ def to_head(causal_lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
     # the whole model would be, too; a compiled backbone is called as it is.
     with replaced(head, forward_name(head), keep), replaced(head, "_compiled_call_impl", None):
         output = causal_lm.forward(**inputs)
-    if len(found) != 1 or found[0].dim() != 3:
-        shapes = [tuple(hidden.shape) for hidden in found]
+    if len(states) != 1 or states[0].dim() != 3:
+        shapes = [tuple(hidden.shape) for hidden in states]
         raise UnsupportedError(
             f"got a {name} that calls its output embeddings with {shapes}, want one call with hidden states [R, L, D]; "
             "fix: another model: its logits are not a linear head over hidden states"
         )
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise InputError(f"got a {type(output).__name__} from {name}, want its output class; fix: return_dict=True")
-    return found[0], output
+    return states[0], output
 
 
 def check_transform(causal_lm: Any, states: Tensor, output: Any) -> None:
@@ -59,10 +59,10 @@ def check_transform(causal_lm: Any, states: Tensor, output: Any) -> None:
         UnsupportedError: it does something else.
     """
     transform = head_transform(causal_lm.config)
-    found = mismatch(probe(states, len(head_of(causal_lm).weight)), output.logits, transform)
-    if found:
+    gap = mismatch(probe(states, len(head_of(causal_lm).weight)), output.logits, transform)
+    if gap:
         raise UnsupportedError(
-            f"got a {type(causal_lm).__name__} that takes {found}: by its config it does {dict(transform)} behind its "
+            f"got a {type(causal_lm).__name__} that takes {gap}: by its config it does {dict(transform)} behind its "
             "head, and by its forward something else, want the same; fix: a config whose options its forward reads"
         )
 

@@ -147,12 +147,12 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
     # The name of transformers from 5.24 on; options of its own are offload and every_n_layers, from 5.16 on.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     own, options = {}, {"use_reentrant": False, **given}
-    of_torch = {"preserve_rng_state", *inspect.signature(checkpoint).parameters} - {"function", "args", "kwargs"}
-    for name in options.keys() - of_torch:
+    known_names = {"preserve_rng_state", *inspect.signature(checkpoint).parameters} - {"function", "args", "kwargs"}
+    for name in options.keys() - known_names:
         if name not in inspect.signature(enable).parameters:
             raise InputError(
                 f"got gradient_checkpointing_kwargs with {name!r}, want arguments of torch.utils.checkpoint "
-                f"({', '.join(sorted(of_torch))}) or, with transformers from 5.16 on, offload and every_n_layers; fix: "
+                f"({', '.join(sorted(known_names))}) or, with transformers from 5.16 on, offload and every_n_layers; fix: "
                 "leave it out"
             )
         own[name] = options.pop(name)

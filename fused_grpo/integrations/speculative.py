@@ -82,12 +82,12 @@ class _Speculative(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         plan = LossPlan(options["chunk_bytes"], Wanted(*ctx.needs_input_grad[:3]), "all")
         with full_precision(hidden):
-            done = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
+            result = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.speculative, ctx.gradients = done.upstream, done.gradients
+        ctx.speculative, ctx.gradients = result.upstream, result.gradients
         ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
-        return _with_masked_rows(done, head, inputs, options)
+        return _with_masked_rows(result, head, inputs, options)
 
     @staticmethod
     @differentiated_once
@@ -107,18 +107,18 @@ class _Speculative(torch.autograd.Function):
 
 
 def _with_masked_rows(
-    done: ChunkedLoss, head: Head, inputs: LossInputs, options: dict[str, Any]
+    result: ChunkedLoss, head: Head, inputs: LossInputs, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all rows: the caller may also read those of masked rows."""
-    assert done.entropy is not None
+    assert result.entropy is not None
     left_out = rows_of(~inputs.tokens.mask)
     if left_out is not None and not len(left_out):
-        return done.logprobs, done.entropy
+        return result.logprobs, result.entropy
     rows = slice(None) if left_out is None else left_out
     arguments = {**head.transform(), "temperature": head.temperature[rows], **options}
     with torch.no_grad():
         values = linear_logprobs_and_entropy(head.hidden[rows], head.weight, head.targets[rows], **arguments)
-    logprobs, entropy = done.logprobs.clone(), done.entropy.clone()
+    logprobs, entropy = result.logprobs.clone(), result.entropy.clone()
     logprobs[rows], entropy[rows] = values
     return logprobs, entropy
 

@@ -240,12 +240,12 @@ class _Scorer:
             want = transformed(call.probe.to(compute_dtype(call.probe)), self.transform)
             close = is_close(call.probe, logits, want).all()
             return torch._assert_async(close, f"{self.name} does something else to its logits than before")
-        found = mismatch(call.probe, logits, self.transform)
-        if not found:
+        gap = mismatch(call.probe, logits, self.transform)
+        if not gap:
             self.verified = True
             return None
         raise UnsupportedError(
-            f"got a {self.name} that takes {found}: by its config it does {dict(self.transform)}, and by its forward "
+            f"got a {self.name} that takes {gap}: by its config it does {dict(self.transform)}, and by its forward "
             f"something else; fix: {_INSTEAD}, with the logit_scale and softcap of its forward"
         )
 

@@ -62,11 +62,11 @@ def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
     Args:
         chunk_bytes: budget for the one chunk or tile of logits, as in `linear_logprobs`.
     """
-    theirs = GRPOTrainer._compute_loss
+    original = GRPOTrainer._compute_loss
 
     def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
         with _speculating(trainer, inputs):
-            return theirs(trainer, model, inputs)
+            return original(trainer, model, inputs)
 
     with _our_ops(chunk_bytes), replaced(GRPOTrainer, "_compute_loss", compute_loss):
         yield
@@ -100,8 +100,8 @@ _current_loss: ContextVar[SpeculatedLoss | None] = ContextVar("speculated_loss",
 @contextmanager
 def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
     """Replaces TRL's autograd function, and TRL's test whether to score only the labelled positions."""
-    theirs = trl_utils._ChunkedLogProbFunction
-    ours = _Ops(theirs.theirs if isinstance(theirs, _Ops) else theirs, chunk_bytes)
+    original = trl_utils._ChunkedLogProbFunction
+    ours = _Ops(original.original if isinstance(original, _Ops) else original, chunk_bytes)
     with replaced(trl_utils, "_ChunkedLogProbFunction", ours), replaced(trl_utils, "_use_triton", lambda device: True):
         yield
 
@@ -109,8 +109,8 @@ def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
 class _Ops:
     """Replaces TRL's autograd function, with the same call."""
 
-    def __init__(self, theirs: Any, chunk_bytes: int | None) -> None:
-        self.theirs, self.chunk_bytes = theirs, chunk_bytes
+    def __init__(self, original: Any, chunk_bytes: int | None) -> None:
+        self.original, self.chunk_bytes = original, chunk_bytes
 
     @outside_graphs
     def apply(
@@ -131,7 +131,7 @@ class _Ops:
             _announce(f"asked for {', '.join(sorted(more))}, which ours do not compute: TRL's own op runs")
             given = () if outputs is None else (outputs,)
             transform = (temperature, chunk_size, final_logit_softcapping, logit_scale)
-            fields: Fields = self.theirs.apply(hidden, weight, bias, targets, *transform, *given)
+            fields: Fields = self.original.apply(hidden, weight, bias, targets, *transform, *given)
             return fields
         options = HeadOptions(bias, temperature, logit_scale, final_logit_softcapping)
         expected, speculates = _current_loss.get(), torch.is_grad_enabled()
@@ -175,8 +175,8 @@ def speculated_loss(trainer: Any, inputs: dict[str, Any]) -> SpeculatedLoss | No
         return None
     labelled = inputs["completion_mask"] != 0
     per_token = {
-        name: inputs.get(theirs)
-        for name, theirs in {
+        name: inputs.get(trl_name)
+        for name, trl_name in {
             "mask": "tool_mask",
             "old_logprobs": "old_per_token_logps",
             "ref_logprobs": "ref_per_token_logps",
@@ -197,18 +197,18 @@ def speculated_loss(trainer: Any, inputs: dict[str, Any]) -> SpeculatedLoss | No
         counts["num_tokens"] = inputs["num_items_in_batch"].clamp_min(1) * share
     at = labelled.reshape(-1).nonzero()[:, 0]
     per_token["advantages"] = advantages.to(torch.promote_types(advantages.dtype, torch.float32))
-    found = {name: None if x is None else x.expand(labelled.shape).reshape(-1)[at] for name, x in per_token.items()}
-    found["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    per_row = {name: None if x is None else x.expand(labelled.shape).reshape(-1)[at] for name, x in per_token.items()}
+    per_row["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     # This is a mean over the micro-batch, too; over the tokens above the quantile, if there is one.
     counts["num_entropy_tokens"] = tokens.clamp_min(1) if config.top_entropy_quantile == 1.0 else None
-    return SpeculatedLoss(config, {**found, **counts, "entropy_threshold": None})
+    return SpeculatedLoss(config, {**per_row, **counts, "entropy_threshold": None})
 
 
 def _config(trainer: Any) -> GRPOLossConfig:
     """The options of the trainer's loss, without its normalisers."""
     args, names = trainer.args, ["sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"]
     names += ["vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"]
-    of_sequence = _corrects(trainer) and trainer.loss_type == "vespo"
+    corrects_sequences = _corrects(trainer) and trainer.loss_type == "vespo"
     coefficient = trainer.entropy_coef if trainer._entropy_bonus_enabled else 0.0
     if trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target:
         coefficient = 0.0
@@ -219,9 +219,9 @@ def _config(trainer: Any) -> GRPOLossConfig:
         delta=args.delta if trainer.loss_type in CLIPPED else None,
         beta=trainer.beta,
         importance_sampling_level=trainer.importance_sampling_level,
-        sampling_correction=trainer.vllm_importance_sampling_mode if of_sequence else None,
-        sampling_clip_max=trainer.vllm_importance_sampling_clip_max if of_sequence else None,
-        sampling_clip_min=trainer.vllm_importance_sampling_clip_min if of_sequence else None,
+        sampling_correction=trainer.vllm_importance_sampling_mode if corrects_sequences else None,
+        sampling_clip_max=trainer.vllm_importance_sampling_clip_max if corrects_sequences else None,
+        sampling_clip_min=trainer.vllm_importance_sampling_clip_min if corrects_sequences else None,
         off_policy_mask_threshold=trainer.off_policy_mask_threshold,
         top_entropy_quantile=trainer.top_entropy_quantile,
         entropy_coef=coefficient / trainer.current_gradient_accumulation_steps,

@@ -125,12 +125,12 @@ class _Patch(contextlib.AbstractContextManager[None]):
         self.swaps: list[tuple[object, object]] = []
 
     def __enter__(self) -> None:
-        theirs = find_verl().linear_cross_entropy
+        original = find_verl().linear_cross_entropy
         # A copy, so that modules which import `linear_cross_entropy` from here keep it when verl's is restored.
         ours = functools.partial(linear_cross_entropy)
-        # Only under this name: references under other names, such as `theirs`, stay.
-        replace_everywhere(theirs, ours, "linear_cross_entropy")
-        self.swaps.append((ours, theirs))
+        # Only under this name: references under other names, such as `original`, stay.
+        replace_everywhere(original, ours, "linear_cross_entropy")
+        self.swaps.append((ours, original))
 
     def __exit__(self, *_: object) -> None:
         replace_everywhere(*self.swaps.pop())

@@ -209,7 +209,7 @@ class Divergence:
             peaks[:, 1].masked_fill_(self.same, 2 * self.least)
         # Of each model, e of the other's peak; its own is 1.
         s, t = (torch.where(self.same, 0.0, c.exp()) for c in (peak_s[:, 1], peak_t[:, 0]))
-        of_t = t.clone()
+        t_sums = t.clone()
         self._add_entropy(peak_s)
         weighted = self._exponentials_(peak_s, peak_t)[2]
         total = peak_t[:, 1].clone() if self.kind == "reverse_kl" else weighted
@@ -226,7 +226,7 @@ class Divergence:
         if self.kind == "reverse_kl":
             x = total + peak_t[:, 0]
             return _Rows(x / (1 + s) - log_rho, s, t, x, total)
-        return _Rows(log_rho + total / (1 + t), s, t, 1 + t, torch.where(self.same, t, 1 + t - of_t))
+        return _Rows(log_rho + total / (1 + t), s, t, 1 + t, torch.where(self.same, t, 1 + t - t_sums))
 
     def _add_entropy(self, c: Tensor) -> None:
         """Add e c of some columns [R, c] of the student. Below -128 e is 0 or almost 0: this only avoids 0 * -inf."""
@@ -237,26 +237,26 @@ class Divergence:
     def _exponentials_(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """c_s and c_t [R, c] become e_s and X (e_t for jsd); (their sums, that of X or of -e_t d, each [R])."""
         if self.kind == "jsd":
-            of_s, of_t = (block_sums(exp(c.clamp_min_(self.least), out=c)) for c in (s, t))
-            return of_s, of_t, torch.zeros_like(of_s)
+            s_sums, t_sums = (block_sums(exp(c.clamp_min_(self.least), out=c)) for c in (s, t))
+            return s_sums, t_sums, torch.zeros_like(s_sums)
         reverse = self.kind == "reverse_kl"
         weights, other = (s, t) if reverse else (t, s)
         d = torch.sub(weights, other, out=self.scratch(0, s.shape[1]))
-        of_s, of_t = block_sums(exp(s, out=s)), block_sums(exp(t, out=t))
+        s_sums, t_sums = block_sums(exp(s, out=s)), block_sums(exp(t, out=t))
         x = torch.mul(d, weights, out=t if reverse else d)
         total = block_sums(x)
         # 0 * inf is to be 0, not NaN. On a GPU, the question would synchronize.
         if not s.is_cpu or total.isnan().any():
             total = block_sums(x.masked_fill_(weights == 0.0, 0.0))
-        return of_s, of_t, total
+        return s_sums, t_sums, total
 
     def _mix_(self, s: Tensor, t: Tensor, difference: Tensor) -> _Rows:
         """The second sweep of jsd: e_t [R, c] becomes X."""
         rho = ((1 + s) / (1 + t))[:, None]
         peak_s, peak_t = self.peaks
-        of_peaks = peak_t.mul_(rho) - peak_s
-        of_peaks[:, 0] = torch.where(self.same, difference, of_peaks[:, 0])
-        _, y = self._logarithms_(peak_s, peak_t, of_peaks)
+        peak_difference = peak_t.mul_(rho) - peak_s
+        peak_difference[:, 0] = torch.where(self.same, difference, peak_difference[:, 0])
+        _, y = self._logarithms_(peak_s, peak_t, peak_difference)
         x_others = peak_t[:, 1].clone()
         for _, e_s, f in self.blocks():
             f.mul_(rho)
@@ -269,9 +269,9 @@ class Divergence:
     def _logarithms_(self, e_s: Tensor, f: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """f [R, c] becomes X; (the sums of X and of Y, both [R])."""
         zero = f.new_zeros(())  # the quotient and its factor in one operation
-        of_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f.shape[1])).log1p_()
+        log_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f.shape[1])).log1p_()
         y = block_sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
-        return block_sums(torch.mul(of_student, e_s, out=f)), y
+        return block_sums(torch.mul(log_student, e_s, out=f)), y
 
     def _write(self, out: Tensor, upstream: Tensor, g: Tensor) -> Tensor:
         """d loss / d(h.w) into `out` [R, V], the memory of the student's tile, but for g at the targets of some rows.
@@ -282,11 +282,11 @@ class Divergence:
         peak_s, peak_t = self.peaks
         at_peaks = (x * peak_t.t() - y * peak_s.t()).t()
         confident, hit = rows.s < 1, self.student.at == (-1 if self.targets is None else self.targets)
-        of_others = x * rows.x_others - y * rows.s
-        at_peaks[:, 0] = torch.where(confident, -of_others - torch.where(hit, 0.0, g), at_peaks[:, 0])
-        for columns, e_s, of_x in self.blocks():
+        others_sum = x * rows.x_others - y * rows.s
+        at_peaks[:, 0] = torch.where(confident, -others_sum - torch.where(hit, 0.0, g), at_peaks[:, 0])
+        for columns, e_s, x_block in self.blocks():
             place = e_s if out.dtype == e_s.dtype else self.scratch(0, e_s.shape[1])
-            values = torch.mul(e_s, -y[:, None], out=place).addcmul_(of_x, x[:, None])
+            values = torch.mul(e_s, -y[:, None], out=place).addcmul_(x_block, x[:, None])
             if self.student.slopes is not None:
                 values.mul_(self.student.slopes[:, columns])
             if values is not e_s:

@@ -41,12 +41,12 @@ def weighted_rows_(
     """
     as_it_is = matrix.dtype == factors.dtype == cast
     for segments, entries in _blocks(offsets, _most_entries(matrix, factors.dtype)):
-        ends, mine, here = offsets[segments.start : segments.stop + 1] - entries.start, index[entries], matrix
+        ends, vectors, here = offsets[segments.start : segments.stop + 1] - entries.start, index[entries], matrix
         if not as_it_is:
-            here = matrix.index_select(0, mine).to(cast).to(factors.dtype)
-            mine = torch.arange(len(mine), device=mine.device)
-        how = {"per_sample_weights": factors[entries], "mode": "sum", "include_last_offset": True}
-        sums = embedding_bag(mine, here, ends, **how)  # type: ignore[arg-type]
+            here = matrix.index_select(0, vectors).to(cast).to(factors.dtype)
+            vectors = torch.arange(len(vectors), device=vectors.device)
+        options = {"per_sample_weights": factors[entries], "mode": "sum", "include_last_offset": True}
+        sums = embedding_bag(vectors, here, ends, **options)  # type: ignore[arg-type]
         sums = out.index_select(0, places[segments]) + sums if accumulate else sums
         out.index_copy_(0, places[segments], sums.to(out.dtype))
     return out

@@ -131,22 +131,22 @@ def logits_gradient_(
     log_p, upstream, shift = known.logprobs[:, None], grad_logprobs[:, None], finite(known.shift)[:, None]
     slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, known.total[:, None])
     at_target = upstream * -torch.expm1(log_p)
-    factor, of_entropy = -upstream * slope * share, None
+    factor, entropy_terms = -upstream * slope * share, None
     none = upstream == 0
     if grad_entropy is not None and known.entropy is not None:
         upstream_entropy, mean = grad_entropy[:, None], known.entropy[:, None]
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0 or almost 0.
         at_target = at_target - upstream_entropy * log_p.exp() * (log_p.clamp_min(-128.0) + mean)
-        of_entropy = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
+        entropy_terms = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
         factor, none = slope * share, none & (upstream_entropy == 0)
     at_target = at_target * slope if tile.slope_at_target is None else at_target * slope * tile.slope_at_target[:, None]
     for block in tile.blocks(out):
         centred = torch.sub(
-            block.z, shift, out=block.place() if of_entropy is None else tile.scratch(0, block.z.shape[1])
+            block.z, shift, out=block.place() if entropy_terms is None else tile.scratch(0, block.z.shape[1])
         )
-        e = exp(centred, out=centred if of_entropy is None else block.place(1))
-        if of_entropy is not None:
-            e.mul_(centred.clamp_min_(-128.0).add_(of_entropy[1]).mul_(of_entropy[0]).sub_(upstream))
+        e = exp(centred, out=centred if entropy_terms is None else block.place(1))
+        if entropy_terms is not None:
+            e.mul_(centred.clamp_min_(-128.0).add_(entropy_terms[1]).mul_(entropy_terms[0]).sub_(upstream))
         block.write(e.mul_(factor))
     tile.put_at_target_(out, at_target[:, 0])
     if not tile.on_cpu or none.any():
@@ -300,8 +300,8 @@ class RawTile:
 
     def put_at_target_(self, out: Tensor, values: Tensor) -> None:
         """Write `values` [R] at the targets that are columns of `out`."""
-        mine = torch.where(self.has_target[:, None], values[:, None].to(out.dtype), out.gather(1, self._column))
-        out.scatter_(1, self._column, mine)
+        written = torch.where(self.has_target[:, None], values[:, None].to(out.dtype), out.gather(1, self._column))
+        out.scatter_(1, self._column, written)
 
     def _transformed(
         self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
