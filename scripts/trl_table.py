@@ -3,7 +3,7 @@
     python scripts/trl_table.py          write them
     python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)
 
-Options and attributes that are the same, or absent for one reason, share a line: the page stays short enough to read.
+Options that are the same are listed by section of the help; what is absent for one reason shares a line.
 Needs trl, which is installed for tests and benchmarks only.
 """
 
@@ -16,13 +16,14 @@ import inspect
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from trl_differences import BEHAVIOURS, DIFFERENT, NO_NUMBERS, SIZES, UNMEASURED, reasons
 
 from fused_grpo.trainer import GRPOTrainer
+from fused_grpo.trainer.cli.options import SECTIONS, TrainOptions
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING
 
@@ -53,11 +54,24 @@ def options() -> str:
     return "\n\n".join(
         [
             f"{len(theirs)} options: {len(same)} are the same, {other} differ (above), {len(MISSING)} have no effect.",
-            f"The same: {quoted(sorted(same))}.",
-            f"Only here: {quoted(name for name in ours if name not in theirs)}.",
+            table(["section of `fused-grpo train --help`", "the same", "only here"], by_section(same, theirs)),
             table(["without an effect", "values other than the default", "why"], rows),
         ]
     )
+
+
+def by_section(same: list[str], theirs: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """(title, options that are the same, options that only this trainer has), as the help has them."""
+    sections: dict[str, list[str]] = {title: [] for title in SECTIONS.values()}
+    title = ""
+    for entry in own_fields(TrainOptions):
+        title = SECTIONS.get(entry.name, title)
+        sections[title].append(entry.name)
+    own = {entry.name for entry in own_fields(GRPOConfig)}.difference(theirs)
+    for title, names in sections.items():
+        row = quoted(name for name in names if name in same), quoted(name for name in names if name in own)
+        if any(row):
+            yield title, *row
 
 
 def surface() -> str:
@@ -71,11 +85,19 @@ def surface() -> str:
     rows = [(quoted(names), reason) for reason, names in sorted(absent.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [
-            f"Here as there: {quoted(sorted(theirs & ours))}.",
-            f"Only here: {quoted(sorted(ours - theirs))}.",
+            table(
+                ["", "methods", "attributes"],
+                [("here as there", *methods(theirs & ours)), ("only here", *methods(ours - theirs))],
+            ),
             table(["not here", "why"], rows),
         ]
     )
+
+
+def methods(names: set[str]) -> tuple[str, str]:
+    """Of these names of `GRPOTrainer`, the methods and the others."""
+    called = {name for name in names if callable(getattr(GRPOTrainer, name, None))}
+    return quoted(sorted(called)), quoted(sorted(names - called))
 
 
 TABLES: dict[str, Callable[[], str]] = {"differences": differences, "surface": surface, "options": options}
