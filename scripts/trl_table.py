@@ -1,4 +1,4 @@
-"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trl_fields.py of trainer/config.
+"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trainer/config/trl_fields.yaml.
 
     python scripts/trl_table.py          write them
     python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)
@@ -49,7 +49,7 @@ def options() -> str:
     other = len(theirs) - len(same) - len(MISSING)
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(MISSING):
-        groups.setdefault((MISSING[name].why, accepted(name)), []).append(name)
+        groups.setdefault((MISSING[name].why, MISSING[name].others), []).append(name)
     rows = [(quoted(names), values, why) for (why, values), names in sorted(groups.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [
@@ -121,12 +121,6 @@ def difference(theirs: dataclasses.Field[Any], ours: dataclasses.Field[Any]) -> 
     if ours.name in DIFFERENT:
         return DIFFERENT[ours.name]
     return "" if shown(ours) == shown(theirs) else f"{shown(ours)} by default"
-
-
-def accepted(name: str) -> str:
-    accepts = MISSING[name].accepts
-    every, empty = accepts(object()), accepts("")
-    return "change nothing" if every else "change nothing where they are empty" if empty else "refused"
 
 
 @functools.cache
