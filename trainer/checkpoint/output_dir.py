@@ -64,34 +64,53 @@ def check_output_dir(
     path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
 ) -> list[Path]:
     """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive."""
-    found = _moved(Path(path), resume=resume, overwrite=overwrite, keep=keep)
+    entries = _entries_to_clear(Path(path), resume=resume, overwrite=overwrite, keep=keep)
     refuse_alive(Path(path))
-    return found
+    return entries
 
 
-def _moved(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
+def _entries_to_clear(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
+    """Logs, reports and checkpoints of a run in `path`; to be moved, also further folders that this run may write."""
     there = existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
-    found = [] if resume else _run_files(path)
-    if keep is not None and any(Path(keep).resolve().is_relative_to(entry.resolve()) for entry in found):
+    if resume or not path.is_dir():
+        return []
+    children, leftovers = sorted(path.iterdir()), _leftovers(path)
+    # A report without logs is a copy that the user made.
+    has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
+    files = [path / name for name in RUN_FILES if has_logs and (path / name).is_file()]
+    entries = [*files, *(child for child in children if is_removable(child) and child not in leftovers)]
+    if any(_holds(entry, keep) for entry in entries):
         raise CheckpointError(
             f"got {keep} as the model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
             "want the model to stay where it is; fix: choose another --output-dir"
         )
-    return found if resume or overwrite else [*found, *_folders(path, found, keep)]
+    folders = [
+        child
+        for child in children
+        if _MOVED_FOLDERS.fullmatch(child.name) and child.is_dir() and not child.is_symlink() and child not in entries
+        if any(child.iterdir()) and not _holds(child, keep)
+    ]
+    # Without a run, only the checkpoints of another trainer say that there was one.
+    are_of_a_run = entries or any(child.name.startswith("checkpoint-") for child in folders)
+    return [*entries, *folders] if are_of_a_run and not overwrite else entries
+
+
+def _holds(entry: Path, model: str | Path | None) -> bool:
+    return model is not None and Path(model).resolve().is_relative_to(entry.resolve())
 
 
 def check_save_places(
-    path: Path, found: list[Path], *, overwrite: bool, is_saved: Callable[[int], bool], after: int = 0
+    path: Path, cleared: list[Path], *, overwrite: bool, is_saved: Callable[[int], bool], after: int = 0
 ) -> None:
     """Check that this run is going to save where nothing lies, or what a save replaces.
 
     Args:
         path: the output directory.
-        found: the result of `check_output_dir`.
-        overwrite: what is `found` is removed but for the user's files in it, not moved.
+        cleared: the result of `check_output_dir`.
+        overwrite: what is `cleared` is removed but for the user's files in it, not moved.
         is_saved: whether there will be a checkpoint of a step.
         after: the step that the run goes on from.
 
@@ -100,7 +119,7 @@ def check_save_places(
     """
     later = [one for one in checkpoints(path) if step_of(one) > after and is_saved(step_of(one))]
     for place in (path / "final", *later):
-        if overwrite or place not in found:
+        if overwrite or place not in cleared:
             refuse_foreign(place)
 
 
@@ -129,10 +148,10 @@ def prepare_output_dir(
         CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
     path = Path(path)
-    found = _moved(path, resume=bool(resume), overwrite=overwrite, keep=keep)
+    entries = _entries_to_clear(path, resume=bool(resume), overwrite=overwrite, keep=keep)
     is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
     after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
-    check_save_places(path, found, overwrite=overwrite, is_saved=is_saved, after=after)
+    check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved, after=after)
     former = former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -140,9 +159,9 @@ def prepare_output_dir(
         for leftover in _leftovers(path):
             shutil.rmtree(leftover, ignore_errors=True)
         if overwrite:
-            remove(found)
-        elif found:
-            _move_aside(path, found)
+            remove(entries)
+        elif entries:
+            _move_aside(path, entries)
         for checkpoint in checkpoints(path):
             if not checkpoint.is_symlink():
                 remove_empty(checkpoint)
@@ -168,33 +187,12 @@ def former_run(path: Path) -> Path:
     return free_path(Path(path) / "former-run", "")
 
 
-def _run_files(path: Path) -> list[Path]:
-    """Logs, reports and checkpoints of a run in `path`; a report without logs is a copy that the user made."""
-    if not path.is_dir():
-        return []
-    has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
-    files = [path / name for name in RUN_FILES if (path / name).is_file()] if has_logs else []
-    leftovers = _leftovers(path)
-    return [*files, *(child for child in sorted(path.iterdir()) if is_removable(child) and child not in leftovers)]
-
-
-def _folders(path: Path, found: list[Path], keep: str | Path | None) -> list[Path]:
-    """Further folders that this run may write: of the run that is `found`, or checkpoints of another trainer."""
-    more = [
-        child
-        for child in (sorted(path.iterdir()) if path.is_dir() else [])
-        if _MOVED_FOLDERS.fullmatch(child.name) and child.is_dir() and not child.is_symlink() and child not in found
-        if any(child.iterdir()) and not (keep is not None and Path(keep).resolve().is_relative_to(child.resolve()))
-    ]
-    return more if found or any(child.name.startswith("checkpoint-") for child in more) else []
-
-
-def _move_aside(path: Path, found: list[Path]) -> None:
-    """Rename what was `found`, the logs last; all of it or nothing."""
+def _move_aside(path: Path, entries: list[Path]) -> None:
+    """Rename these entries, the logs last; all of them or none."""
     target, moved = former_run(path), list[Path]()
     target.mkdir()
     try:
-        for entry in reversed(found):
+        for entry in reversed(entries):
             entry.rename(target / entry.name)
             moved.append(entry)
     except OSError:
