@@ -1,6 +1,6 @@
 """What TRL's trainer does or has that ours does not: behaviour with the size of its effect, methods and attributes.
 
-The tables in docs/from-trl.md are made from this file and from trainer/config/trl_fields.yaml, by trl_table.py.
+The tables in docs/from-trl.md are made from this file and from trainer/config/trl_fields.json, by trl_table.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trainer/config/trl_fields.yaml.
+"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trainer/config/trl_fields.json.
 
     python scripts/trl_table.py          write them
     python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)

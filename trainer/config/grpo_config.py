@@ -5,7 +5,7 @@ optimizer step. One `generate` call makes `steps_per_generation` micro-batches, 
 each of their prompts, and `num_iterations` passes use them.
 
 A field that only TRL has is read by the parsers of TRL's scripts, and refused with the reason where it would change the
-run: `trl_fields.yaml` has them.
+run: `trl_fields.json` has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The fields of TRL's `GRPOConfig` that have no effect here: trl_fields.yaml has them, their defaults and the reasons.
+"""The fields of TRL 1.16's `GRPOConfig` that have no effect here: trl_fields.json has them and their defaults.
+
+They stand there by what other values do, and by the reason. The types are of fields whose default does not have it, as
+the parsers of TRL's scripts read them. A test compares all with the fields of TRL's own class.
 
 `GRPOConfig` has every field of TRL's, so that parsers and callbacks find them. The default of one that has no effect
 here changes nothing; other values that change nothing are accepted with a warning that has the reason, and all others
@@ -8,11 +11,10 @@ are refused with it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-
-import yaml
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.warnings import warn_once
@@ -42,7 +44,7 @@ class Missing(NamedTuple):
         return is_empty and not self.others.startswith("refused")
 
 
-_FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 MISSING_ARGUMENTS = {name: fix for fix, names in _FILE.pop("arguments").items() for name in names}
 _KINDS = _FILE.pop("types")
 MISSING = {
