@@ -11,7 +11,12 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "models.md").read_text()
-ROWS = dict(re.findall(r"^\| `([\w-]+)` \| (right|refused|not built here) \|", TEXT, flags=re.MULTILINE))
+OUTCOMES = re.findall(r"^\| (\w|refused|not built here) \| (`.*?`) \|", TEXT, flags=re.MULTILINE)
+ROWS = {
+    name: outcome if len(outcome) > 1 else "right"
+    for outcome, names in OUTCOMES
+    for name in re.findall(r"`([\w-]+)`", names)
+}
 VERSION = re.findall(r"^transformers ([\d.]+): \d+ types", TEXT, flags=re.MULTILINE)[0]
 
 # The most used, and those that were wrong once.
