@@ -152,8 +152,8 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
         if name not in inspect.signature(enable).parameters:
             raise InputError(
                 f"got gradient_checkpointing_kwargs with {name!r}, want arguments of torch.utils.checkpoint "
-                f"({', '.join(sorted(known_names))}) or, with transformers from 5.16 on, offload and every_n_layers; fix: "
-                "leave it out"
+                f"({', '.join(sorted(known_names))}) or, with transformers from 5.16 on, offload and every_n_layers; "
+                "fix: leave it out"
             )
         own[name] = options.pop(name)
     if own.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
