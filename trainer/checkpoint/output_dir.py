@@ -61,11 +61,22 @@ _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER
 
 
 def check_output_dir(
-    path: Path, *, resume: bool = False, overwrite: bool = False, keep: str | Path | None = None
+    path: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    keep: str | Path | None = None,
+    is_saved: Callable[[int], bool] | None = None,
 ) -> list[Path]:
-    """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive."""
-    entries = _entries_to_clear(Path(path), resume=resume, overwrite=overwrite, keep=keep)
-    refuse_alive(Path(path))
+    """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive.
+
+    Without `is_saved`, the places where the run is going to save are not looked at.
+    """
+    path = Path(path)
+    entries = _entries_to_clear(path, resume=resume, overwrite=overwrite, keep=keep)
+    refuse_alive(path)
+    if is_saved is not None:
+        _check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved)
     return entries
 
 
@@ -102,24 +113,13 @@ def _holds(entry: Path, model: str | Path | None) -> bool:
     return model is not None and Path(model).resolve().is_relative_to(entry.resolve())
 
 
-def check_save_places(
+def _check_save_places(
     path: Path, cleared: list[Path], *, overwrite: bool, is_saved: Callable[[int], bool], after: int = 0
 ) -> None:
-    """Check that this run is going to save where nothing lies, or what a save replaces.
-
-    Args:
-        path: the output directory.
-        cleared: the result of `check_output_dir`.
-        overwrite: what is `cleared` is removed but for the user's files in it, not moved.
-        is_saved: whether there will be a checkpoint of a step.
-        after: the step that the run goes on from.
-
-    Raises:
-        CheckpointError: files of others are in such a place.
-    """
+    """Raise CheckpointError where this run, which goes on from step `after`, would save over files of others."""
     later = [one for one in checkpoints(path) if step_of(one) > after and is_saved(step_of(one))]
     for place in (path / "final", *later):
-        if overwrite or place not in cleared:
+        if overwrite or place not in cleared:  # overwriting removes what is cleared but for the user's files in it
             refuse_foreign(place)
 
 
@@ -139,7 +139,7 @@ def prepare_output_dir(
             `former_run(path)`.
         overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
         keep: the model that this run is going to read; it is neither moved nor removed.
-        is_saved: as in `check_save_places`.
+        is_saved: whether there will be a checkpoint of a step, where no files of others may be.
 
     Returns:
         A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
@@ -151,7 +151,7 @@ def prepare_output_dir(
     entries = _entries_to_clear(path, resume=bool(resume), overwrite=overwrite, keep=keep)
     is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
     after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
-    check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved, after=after)
+    _check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved, after=after)
     former = former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

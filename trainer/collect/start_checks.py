@@ -26,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig, TrainerCallback
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_save_places
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.collector import make_rewards
 from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
@@ -334,11 +334,11 @@ def check_places(start: Start) -> None:
         verify_checkpoint(Path(str(resume)), sums=False)
     # Where there are checkpoints, the arguments of `train` say whether to resume from them; the command has none.
     is_open = bool(resume or (start.accelerator is not None and checkpoints(path)))
-    overwrite = args.overwrite_output_dir
-    start.replaced = check_output_dir(path, resume=is_open, overwrite=overwrite, keep=start.model_path)
-    if resume or not is_open:
-        is_saved = (lambda step: False) if resume else start.is_saved  # where it goes on is not known yet
-        check_save_places(path, start.replaced, overwrite=overwrite, is_saved=is_saved)
+    # Where a resumed run goes on is not known yet.
+    is_saved = (lambda step: False) if resume else None if is_open else start.is_saved
+    start.replaced = check_output_dir(
+        path, resume=is_open, overwrite=args.overwrite_output_dir, keep=start.model_path, is_saved=is_saved
+    )
 
 
 def check_disk(start: Start) -> None:
