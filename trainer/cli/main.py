@@ -128,8 +128,7 @@ def check_combination(options: TrainOptions) -> None:
     if options.teacher_model is not None and options.model is not None:
         del given["--reward-funcs"]
     if any(given.values()) and not all(given.values()):
-        has = " and ".join(option for option, is_given in given.items() if is_given)
-        lacks = " and ".join(option for option, is_given in given.items() if not is_given)
+        has, lacks = (" and ".join(option for option in given if given[option] is wanted) for wanted in (True, False))
         raise InputError(f"got {has} without {lacks}, want all three, or none for the built-in task; fix: add {lacks}")
 
 
@@ -173,11 +172,10 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
     """The training or the held-out rows that the options name, with the columns that these want; or a DataError."""
     from fused_grpo.trainer.data.datasets import first_rows, with_system_prompt
 
-    option, source, split, limit = (
-        ("--eval-dataset", options.eval_dataset, options.eval_dataset_split, options.eval_limit)
-        if held_out
-        else ("--dataset", options.dataset, options.dataset_split, options.limit)
-    )
+    option, source, split, limit = ("--dataset", options.dataset, options.dataset_split, options.limit)
+    if held_out:
+        option, source, split = "--eval-dataset", options.eval_dataset, options.eval_dataset_split
+        limit = options.eval_limit
     assert source is not None
     try:
         rows = load_source(source, split, options.dataset_config)
@@ -206,24 +204,24 @@ def load_source(source: str, split: str, config: str | None) -> Any:
 
 def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     """The rows with the prompts as "prompt" and the answers as the rewards read them; DataError without a column."""
-    from fused_grpo.trainer.data.datasets import columns_of, renamed
+    from fused_grpo.trainer.data.datasets import column_names, renamed
     from fused_grpo.trainer.rewards.builtin_rewards import NAMED
 
-    have = columns_of(rows)
-    if not have or isinstance(rows, Mapping):  # no rows, or no dataset, which the trainer says
+    columns = column_names(rows)
+    if not columns or isinstance(rows, Mapping):  # no rows, or no dataset, which the trainer says
         return rows
-    known = ", ".join(map(repr, have)) or "none"
+    listed = ", ".join(map(repr, columns))
     read = {name: NAMED[name].column for name in options.reward_funcs if name in NAMED and NAMED[name].column}
     names = {"prompt": options.prompt_column}
     if options.answer_column is not None:
         names["solution" if "solution" in read.values() else "answer"] = options.answer_column
     for option, column in zip(("--prompt-column", "--answer-column"), names.values(), strict=False):
-        if column not in have:
-            raise DataError(f"got {source} with the columns {known}, want {column!r}; fix: {option} with one of them")
+        if column not in columns:
+            raise DataError(f"got {source} with the columns {listed}, want {column!r}; fix: {option} with one of them")
     for reward, column in read.items():
-        if column not in names and column not in have:
+        if column not in names and column not in columns:
             raise DataError(
-                f"got --reward-funcs {reward}, which reads the column {column!r}, and {source} with {known}; "
+                f"got --reward-funcs {reward}, which reads the column {column!r}, and {source} with {listed}; "
                 "fix: --answer-column with the one that has the correct answers"
             )
     return renamed(rows, names)

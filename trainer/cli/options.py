@@ -25,6 +25,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.checks import check_teacher
+from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
 
@@ -64,6 +65,14 @@ METAVARS: dict[Any, str] = {
     list[float] | None: "FLOAT [FLOAT ...]",
     list[str] | str | None: "STR [STR ...]",
 }
+
+JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=lambda texts: None if texts[0] == "None" else mapping("text", texts[0]),
+    is_instance=lambda value: isinstance(value, dict | None),
+    str_from_instance=lambda value: [json.dumps(value) if value is not None else "None"],
+)
 
 # Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
 # hours of parsing.
@@ -232,9 +241,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     for name in values.keys() & MISSING.keys():
         refuse_unless_harmless(name, values.pop(name))
-    known = [field.name for field in own_fields(TrainOptions)]
-    if unknown := sorted(values.keys() - set(known), key=str):
-        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+    names = [field.name for field in own_fields(TrainOptions)]
+    if unknown := sorted(values.keys() - set(names), key=str):
+        close = difflib.get_close_matches(str(unknown[0]), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
@@ -242,15 +251,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def field_docstrings(cls: type) -> dict[str, str]:
     """The string below each annotated field of a class, its parents' included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, below in zip(body.body, body.body[1:], strict=False):
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
@@ -282,22 +291,3 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
         group = dataclasses.make_dataclass(f"Section{number}", fields)
         groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
     return dataclasses.make_dataclass("Sections", groups)
-
-
-def _read_object(texts: list[str]) -> dict[str, Any] | None:
-    try:
-        value = json.loads(texts[0]) if texts[0] != "None" else None
-    except RecursionError as error:
-        raise ValueError("got brackets nested too deeply, want a JSON object") from error
-    if not isinstance(value, dict | None):
-        raise ValueError(f"got {texts[0]}, want a JSON object")
-    return value
-
-
-JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
-    nargs=1,
-    metavar="JSON",
-    instance_from_str=_read_object,
-    is_instance=lambda value: isinstance(value, dict | None),
-    str_from_instance=lambda value: [json.dumps(value) if value is not None else "None"],
-)

@@ -159,7 +159,7 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         if isinstance(getattr(args, name), os.PathLike):
             setattr(args, name, os.fspath(getattr(args, name)))
     for name in mappings:
-        setattr(args, name, _mapping(name, getattr(args, name)))
+        setattr(args, name, mapping(name, getattr(args, name)))
     for name in ("checkpointing", "checkpointing_kwargs"):
         if getattr(args, f"activation_{name}") is not None:
             setattr(args, f"gradient_{name}", getattr(args, f"activation_{name}"))
@@ -211,14 +211,14 @@ def _listed(names: str | list[str] | None) -> list[str]:
     return [name for name in listed if name != "none"]
 
 
-def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A mapping, or the JSON of one, as in TRL."""
+def mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A mapping, or the JSON of one, as in TRL; InputError for other text."""
     if not isinstance(value, str):
         return value
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a mapping") from error
+        raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a JSON object") from error
     if not isinstance(parsed, dict):
-        raise InputError(f"got {name}={value!r}, want a mapping")
+        raise InputError(f"got {name}={value[:200]!r}, want a JSON object, or a mapping")
     return parsed

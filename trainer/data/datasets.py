@@ -31,6 +31,7 @@ IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -82,36 +83,28 @@ class RowCheck:
     def _check_columns(self, number: int, row: Row) -> None:
         refuse_images(row, name=self.name)
         for column in row:
+            got = f"got {self.name} with a column {column!r}"
             if not isinstance(column, str):
-                raise DataError(
-                    f"got {self.name} with a column {column!r}, want strings: rewards get keyword arguments"
-                )
+                raise DataError(f"{got}, want strings: rewards get keyword arguments")
             if column in RESERVED:
                 raise DataError(
-                    f"got {self.name} with a column {column!r}, which is another argument of reward functions; "
-                    "fix: dataset.rename_column(...)"
+                    f"{got}, which is another argument of reward functions; fix: dataset.rename_column(...)"
                 )
         if "prompt" not in row:
-            have = ", ".join(map(repr, row)) or "none"
             raise DataError(
-                f"got {self.name} without a 'prompt' column in row {number} (columns: {have}); "
-                "fix: dataset.rename_column(<yours>, 'prompt')"
+                f"got {self.name} without a 'prompt' column in row {number} (columns: "
+                f"{', '.join(map(repr, row)) or 'none'}); fix: dataset.rename_column(<yours>, 'prompt')"
             )
 
 
 def check_dataset(dataset: Any, *, name: str) -> Any:
-    """The dataset itself, after a check of all its prompts (of a stream: of the first row).
+    """The dataset itself, after a check of all its prompts (of a stream: of the first row); `name` is for errors.
 
     Reads the rows once and keeps none; of a `datasets.Dataset` it reads only the prompts after the first row.
 
-    Args:
-        dataset: what the user gave.
-        name: the argument's name, for errors.
-
     Raises:
-        DatasetTypeError: not a dataset.
-        DataError: none, an empty one, several splits, an iterator that cannot start again, or a row that
-            `RowCheck` refuses.
+        DatasetTypeError: not a dataset, several splits, or an iterator that cannot start again.
+        DataError: none, an empty one, or a row that `RowCheck` refuses.
     """
     kinds = "a `Dataset` or `IterableDataset` of `datasets`, or a list of dicts, with a 'prompt' column"
     if dataset is None:
@@ -156,11 +149,7 @@ def refuse_images(columns: Iterable[Any], *, name: str) -> None:
 
 
 def eval_sets(given: Any, *, check: bool = False) -> dict[str, Any]:
-    """Eval sets by name: those of a mapping (a dict, `DatasetDict` or `IterableDatasetDict`); a single one is "".
-
-    Args:
-        given: the argument `eval_dataset`. None: there are no sets.
-        check: check every set with `check_dataset`.
+    """The eval sets of an argument `eval_dataset` by name; a single one is called "". `check`: by `check_dataset`.
 
     Raises:
         DataError: a mapping without sets, a name that is no string, or what `check_dataset` raises.
@@ -182,20 +171,18 @@ def set_name(name: str) -> str:
 
 
 def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
-    """The sets of one evaluation by name, as in `eval_sets`.
-
-    Args:
-        chosen: a set, several by name, or the name of one of `given`. None: all of `given`.
-        given: the trainer's own.
+    """The sets of one evaluation by name: those chosen (sets, or the name of one of the trainer's), or all `given`.
 
     Raises:
         DataError: there is none, or none of that name, or what `check_dataset` raises.
     """
+    sets = eval_sets(given)
     if isinstance(chosen, str):
-        if chosen not in (own := eval_sets(given)):
-            raise DataError(f"got eval_dataset={chosen!r}, want the name of an eval set: {list(filter(None, own))}")
-        return {"": own[chosen]}
-    sets = eval_sets(given) if chosen is None else eval_sets(chosen, check=True)
+        if chosen not in sets:
+            raise DataError(f"got eval_dataset={chosen!r}, want the name of an eval set: {list(filter(None, sets))}")
+        return {"": sets[chosen]}
+    if chosen is not None:
+        sets = eval_sets(chosen, check=True)
     if not sets:
         raise DataError(
             "got no eval_dataset, want one to evaluate; fix: GRPOTrainer(eval_dataset=...) or evaluate(...)"
@@ -204,11 +191,7 @@ def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
 
 
 def all_rows(dataset: Any, *, name: str) -> list[Row]:
-    """Every row of a dataset, checked; a stream is read to its end.
-
-    Raises:
-        DataError: a row that cannot be read or used, or no row.
-    """
+    """Every row of a dataset, checked, of a stream to its end; DataError where there is none or one is of no use."""
     check = RowCheck(name)
     rows = [check(number, entry) for number, entry in enumerate(read_rows(dataset, name=name))]
     if not rows:
@@ -217,11 +200,7 @@ def all_rows(dataset: Any, *, name: str) -> list[Row]:
 
 
 def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
-    """Iterate over a dataset.
-
-    Raises:
-        DataError: a row cannot be read; its number is in the message.
-    """
+    """Iterate over a dataset; DataError with the number of a row that cannot be read."""
     number = 0
     try:
         # By its length, where it has one: a map-style dataset may have a row for every index.
@@ -246,8 +225,7 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
     Args:
         source: a file or a glob pattern of files (.jsonl, .json, .csv, .parquet), which together are one dataset; a
             directory of `save_to_disk`; a directory of such files; or a dataset's hub id.
-        split: the split of a directory or a hub dataset.
-        config: the configuration of a hub dataset that has several ("main" of "openai/gsm8k").
+        split, config: of a directory or a hub dataset; the configuration where it has several ("main").
         streaming: read and download rows as they are needed.
 
     Raises:
@@ -264,13 +242,13 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
 def _load(path: Path, source: str, *, split: str, config: str | None, streaming: bool) -> Any:
     from datasets import load_dataset, load_from_disk
 
-    if path.suffix in FILE_FORMATS:
+    if file_format := FILE_FORMATS.get(path.suffix):
         files = [path] if path.is_file() else [Path(name) for name in glob(source)]
         if not files:
             raise FileNotFoundError("no such file")
         for file in files:
-            _check_file(file, is_json=FILE_FORMATS[path.suffix] == "json")
-        return load_dataset(FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming)
+            _check_file(file, is_json=file_format == "json")
+        return load_dataset(file_format, data_files=source, split="train", streaming=streaming)
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         saved = load_from_disk(source)
         if isinstance(saved, dict):
@@ -322,8 +300,8 @@ def is_plain_arrow(dataset: Any) -> bool:
     return isinstance(dataset, Dataset) and dataset.format["type"] is None
 
 
-def columns_of(dataset: Any) -> list[str]:
-    """Names of the columns, of the first row where the dataset does not know them; none where there is no row."""
+def column_names(dataset: Any) -> list[str]:
+    """Names of the columns, those of the first row where the dataset has no names; none where there is no row."""
     names = getattr(dataset, "column_names", None)
     if names is None and (isinstance(dataset, Iterable) or not is_stream(dataset)):
         names = next((list(row) for row in first_rows(dataset, 1) if isinstance(row, Mapping)), None)
@@ -331,25 +309,21 @@ def columns_of(dataset: Any) -> list[str]:
 
 
 def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
-    """The dataset with columns renamed; one that has a new name already is left out.
-
-    Args:
-        dataset: its rows.
-        names: the present name by the new one.
+    """The dataset with columns renamed, `names` being the present name by the new one, which replaces a column.
 
     Raises:
         DataError: a column that the dataset does not have.
     """
-    have = columns_of(dataset)
-    if missing := sorted(set(names.values()) - set(have)):
-        raise DataError(f"got no column {missing[0]!r} in data with {', '.join(map(repr, have))}")
+    columns = column_names(dataset)
+    if missing := sorted(set(names.values()) - set(columns)):
+        raise DataError(f"got no column {missing[0]!r} in data with {', '.join(map(repr, columns))}")
     moved = {old: new for new, old in names.items() if old != new}
-    replaced = [name for name in moved.values() if name in have and name not in moved]
+    replaced = [name for name in moved.values() if name in columns and name not in moved]
     if not moved:
         return dataset
-    rows = read_rows(dataset, name="the dataset")
     if hasattr(dataset, "rename_columns"):
         return (dataset.remove_columns(replaced) if replaced else dataset).rename_columns(moved)
+    rows = read_rows(dataset, name="the dataset")
     return [{moved.get(name, name): value for name, value in row.items() if name not in replaced} for row in rows]
 
 
@@ -375,7 +349,7 @@ def first_rows(dataset: Any, count: int) -> Any:
 
 
 def is_conversational(row: Mapping[str, Any]) -> bool:
-    """True where the prompt is a list of messages, False where it is a string."""
+    """Whether the prompt is a list of messages: else it is a string."""
     return not isinstance(row["prompt"], str)
 
 
@@ -423,8 +397,4 @@ def prompt_problem(prompt: Any) -> str | None:
 
 def _is_text(value: Any) -> bool:
     """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return _SURROGATE.search(str(value)) is None

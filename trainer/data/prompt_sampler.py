@@ -54,13 +54,11 @@ class PromptSampler:
 
     Args:
         dataset: what `check_dataset` has accepted.
-        prompts_per_batch: rows per batch for each rank.
-        seed: the seed of the order.
+        prompts_per_batch: rows per batch for each rank. All ranks must draw equally often.
         shuffle: a random order, a new one in each pass. Of a `datasets.IterableDataset`: its own, of shards and in a
             buffer.
-        rank, world_size: as in torch.distributed. All ranks must draw equally often.
-        repeats: how many consecutive rows of the ranks are the same prompt: each samples a part of its group.
-        keep: of a row of a stream and its number: False to pass over it. `dropped` counts those. None: all are kept.
+        repeats: number of consecutive rows of the ranks that are the same prompt: each samples a part of its group.
+        keep: False for a row of a stream and its number that is passed over, which `dropped` counts. None keeps all.
 
     Raises:
         DataError: a stream that cannot be shuffled.
@@ -81,20 +79,16 @@ class PromptSampler:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._size = prompts_per_batch * world_size // repeats
-        mine = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
-        self._share = [place // repeats for place in mine]
-        self._rows: _IndexedRows | _StreamedRows
-        if is_stream(dataset):
-            self._rows = _StreamedRows(dataset, seed=seed, shuffle=shuffle, keep=keep)
-        else:
-            self._rows = _IndexedRows(dataset, seed=seed, shuffle=shuffle)
+        places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
+        self._share = [place // repeats for place in places]
+        self._rows = (
+            _StreamedRows(dataset, seed=seed, shuffle=shuffle, keep=keep)
+            if is_stream(dataset)
+            else _IndexedRows(dataset, seed=seed, shuffle=shuffle)
+        )
 
     def next_batch(self) -> list[Row]:
-        """The rows of this rank, `prompts_per_batch` of them.
-
-        Raises:
-            DataError: a row of a stream that cannot be used.
-        """
+        """The rows of this rank, `prompts_per_batch` of them; DataError for one that cannot be read or used."""
         return self._rows.take(self._size, self._share)
 
     def next_pass(self) -> None:
@@ -127,7 +121,7 @@ class PromptSampler:
         return self._dataset.state_dict() if isinstance(self._rows, _StreamedRows) and self._rows.seeks else None
 
     def state_dict(self, position: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A position (None: the current one), and the identity of dataset and order, for which rows are read."""
+        """A position (None: the current one), and what identifies dataset and order, for which rows are read."""
         return {**self._identity, **(self.position() if position is None else position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,9 +160,6 @@ def fingerprint(dataset: Any) -> str:
     """A hash that differs between datasets of one length: over 256 rows at even distances, or all of fewer.
 
     Of a `datasets.Dataset`, the stored values count: transforms may be random, and images are not decoded.
-
-    Raises:
-        DataError: a row that cannot be read.
     """
     total, count = hashlib.sha256(), min(_COMPARED_ROWS, len(dataset))
     for row in _stored_rows(dataset, [place * len(dataset) // count for place in range(count)]):

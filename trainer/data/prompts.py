@@ -46,20 +46,17 @@ def encode_prompts(
     row_numbers: Sequence[int] | None = None,
     name: str = "",
 ) -> list[list[int]]:
-    """Token ids of each prompt, the same as TRL's.
+    """Token ids of each prompt, the same as TRL's; all are of one kind.
 
     Equals, for strings, then for conversations:
         tokenizer([row["prompt"] for row in rows])["input_ids"]
         tokenizer.apply_chat_template([...], add_generation_prompt=True, **chat_template_kwargs)["input_ids"]
 
     Args:
-        rows: rows with prompts of one kind.
-        tokenizer: of transformers.
         chat_template_kwargs: variables of the template ("enable_thinking", ...) and options of `apply_chat_template`
             ("tools", "chat_template"). With `continue_final_message=True`, every conversation ends with the beginning
             of the assistant's message, which the model continues.
-        row_numbers: their places in the dataset, for errors.
-        name: of the dataset, for errors.
+        row_numbers, name: places in the dataset, and its name, for errors.
 
     Raises:
         InputError: `chat_template_kwargs` has an option of `SET_HERE`.
@@ -134,9 +131,7 @@ class PromptLimit:
 
     Args:
         args: `vllm_max_model_length`, or `positions` if that is less, minus `max_completion_length` is the limit.
-        tokenizer: that of the model.
-        positions: what the model has places for. None: unknown, or of no matter.
-        vocabulary: rows of the model's embedding. None: unknown, or of no matter.
+        positions, vocabulary: those of the model, rows of its embedding. None: unknown, or of no matter.
 
     Raises:
         InputError: no room for any prompt, or an end-of-sequence token that the model does not have.
@@ -146,9 +141,10 @@ class PromptLimit:
         self, args: GRPOConfig, tokenizer: Any, *, positions: int | None = None, vocabulary: int | None = None
     ) -> None:
         limits = {"vllm_max_model_length": args.vllm_max_model_length, "the model's positions": positions}
-        known = {name: limit for name, limit in limits.items() if limit is not None}
-        self._by = min(known, key=lambda name: known[name], default="")
-        self.tokens = known[self._by] - args.max_completion_length if known else None
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        self._by = min(limits, key=lambda name: limits[name] or 0, default="")
+        length = limits.get(self._by)
+        self.tokens = None if length is None else length - args.max_completion_length
         self._too_long = f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
         larger = f"a larger {self._by} or " if self._by == "vllm_max_model_length" else ""
         self._fix = f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
@@ -157,18 +153,13 @@ class PromptLimit:
         self._tokenizer, self._template = tokenizer, args.chat_template_kwargs
         if self.tokens is not None and self.tokens < 1:
             raise InputError(
-                f"got max_completion_length={args.max_completion_length} and {self._by}={known[self._by]}, want room "
-                "for a prompt; fix: a smaller max_completion_length"
+                f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
+                "prompt; fix: a smaller max_completion_length"
             )
         self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
 
     def encode(self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int]) -> list[list[int]]:
-        """Token ids of the rows' prompts.
-
-        Raises:
-            DataError: a prompt that cannot be encoded or is too long; named by the row's number.
-            InputError: one with a token that the model does not have.
-        """
+        """Token ids of the rows' prompts; DataError for one that is too long or cannot be encoded, as `fits`."""
         return [ids or [] for ids in self._encode(rows, row_numbers, drops=False)]
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
@@ -176,6 +167,7 @@ class PromptLimit:
 
         Raises:
             DataError: a prompt that cannot be encoded; or one that is too long, where such prompts are an error.
+            InputError: one with a token that the model does not have.
         """
         if self._encode([row], [number], drops=self._drops)[0]:
             return True
