@@ -31,6 +31,7 @@ from fused_grpo.trainer.checkpoint.resume import restore, training_state
 
 RUN = Path(__file__).parents[1] / "trainer" / "resume_run.py"
 FIELDS = ("step", "run", "optimizer", "scheduler", "collector", "entropy", "skipped", "eval_before", "buffers")
+FIELDS += ("options", "unlogged", "tensors")
 PICKLES = (
     "pytorch_model.bin",
     "optimizer.pt",
@@ -257,7 +258,7 @@ def test_a_file_that_is_missing_is_refused_with_a_manifest_that_fits(outcome, co
     assert outcome(resign(directory)) == "refused"
 
 
-MANY = b'{"format": "fused-grpo checkpoint 3", "files": {%s}}' % b",".join(b'"%d": {}' % n for n in range(1_000_000))
+MANY = b'{"format": "fused-grpo checkpoint 4", "files": {%s}}' % b",".join(b'"%d": {}' % n for n in range(1_000_000))
 HOSTILE_FILES = {
     "a pipe": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),

@@ -180,7 +180,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            saved, names = numbers["buffers"][str(rank)], numbers.get("tensors")
+            saved, names = numbers["buffers"][str(rank)], numbers["tensors"]
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)
         mine = files.read_tensors(checkpoint, files.process_file(rank), names)
@@ -188,15 +188,14 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE, names)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
-            state = files.read_trainer_state(checkpoint, numbers["step"], is_old=names is None)
+            state = files.read_trainer_state(checkpoint, numbers["step"])
             check_cursors(numbers, state.epoch, learner)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-            partial = names is not None
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
-            unlike = check_optimizer_state(own, tensors, numbers["optimizer"], partial=partial)
+            unlike = check_optimizer_state(own, tensors, numbers["optimizer"])
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             check_tensors(moves, reference)
         with refuse_unusable(checkpoint, files.process_file(rank)):
@@ -223,7 +222,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:
         _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
-    return Restored(buffer, numbers["eval_before"], numbers.get("unlogged", {}), state)
+    return Restored(buffer, numbers["eval_before"], numbers["unlogged"], state)
 
 
 def load_model_of(checkpoint: Path, learner: Any) -> None:
@@ -290,14 +289,14 @@ def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_ba
     """A line for each option that differs from the checkpoint's: both values, which one counts, and why.
 
     Args:
-        saved: the content of training.json; older checkpoints have no "options".
+        saved: the content of training.json.
 
     Raises:
         CheckpointError: one of them has to be as it was.
     """
     here, there = identity(learner), saved["run"]
     refused = [(name, there.get(name), here[name]) for name in here if there.get(name) != here[name]]
-    options, before, lines = saved_options(learner.args), saved.get("options", {}), list[str]()
+    options, before, lines = saved_options(learner.args), saved["options"], list[str]()
     for name in sorted(name for name in options.keys() & before.keys() if options[name] != before[name]):
         wins, why = rule_of(name, learner.args, mid_batch=mid_batch)
         if wins == "refused":
@@ -312,8 +311,7 @@ def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_ba
             f"got {got} to resume from {checkpoint}, want {want} as it was saved with; fix: resume with those options, "
             "or start a new run with the checkpoint as its model"
         )
-    earlier = "it is of an earlier version, which did not save its options: all but the optimizer's are the new ones"
-    return lines if before else [earlier]
+    return lines
 
 
 def _shortened(value: Any) -> str:

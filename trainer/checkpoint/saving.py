@@ -155,7 +155,8 @@ class WithCheckpoints(WithCallbacks):
             return
         self.learner.restart()
         self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
-        self.collector.load_state({"sampler": self.sampler.state_dict(position), "generate_calls": 0}, {})
+        start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
+        self.collector.load_state(start, {})
         self.epochs.resume(0, 0.0)
         self._is_stale, self.eval_before, self.eval_after = True, None, None
 
@@ -167,8 +168,6 @@ class WithCheckpoints(WithCallbacks):
                 f"got {checkpoint} of step {self.step}, want one of max_steps={self.max_steps} at most; fix: a larger "
                 "max_steps, or an earlier checkpoint"
             )
-        if state.epoch < 0:  # of a version that did not save one
-            state.epoch = float(self.epochs.at(self.step))
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch)
             self._prepare_state(state, self.epochs.total)

@@ -23,6 +23,7 @@ import random
 import re
 import reprlib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import reduce
@@ -57,8 +58,6 @@ TRAINING_FILE = "training.json"
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
-# Fields that earlier versions did not save, or that are only saved where they are not 0.
-_OPTIONAL = ("num_tokens", "dropped", "options", "unlogged", "tensors")
 _LARGEST = torch.finfo(torch.float32).max
 _LOGPROB = (-_LARGEST, 1e-3)  # fp32 rounds to a little above 0
 # Of each tensor of rollouts: its dtype, and the range of its values.
@@ -112,7 +111,7 @@ def read_numbers(directory: Path) -> dict[str, Any]:
         )
     with refuse_unusable(directory, TRAINING_FILE):
         numbers: dict[str, Any] = read_json(path)
-        check_alike({"run": {}, "buffers": {}, "tensors": {}, "options": {}}, numbers, "content")
+        check_alike({"run": {}, "buffers": {}, "tensors": {}, "options": {}, "unlogged": {}}, numbers, "content")
     return numbers
 
 
@@ -162,11 +161,10 @@ def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor])
             raise ValueError(f"it has {saved[name].dtype} as {name!r}, where this run has {value.dtype}")
 
 
-def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerState:
+def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
     """transformers' state of the run at `step`: its log and its best metric.
 
-    Fields that this version of transformers does not have are left out. Early versions of this package saved none
-    (`is_old`): then its epoch is -1.
+    Fields that this version of transformers does not have are left out.
 
     Raises:
         CheckpointError: the file cannot be read, or is not of that step.
@@ -174,8 +172,6 @@ def read_trainer_state(checkpoint: Path, step: int, *, is_old: bool) -> TrainerS
     fresh = dataclasses.asdict(TrainerState())
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
-        if is_old and "global_step" not in saved:
-            return TrainerState(global_step=step, epoch=-1.0)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
         best = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
         known = {name: value for name, value in best.items() if saved.get(name) is not None}
@@ -307,8 +303,8 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signe
     if here is None or (saved is None and isinstance(here, bool)):
         return
     if isinstance(here, dict) and isinstance(saved, dict):
-        for name in [name for name in here if name in saved or name not in _OPTIONAL]:
-            check_alike(here[name], saved.get(name), f"{where}.{name}", exact=exact, signed=signed)
+        for name, value in here.items():
+            check_alike(value, saved.get(name), f"{where}.{name}", exact=exact, signed=signed)
     elif isinstance(here, list | tuple) and isinstance(saved, list) and len(here) in (0, len(saved)):
         for index, value in enumerate(here):
             check_alike(value, saved[index], f"{where}[{index}]", exact=exact)
@@ -329,7 +325,7 @@ def known_part(here: Any, saved: Any) -> Any:
     return None if here is None and isinstance(saved, dict | list) else saved
 
 
-def check_tensors(here: Tensors, saved: Tensors, *, stateless: frozenset[str] = frozenset()) -> None:
+def check_tensors(here: Tensors, saved: Tensors, *, stateless: AbstractSet[str] = frozenset()) -> None:
     """Compare tensors with those of this run: names, shapes and dtypes; all values are finite.
 
     Raises:
@@ -356,20 +352,21 @@ def form(tensor: Tensor | None) -> str:
 
 
 def check_optimizer_state(
-    own: tuple[dict[str, Tensor], dict[str, Any]], tensors: dict[str, Tensor], saved: Any, *, partial: bool
+    own: tuple[dict[str, Tensor], dict[str, Any]], tensors: dict[str, Tensor], saved: Any
 ) -> list[str]:
     """Compare the state of an optimizer with this run's. Returns its hyperparameters that differ.
 
+    Parameters may have no state at all, as those that never had a gradient.
+
     Args:
         own, tensors, saved: as `optimizer_state` returns them, of this run and of the checkpoint.
-        partial: parameters may have no state at all, as those that never had a gradient.
 
     Raises:
         TypeError, ValueError: another form, or a number that no step leaves.
     """
     groups, of_parameters, differ = json.loads(json.dumps(own[1]["param_groups"])), own[1]["state"], list[str]()
     names = {name.partition(OF)[2] for name in (*own[0], *of_parameters)}
-    stateless = frozenset(names - {name.partition(OF)[2] for name in (*tensors, *saved["state"])} if partial else ())
+    stateless = names - {name.partition(OF)[2] for name in (*tensors, *saved["state"])}
     check_tensors(own[0], tensors, stateless=stateless)
     expected = {name: value for name, value in of_parameters.items() if name.partition(OF)[2] not in stateless}
     check_alike({"param_groups": groups, "state": expected}, saved, "optimizer")
@@ -387,10 +384,10 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
     check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
-    form_of_place = {"dropped": 0, "stream": None if place.get("stream") is None else stream_form}
-    check_alike(form_of_place, place, "content.collector.sampler", exact=True)
+    stream_form = None if place.get("stream") is None else stream_form
+    check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
     _check_log("eval_before", {} if numbers["eval_before"] is None else numbers["eval_before"])
-    for name, values in numbers.get("unlogged", {}).items():
+    for name, values in numbers["unlogged"].items():
         _check_log(f"unlogged.{name}", dict(enumerate(values)))
 
 

@@ -247,7 +247,7 @@ class Collector:
         """The inverse of `state`."""
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
-        self.num_tokens = position.get("num_tokens", 0)  # older checkpoints have none
+        self.num_tokens = position["num_tokens"]
         if tensors:
             before, rows, rollouts = self._position(), self.sampler.next_batch(), Future[Rollouts]()
             self.generate_calls += 1

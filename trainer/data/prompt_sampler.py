@@ -268,13 +268,13 @@ class _StreamedRows:
 
     def state_dict(self) -> dict[str, Any]:
         place = self._dataset.state_dict() if self.seeks and self._rows is not None else self._place
-        passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
-        return {"prompts": self.used, **passes, **({"dropped": self.dropped} if self.dropped else {})}
+        passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "dropped": self.dropped}
+        return {"prompts": self.used, **passes, "stream": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
         self._rows, self._place = None, state["stream"]
-        self.dropped, self._kept_in_pass = state.get("dropped", 0), True
+        self.dropped, self._kept_in_pass = state["dropped"], True
         if self.seeks:
             return
         self._open()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 
 import pytest
-import torch
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, write_manifest
 from fused_grpo.trainer.checkpoint.resume import RULES, restore, rule_of
 
 LR = "learning_rate: 0.001 in the checkpoint, 0.5 now; the checkpoint's counts: it is in the state of the optimizer"
@@ -86,18 +83,3 @@ def test_an_adaptive_coefficient_goes_on_and_a_fixed_one_is_the_new_runs(saved, 
     assert learner.entropy.coefficient == pytest.approx(0.015)
     assert any(line.startswith("entropy_coef") and "the checkpoint's counts" in line for line in said)
     assert resumed(saved(entropy_coef=0.1), entropy_coef=0.2)[0].entropy.coefficient == 0.2
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed_and_says_so(saved, resumed, make_trainer):
-    checkpoint = saved()
-    numbers = json.loads((checkpoint / "training.json").read_text())
-    for name in ("options", "unlogged", "tensors"):
-        del numbers[name]
-    (checkpoint / "training.json").write_text(json.dumps(numbers))
-    (checkpoint / MANIFEST_FILE).unlink()
-    write_manifest(checkpoint)
-    learner, said = resumed(checkpoint, learning_rate=0.5)
-    assert any("earlier version" in line for line in said)
-    assert any("initial_lr of the optimizer: 0.001 in the checkpoint, 0.5 now" in line for line in said)
-    assert learner.step == 3
-    assert torch.isfinite(next(learner.policy.parameters())).all()
