@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError, dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin
@@ -22,8 +22,8 @@ Ranges = tuple[tuple[str, Callable[[Any], bool], str], ...]
 EXACT, LARGEST = 2**53, 3.4028234663852886e38
 
 
-def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
-    """Compare the fields of a dataclass, except those in `but`, with their annotations.
+def check_option_types(options: Any, *, but: Collection[str] = (), other: Mapping[str, Any] | None = None) -> None:
+    """Compare the fields of a dataclass, except those in `but`, with their annotations, or `other` ones by name.
 
     Raises:
         InputError: the first field of another type. An int is accepted as a float.
@@ -31,9 +31,9 @@ def check_option_types(options: Any, *, but: Collection[str] = ()) -> None:
     if torch.compiler.is_compiling():
         return  # the compiler cannot trace annotations; ranges are still checked
     cls: Any = type(options)
-    for name, kind in _kinds(cls).items():
+    for name, kind in {**_kinds(cls), **(other or {})}.items():
         value = getattr(options, name)
-        if name not in but and not is_of(value, kind):
+        if name not in but and not has_type(value, kind):
             raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}")
 
 
@@ -47,7 +47,7 @@ def check_ranges(options: Any, ranges: Ranges) -> None:
                 raise InputError(f"got {name}={value!r}, want {wanted}{or_none}")
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Whether the value has the type of an annotation."""
     arguments = get_args(kind)
     match get_origin(kind):
@@ -55,23 +55,23 @@ def is_of(value: Any, kind: Any) -> bool:
             return True
         case None if kind is float:
             return isinstance(value, int | float) and (
-                value in (math.inf, -math.inf) or value != value or is_held(value)
+                value in (math.inf, -math.inf) or value != value or is_representable(value)
             )
         case None if kind is int:
             return isinstance(value, int) and -(2**63) <= value < 2**63
         case None:
             return isinstance(value, kind)
         case origin if origin in (Union, UnionType):
-            return any(is_of(value, one) for one in arguments)
+            return any(has_type(value, one) for one in arguments)
         case origin if origin is Literal:
             return isinstance(value, str) and value in arguments
         case origin if origin is dict:
             return isinstance(value, dict) and all(isinstance(key, str) for key in value)
         case origin:
-            return isinstance(value, origin) and all(is_of(item, arguments[0]) for item in value)
+            return isinstance(value, origin) and all(has_type(item, arguments[0]) for item in value)
 
 
-def is_held(value: float) -> bool:
+def is_representable(value: float) -> bool:
     """Whether a tensor can represent the number."""
     return abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
 
@@ -82,6 +82,8 @@ def readable(kind: Any) -> str:
         return " or ".join(map(readable, get_args(kind)))
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is dict:
+        return "a mapping"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
@@ -232,7 +234,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
             self._take_icepop()
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
-                raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
+                raise InputError(f"got {name}={getattr(self, name)!r}, want one of {', '.join(map(repr, values))}")
         check_ranges(self, RANGES)
         self._check_together()
 

@@ -50,7 +50,8 @@ from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start
-from fused_grpo.trainer.config.checks import check_arguments, fill_loader_options
+from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import WithDataLoaders

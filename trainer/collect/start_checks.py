@@ -48,7 +48,7 @@ from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function
 
-_OF_CONFIG = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
+_CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
@@ -94,11 +94,16 @@ class Start:
         return str(self.model) if isinstance(self.model, str | Path) else None
 
     @property
+    def has_streams(self) -> bool:
+        """Whether a set cannot be read before the run."""
+        return any(map(is_stream, (self.train, *self.evals.values())))
+
+    @property
     def longest_sequence(self) -> int | None:
         """Tokens of the longest prompt and completion; None where a stream does not say."""
-        measured = not any(map(is_stream, (self.train, *self.evals.values())))
-        known = self.limit.longest + self.args.max_completion_length if measured else None
-        return self.args.vllm_max_model_length or known
+        if self.args.vllm_max_model_length or self.has_streams:
+            return self.args.vllm_max_model_length
+        return self.limit.longest + self.args.max_completion_length
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
@@ -202,7 +207,7 @@ def check_services(start: Start) -> None:
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
     inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
     if (start.engine is None or inner) and start.engine_name != "transformers":
-        if args.vllm_max_model_length is None and any(map(is_stream, (start.train, *start.evals.values()))):
+        if args.vllm_max_model_length is None and start.has_streams:
             raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
         urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         for url in [urls] if isinstance(urls, str) else urls:
@@ -236,7 +241,7 @@ def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[st
         return base_model(model).config
     options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
     with loading(f"{what} {str(model)!r}, whose config"):
-        given = {name: options[name] for name in _OF_CONFIG if name in options}
+        given = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
         return options.get("config") or AutoConfig.from_pretrained(model, **given)
 
 
@@ -370,11 +375,12 @@ def check_rewards(start: Start) -> None:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
     metrics = (*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens")
-    known = {f"eval_{of_set}_{name}" if of_set else f"eval_{name}" for of_set in start.evals for name in metrics}
-    if best is not None and start.evals and known.isdisjoint({best, f"eval_{best}"}):
+    prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
+    evaluated = {prefix + name for prefix in prefixes for name in metrics}
+    if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
         warn_once(
             f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
-            f"first one will say so; fix: one of {', '.join(sorted(name for name in known if 'reward' in name))}"
+            f"first one will say so; fix: one of {', '.join(sorted(name for name in evaluated if 'reward' in name))}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fused_grpo.config import Ranges, check_ranges
@@ -117,52 +116,27 @@ def check_teacher(args: Any, teacher_model: Any) -> None:
         )
 
 
-def fill_loader_options(args: Any, *, stream: bool) -> None:
-    """Set the options of TRL's that load rows to what its trainer makes of them, for scripts that read them.
-
-    Raises:
-        InputError: a `stream` that one process would read for all.
-    """
-    from transformers.trainer_pt_utils import AcceleratorConfig
-
-    given = args.accelerator_config
-    config = AcceleratorConfig(**given) if isinstance(given, Mapping) else given or AcceleratorConfig()
-    if stream:
-        if config.dispatch_batches:
-            raise InputError(
-                "got a stream and accelerator_config with dispatch_batches=True, want each process to read its own "
-                "rows: Iterable datasets require `dispatch_batches=False`; fix: leave it out"
-            )
-        config.dispatch_batches, args.dataloader_num_workers = False, 0
-    args.accelerator_config = config
-
-
 def _warn_of_unusual_losses(args: Any) -> None:
     """Log a warning, once, where the level of the ratio is not that of the loss's paper."""
     sequence, loss = args.importance_sampling_level == "sequence", args.loss_type
+    level = f"got importance_sampling_level={args.importance_sampling_level!r} with loss_type={loss!r}, "
     if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         warn_once(
-            f"got importance_sampling_level='sequence' with loss_type={loss!r}, which weights each sequence by "
-            "its completion length; fix for GSPO as published: loss_type='grpo'"
+            f"{level}which weights each sequence by its completion length; fix for GSPO as published: loss_type='grpo'"
         )
     if sequence and loss == "vespo":
-        warn_once(
-            "got importance_sampling_level='sequence' with loss_type='vespo', which weights whole sequences itself; "
-            "fix: importance_sampling_level='token'"
-        )
+        warn_once(f"{level}which weights whole sequences itself; fix: importance_sampling_level='token'")
+    if not sequence and loss == "luspo":
+        warn_once(f"{level}whose paper takes the ratio of a sequence; fix: importance_sampling_level='sequence'")
     if loss == "gmpo" and args.epsilon == 0.2 and args.epsilon_high is None:
         warn_once(
             "got loss_type='gmpo' with epsilon=0.2, which bounds a log-ratio there; fix for GMPO as published: "
             "epsilon=0.4"
         )
-    if not sequence and loss == "luspo":
-        warn_once(
-            "got importance_sampling_level='token' with loss_type='luspo', whose paper takes the ratio of a sequence; "
-            "fix: importance_sampling_level='sequence'"
-        )
 
 
 def want(args: Any, name: str, holds: bool, wanted: str) -> None:
+    """Raise InputError for an option that does not hold."""
     if not holds:
         raise InputError(f"got {name}={getattr(args, name)!r}, want {wanted}")
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fused_grpo.errors import InputError
@@ -191,6 +191,26 @@ def complete_intervals(args: Any) -> None:
         args.eval_steps = args.logging_steps
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+def fill_loader_options(args: Any, *, stream: bool) -> None:
+    """Set the options of TRL's that load rows to what its trainer makes of them, for scripts that read them.
+
+    Raises:
+        InputError: a `stream` that one process would read for all.
+    """
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    given = args.accelerator_config
+    config = AcceleratorConfig(**given) if isinstance(given, Mapping) else given or AcceleratorConfig()
+    if stream:
+        if config.dispatch_batches:
+            raise InputError(
+                "got a stream and accelerator_config with dispatch_batches=True, want each process to read its own "
+                "rows: Iterable datasets require `dispatch_batches=False`; fix: leave it out"
+            )
+        config.dispatch_batches, args.dataloader_num_workers = False, 0
+    args.accelerator_config = config
 
 
 def whole_steps(steps: float, max_steps: int) -> int:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types, is_of, readable
-from fused_grpo.errors import InputError
+from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
@@ -352,10 +351,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
 
     def __post_init__(self) -> None:
         normalise(self, MAPPINGS)
-        check_option_types(self, but=("report_to", *PYTHON_TYPES, *MISSING))
-        for name, kind in PYTHON_TYPES.items():
-            if not is_of(getattr(self, name), kind):
-                raise InputError(f"got {name}={repr(getattr(self, name))[:200]}, want {readable(kind)}")
+        check_option_types(self, but=("report_to", *MISSING), other=PYTHON_TYPES)
         for name in MISSING:
             refuse_unless_harmless(name, getattr(self, name))
         complete_intervals(self)

@@ -105,3 +105,18 @@ def test_groups_on_several_processes_are_not_replaced():
 
 def test_a_loss_of_the_completion_length_gets_it():
     assert GRPOConfig(loss_type="dr_grpo", max_completion_length=77).loss_config().max_completion_length == 77
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"reward_failure": "give up"}, "'fail', 'retry', 'drop'"),
+        ({"logprob_mismatch": 1}, "'fail', 'warn' or None"),
+        ({"scale_rewards": "std"}, "'group', 'batch', 'none'"),
+        ({"kl_estimator": "k4"}, "'k1', 'k2', 'k3'"),
+        ({"sequence_rejection": "k4"}, "'ratio', 'geometric_ratio', 'k1', 'k2', 'k3', None"),
+    ],
+)
+def test_an_option_with_choices_says_what_they_are(option, wanted):
+    with pytest.raises(InputError, match=f"got {'{}={!r}'.format(*next(iter(option.items())))}, want one of {wanted}$"):
+        GRPOConfig(**option)
