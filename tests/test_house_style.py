@@ -90,6 +90,15 @@ def test_an_arrow_that_is_not_drawn_or_not_there_is_found(breaches, old, new, sa
     assert says in breaches(**{"CONTRIBUTING.md": HOUSE["CONTRIBUTING.md"].replace(old, new)})
 
 
+def test_the_files_of_the_head_are_drawn_from_top_to_bottom(breaches):
+    files = {"head": '"""The head."""\n', "plans": '"""Plans."""\n\nfrom fused_grpo.head import head\n'}
+    files = {f"fused_grpo/head/{name}.py": text for name, text in files.items()}
+    drawn = HOUSE["CONTRIBUTING.md"] + "head         ->\nplans              -> head\nhead               ->\n"
+    assert breaches(**files, **{"CONTRIBUTING.md": drawn}) == ""
+    said = breaches(**files, **{"CONTRIBUTING.md": drawn.replace("-> head", "->")})
+    assert "lacks the line 'plans              -> head'" in said
+
+
 def test_the_drawing_names_the_rooms_of_the_floor_below(breaches):
     types = '"""Types."""\n\nfrom fused_grpo import config, kernels\n'
     below = {"fused_grpo/config.py": '"""Options."""\n', "kernels/torch-ext/fused_grpo_kernels/__init__.py": types[:13]}
