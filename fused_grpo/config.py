@@ -234,7 +234,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
             self._take_icepop()
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
-                raise InputError(f"got {name}={getattr(self, name)!r}, want one of {', '.join(map(repr, values))}")
+                raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
         check_ranges(self, RANGES)
         self._check_together()
 
