@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.data.datasets import _check_file, check_dataset, load_rows
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
 from fused_grpo.trainer.data.prompts import encode_prompts
 
 SAY = {"role": "user", "content": "hi"}
@@ -63,7 +63,7 @@ def as_stream(rows: list[Any]) -> IterableDataset:
 
 def use(dataset: Any, tokenizer: Any) -> None:
     """What the trainer does with a dataset: checks it once, then draws a batch and encodes it."""
-    sampler = PromptSampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=3, seed=0, shuffle=False)
+    sampler = prompt_sampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=3, seed=0, shuffle=False)
     for row in sampler.next_batch():
         assert message_text(row["prompt"])
         assert all(encode_prompts([row], tokenizer, row_numbers=[0]))

@@ -55,7 +55,7 @@ from fused_grpo.trainer.collect.scoring import (
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
@@ -397,7 +397,7 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
 def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, limit: PromptLimit) -> PromptSampler:
     """The sampler of a dataset's rows; of a stream, without prompts that are too long."""
     processes = accelerator.num_processes
-    return PromptSampler(
+    return prompt_sampler(
         dataset,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,

@@ -21,11 +21,10 @@ import random
 import reprlib
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 from accelerate import Accelerator
@@ -50,19 +49,20 @@ _COMPARED_ROWS = 256
 
 
 class PromptSampler:
-    """Draws this rank's rows of batch after batch, without end.
+    """Draws this rank's rows of batch after batch, without end, and reads no others.
 
     Args:
-        dataset: what `check_dataset` has accepted.
+        dataset: what `check_dataset` has accepted; `prompt_sampler` makes a `StreamSampler` of a stream.
         prompts_per_batch: rows per batch for each rank. All ranks must draw equally often.
         shuffle: a random order, a new one in each pass. Of a `datasets.IterableDataset`: its own, of shards and in a
             buffer.
         repeats: number of consecutive rows of the ranks that are the same prompt: each samples a part of its group.
         keep: False for a row of a stream and its number that is passed over, which `dropped` counts. None keeps all.
-
-    Raises:
-        DataError: a stream that cannot be shuffled.
     """
+
+    dropped = 0
+    stream_form: Any = None
+    """What a position in the stream looks like; None where a position is a number of prompts alone."""
 
     def __init__(
         self,
@@ -77,23 +77,23 @@ class PromptSampler:
         keep: Keep | None = None,
     ) -> None:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self.used = 0  # prompts drawn so far, by all ranks
+        self.row_numbers = list[int]()  # of what was drawn last; of a stream, in its pass
+        self._dataset, self._seed, self._shuffle, self._keep = dataset, seed, shuffle, keep
         self._size = prompts_per_batch * world_size // repeats
         places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
         self._share = [place // repeats for place in places]
-        self._rows = (
-            _StreamedRows(dataset, seed=seed, shuffle=shuffle, keep=keep)
-            if is_stream(dataset)
-            else _IndexedRows(dataset, seed=seed, shuffle=shuffle)
-        )
+        self._order: tuple[int, array[int]] | None = None
 
     def next_batch(self) -> list[Row]:
         """The rows of this rank, `prompts_per_batch` of them; DataError for one that cannot be read or used."""
-        return self._rows.take(self._size, self._share)
+        self.row_numbers = [self._number_at(self.used + place) for place in self._share]
+        self.used += self._size
+        return [self._row(number) for number in self.row_numbers]
 
     def next_pass(self) -> None:
         """Leave the rest of this pass over the dataset out."""
-        self._rows.next_pass()
+        self.used += -self.used % len(self._dataset)
 
     @property
     def batches_per_pass(self) -> int:
@@ -103,22 +103,12 @@ class PromptSampler:
 
     def first_pass(self) -> Iterator[list[int]]:
         """The row numbers of this rank in the batches of a first pass; what this sampler draws next stays as it is."""
-        rows = _IndexedRows(self._dataset, seed=self._seed, shuffle=self._shuffle)
         for batch in range(self.batches_per_pass):
-            yield [rows.number_at(batch * self._size + place) for place in self._share]
-
-    row_numbers: Any = property(attrgetter("_rows.row_numbers"))  # of what was drawn last; of a stream, in its pass
-    used: Any = property(attrgetter("_rows.used"))  # prompts drawn so far, by all ranks
-    dropped: Any = property(attrgetter("_rows.dropped"))  # rows of a stream that were passed over so far
+            yield [self._number_at(batch * self._size + place) for place in self._share]
 
     def position(self) -> dict[str, Any]:
         """The position in the sequence, as JSON. It is the same on every rank."""
-        return self._rows.state_dict()
-
-    @property
-    def stream_form(self) -> Any:
-        """What a position in the stream looks like; None where a position is a number of prompts alone."""
-        return self._dataset.state_dict() if isinstance(self._rows, _StreamedRows) and self._rows.seeks else None
+        return {"prompts": self.used}
 
     def state_dict(self, position: dict[str, Any] | None = None) -> dict[str, Any]:
         """A position (None: the current one), and what identifies dataset and order, for which rows are read."""
@@ -137,7 +127,7 @@ class PromptSampler:
                     "checkpoint; fix: the dataset, seed and shuffle_dataset of that run, or a new run"
                 )
         try:
-            self._rows.load_state_dict(state)
+            self._go_to(state)
         except CheckpointError:
             raise
         except Exception as error:  # `datasets` decides what a position in a stream is
@@ -154,6 +144,129 @@ class PromptSampler:
             "shuffle": self._shuffle,
             "contents": None if is_stream(self._dataset) else fingerprint(self._dataset),
         }
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        self.used = int(state["prompts"])
+
+    def _row(self, number: int) -> Row:
+        try:
+            return as_row(self._dataset[number])
+        except Exception as error:  # of the disk, or of a transform
+            raise unreadable(number, "train_dataset", error) from error
+
+    def _number_at(self, place: int) -> int:
+        """The row at a place of the sequence."""
+        number, offset = divmod(place, len(self._dataset))
+        if not self._shuffle:
+            return offset
+        order = self._order
+        if order is None or order[0] != number:
+            order = number, array("q", range(len(self._dataset)))
+            random.Random(f"{self._seed}/{number}").shuffle(order[1])
+            self._order = order
+        return order[1][offset]
+
+
+class StreamSampler(PromptSampler):
+    """The sampler of a dataset that can only be read from its start, or from a state of its own.
+
+    Raises:
+        DataError: a stream that cannot be shuffled.
+    """
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        from datasets import IterableDataset
+
+        super().__init__(dataset, **options)
+        is_own = isinstance(dataset, IterableDataset)
+        if self._shuffle and not is_own:
+            raise DataError(
+                f"got a {type(dataset).__name__} as train_dataset, which has no order to shuffle, want a "
+                "datasets.IterableDataset; fix: shuffle_dataset=False, or datasets.IterableDataset.from_generator(...)"
+            )
+        if self._shuffle:
+            self._dataset = dataset.shuffle(seed=self._seed)
+        self._seeks = is_own and not self._shuffle
+        self._check = RowCheck("train_dataset")
+        # Rows that were passed over count for the place in the pass, and not as used.
+        self.dropped = self._pass = self._used_of_pass = 0
+        self._kept_in_pass = False
+        self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
+        self._place: dict[str, Any] | None = None
+
+    def next_batch(self) -> list[Row]:
+        """The rows of this rank; every rank reads those of all."""
+        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(self._size)]
+        self.row_numbers = [drawn[place][1] for place in self._share]
+        return [drawn[place][0] for place in self._share]
+
+    def next_pass(self) -> None:
+        """Leave the rest of this pass over the stream out."""
+        if self._used_of_pass:
+            self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
+            self._kept_in_pass = False
+
+    def position(self) -> dict[str, Any]:
+        """The position in the sequence, as JSON."""
+        place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
+        passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
+        return {"prompts": self.used, **passes, **({"dropped": self.dropped} if self.dropped else {})}
+
+    @property
+    def stream_form(self) -> Any:
+        """What a position in the stream looks like."""
+        return self._dataset.state_dict() if self._seeks else None
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
+        self._rows, self._place = None, state["stream"]
+        self.dropped, self._kept_in_pass = state.get("dropped", 0), True
+        if self._seeks:
+            return
+        self._open()
+        passed_over = sum(1 for _ in islice(self._rows, self._used_of_pass))
+        if passed_over < self._used_of_pass:
+            raise CheckpointError(
+                f"got a train_dataset of {passed_over} rows, want the checkpoint's, which has at least "
+                f"{self._used_of_pass}; fix: the dataset of that run, or a new run"
+            )
+
+    def _next(self) -> Row:
+        """The next row that is kept."""
+        row = self._read()
+        while self._keep is not None and not self._keep(row, self._used_of_pass - 1):
+            self.dropped += 1
+            row = self._read()
+        self._kept_in_pass = True
+        self.used += 1
+        return row
+
+    def _read(self) -> Row:
+        if self._rows is None:
+            self._open()
+        while (entry := next(self._rows, END)) is END:
+            if not self._used_of_pass:
+                raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
+            if not self._kept_in_pass:
+                raise DataError(f"got {self._used_of_pass} prompts in train_dataset, all of them too long, want one")
+            self.next_pass()
+            self._open()
+        row = self._check(self._used_of_pass, entry)
+        self._used_of_pass += 1
+        return row
+
+    def _open(self) -> None:
+        if self._shuffle:
+            self._dataset.set_epoch(self._pass)
+        if self._seeks:
+            # A stream starts every pass from the state it was given last: an empty one is its own start.
+            self._dataset.load_state_dict(self._place or {})
+        self._rows = read_rows(self._dataset, name="train_dataset")
+
+
+def prompt_sampler(dataset: Any, **options: Any) -> PromptSampler:
+    """The sampler of a dataset or a stream; `options` are those of `PromptSampler`."""
+    return (StreamSampler if is_stream(dataset) else PromptSampler)(dataset, **options)
 
 
 def fingerprint(dataset: Any) -> str:
@@ -190,132 +303,6 @@ def _spelled(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelled, value))}]"
     return repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
-
-
-class _IndexedRows:
-    """The sequence over a dataset with random access. Only the rows of this rank are read."""
-
-    dropped = 0
-
-    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self.used, self.row_numbers = 0, list[int]()
-        self._order: tuple[int, array[int]] | None = None
-
-    def take(self, size: int, share: Sequence[int]) -> list[Row]:
-        self.row_numbers = [self.number_at(self.used + place) for place in share]
-        self.used += size
-        return [self._row(number) for number in self.row_numbers]
-
-    def next_pass(self) -> None:
-        self.used += -self.used % len(self._dataset)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self.used}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.used = int(state["prompts"])
-
-    def _row(self, index: int) -> Row:
-        try:
-            return as_row(self._dataset[index])
-        except Exception as error:  # of the disk, or of a transform
-            raise unreadable(index, "train_dataset", error) from error
-
-    def number_at(self, place: int) -> int:
-        """The row at a place of the sequence."""
-        number, offset = divmod(place, len(self._dataset))
-        if not self._shuffle:
-            return offset
-        if self._order is None or self._order[0] != number:
-            order = array("q", range(len(self._dataset)))
-            random.Random(f"{self._seed}/{number}").shuffle(order)
-            self._order = number, order
-        return self._order[1][offset]
-
-
-class _StreamedRows:
-    """The sequence over a dataset that can only be read from its start, or from a state of its own."""
-
-    def __init__(self, dataset: Any, *, seed: int, shuffle: bool, keep: Keep | None) -> None:
-        from datasets import IterableDataset
-
-        is_own = isinstance(dataset, IterableDataset)
-        if shuffle and not is_own:
-            raise DataError(
-                f"got a {type(dataset).__name__} as train_dataset, which has no order to shuffle, want a "
-                "datasets.IterableDataset; fix: shuffle_dataset=False, or datasets.IterableDataset.from_generator(...)"
-            )
-        self._dataset = dataset.shuffle(seed=seed) if shuffle else dataset
-        self._shuffles, self.seeks = shuffle, is_own and not shuffle
-        self._check, self._keep = RowCheck("train_dataset"), keep
-        # Rows that were passed over count for the place in the pass, and not as used.
-        self.used = self.dropped = self._pass = self._used_of_pass = 0
-        self._kept_in_pass = False
-        self.row_numbers: list[int] = []
-        self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
-        self._place: dict[str, Any] | None = None
-
-    def take(self, size: int, share: Sequence[int]) -> list[Row]:
-        drawn = [(self._next(), self._used_of_pass - 1) for _ in range(size)]
-        self.row_numbers = [drawn[place][1] for place in share]
-        return [drawn[place][0] for place in share]
-
-    def next_pass(self) -> None:
-        if self._used_of_pass:
-            self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
-            self._kept_in_pass = False
-
-    def state_dict(self) -> dict[str, Any]:
-        place = self._dataset.state_dict() if self.seeks and self._rows is not None else self._place
-        passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "dropped": self.dropped}
-        return {"prompts": self.used, **passes, "stream": place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
-        self._rows, self._place = None, state["stream"]
-        self.dropped, self._kept_in_pass = state["dropped"], True
-        if self.seeks:
-            return
-        self._open()
-        passed_over = sum(1 for _ in islice(self._rows, self._used_of_pass))
-        if passed_over < self._used_of_pass:
-            raise CheckpointError(
-                f"got a train_dataset of {passed_over} rows, want the checkpoint's, which has at least "
-                f"{self._used_of_pass}; fix: the dataset of that run, or a new run"
-            )
-
-    def _next(self) -> Row:
-        """The next row that is kept."""
-        row = self._read()
-        while self._keep is not None and not self._keep(row, self._used_of_pass - 1):
-            self.dropped += 1
-            row = self._read()
-        self._kept_in_pass = True
-        self.used += 1
-        return row
-
-    def _read(self) -> Row:
-        if self._rows is None:
-            self._open()
-        while (entry := next(self._rows, END)) is END:
-            if not self._used_of_pass:
-                raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
-            if not self._kept_in_pass:
-                raise DataError(f"got {self._used_of_pass} prompts in train_dataset, all of them too long, want one")
-            self._pass, self._used_of_pass, self._place, self._kept_in_pass = self._pass + 1, 0, None, False
-            self._open()
-        row = self._check(self._used_of_pass, entry)
-        self._used_of_pass += 1
-        return row
-
-    def _open(self) -> None:
-        if self._shuffles:
-            self._dataset.set_epoch(self._pass)
-        if self.seeks:
-            # A stream starts every pass from the state it was given last: an empty one is its own start.
-            self._dataset.load_state_dict(self._place or {})
-        self._rows = read_rows(self._dataset, name="train_dataset")
 
 
 class WithDataLoaders:

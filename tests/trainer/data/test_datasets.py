@@ -25,7 +25,7 @@ from fused_grpo.trainer.data.datasets import (
     renamed,
     with_system_prompt,
 )
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler, fingerprint
+from fused_grpo.trainer.data.prompt_sampler import fingerprint, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion, encode_prompts
 
 TEMPLATE = (
@@ -85,7 +85,7 @@ def test_every_prompt_once_per_pass_whatever_the_ranks_batches_and_kills(kind, c
     saved, drawn = None, []
     for world_size, size, batches in runs:
         ranks = [
-            PromptSampler(
+            prompt_sampler(
                 make(count), prompts_per_batch=size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size
             )
             for rank in range(world_size)
@@ -100,13 +100,13 @@ def test_every_prompt_once_per_pass_whatever_the_ranks_batches_and_kills(kind, c
     passes = [Counter(drawn[start : start + count]) for start in range(0, len(drawn), count)]
     assert all(whole == Counter(row["prompt"] for row in some_rows(count)) for whole in passes[:-1])
     assert all(times == 1 for part in passes for times in part.values())
-    undisturbed = PromptSampler(make(count), prompts_per_batch=1, seed=seed, shuffle=shuffle)
+    undisturbed = prompt_sampler(make(count), prompts_per_batch=1, seed=seed, shuffle=shuffle)
     assert drawn == [undisturbed.next_batch()[0]["prompt"] for _ in drawn]
 
 
 @pytest.mark.parametrize("kind", ["list", "Dataset"])
 def test_the_order_of_a_pass_is_that_of_the_seed_and_its_number(kind):
-    sampler, expected = PromptSampler(MAKERS[kind](10), prompts_per_batch=4, seed=7, shuffle=True), []
+    sampler, expected = prompt_sampler(MAKERS[kind](10), prompts_per_batch=4, seed=7, shuffle=True), []
     for number in range(2):
         order = list(range(10))
         random.Random(f"7/{number}").shuffle(order)
@@ -116,11 +116,11 @@ def test_the_order_of_a_pass_is_that_of_the_seed_and_its_number(kind):
 
 
 def test_a_shuffled_stream_has_another_order_in_every_pass():
-    sampler = PromptSampler(some_stream(12), prompts_per_batch=12, seed=0, shuffle=True)
+    sampler = prompt_sampler(some_stream(12), prompts_per_batch=12, seed=0, shuffle=True)
     first, second = sampler.next_batch(), sampler.next_batch()
     assert first != second
     assert first != list(some_stream(12))
-    assert first != PromptSampler(some_stream(12), prompts_per_batch=12, seed=1, shuffle=True).next_batch()
+    assert first != prompt_sampler(some_stream(12), prompts_per_batch=12, seed=1, shuffle=True).next_batch()
     assert sampler.num_prompts is None
 
 
@@ -133,7 +133,7 @@ def test_a_batch_reads_the_rows_of_its_rank_alone():
             return super().__getitem__(index)
 
     rows = Counting(some_rows(100))
-    sampler = PromptSampler(rows, prompts_per_batch=2, seed=0, shuffle=True, rank=1, world_size=8)
+    sampler = prompt_sampler(rows, prompts_per_batch=2, seed=0, shuffle=True, rank=1, world_size=8)
     sampler.load_state_dict(sampler.state_dict() | {"prompts": 1_000_000})
     rows.read = 0
     sampler.next_batch()
@@ -143,7 +143,7 @@ def test_a_batch_reads_the_rows_of_its_rank_alone():
 @pytest.mark.parametrize("other", [{"count": 9}, {"seed": 2}, {"shuffle": False}])
 def test_the_state_of_another_order_is_refused(other):
     def make(count=8, seed=1, shuffle=True):
-        return PromptSampler(some_rows(count), prompts_per_batch=2, seed=seed, shuffle=shuffle)
+        return prompt_sampler(some_rows(count), prompts_per_batch=2, seed=seed, shuffle=shuffle)
 
     state = make().state_dict()
     make().load_state_dict(state)
@@ -162,7 +162,7 @@ def test_a_stream_in_its_own_order_does_not_read_finished_shards_again_on_resume
 
     def make():
         stream = IterableDataset.from_generator(Shards(), gen_kwargs={"shards": [0, 1, 2]})
-        return PromptSampler(stream, prompts_per_batch=5, seed=0, shuffle=False)
+        return prompt_sampler(stream, prompts_per_batch=5, seed=0, shuffle=False)
 
     sampler, resumed = make(), make()
     sampler.next_batch()
@@ -175,9 +175,9 @@ def test_a_stream_in_its_own_order_does_not_read_finished_shards_again_on_resume
 
 
 def test_a_stream_that_became_shorter_than_what_was_used_is_refused():
-    sampler = PromptSampler(Unsized(9), prompts_per_batch=8, seed=0, shuffle=False)
+    sampler = prompt_sampler(Unsized(9), prompts_per_batch=8, seed=0, shuffle=False)
     sampler.next_batch()
-    shorter = PromptSampler(Unsized(5), prompts_per_batch=8, seed=0, shuffle=False)
+    shorter = prompt_sampler(Unsized(5), prompts_per_batch=8, seed=0, shuffle=False)
     with pytest.raises(CheckpointError, match=r"got a train_dataset of 5 rows.*at least 8"):
         shorter.load_state_dict(sampler.state_dict())
 
@@ -185,12 +185,12 @@ def test_a_stream_that_became_shorter_than_what_was_used_is_refused():
 def test_rows_of_a_stream_are_checked_as_they_come():
     rows = [*some_rows(3), {"prompt": ""}]
     stream = check_dataset(IterableDataset.from_generator(lambda: iter(rows)), name="train_dataset")
-    sampler = PromptSampler(stream, prompts_per_batch=3, seed=0, shuffle=False)
+    sampler = prompt_sampler(stream, prompts_per_batch=3, seed=0, shuffle=False)
     assert sampler.next_batch() == rows[:3]
     with pytest.raises(DataError, match="got '' as the prompt of row 3"):
         sampler.next_batch()
     with pytest.raises(DataError, match=r"no order to shuffle.*shuffle_dataset=False"):
-        PromptSampler(Unsized(3), prompts_per_batch=1, seed=0, shuffle=True)
+        prompt_sampler(Unsized(3), prompts_per_batch=1, seed=0, shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_a_prompt_may_be_what_a_transform_makes_of_other_columns():
     dataset = Dataset.from_list([{"sum": "1+1"}]).with_transform(
         lambda batch: {"prompt": [s + "=" for s in batch["sum"]]}
     )
-    sampler = PromptSampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=1, seed=0, shuffle=True)
+    sampler = prompt_sampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=1, seed=0, shuffle=True)
     assert sampler.next_batch() == [{"prompt": "1+1="}]
 
 
 @pytest.mark.parametrize("odd", [{(1, 2): 3}, {1: "a", "b": 2}, {3, 4}, b"\xff", "\ud800", float("nan"), object()])
 def test_a_run_may_save_whatever_columns_its_rows_have(odd):
     def make(value):
-        return PromptSampler([{"prompt": "1+1=", "odd": value}], prompts_per_batch=1, seed=0, shuffle=True)
+        return prompt_sampler([{"prompt": "1+1=", "odd": value}], prompts_per_batch=1, seed=0, shuffle=True)
 
     state = json.loads(json.dumps(make(odd).state_dict()))
     make(odd).load_state_dict(state)
@@ -271,7 +271,7 @@ def test_all_rows_are_those_of_a_stream_to_its_end_and_a_wrong_one_is_named():
 def test_ranks_that_share_a_group_draw_the_same_prompts():
     def drawn(dataset, rank):
         options = {"prompts_per_batch": 3, "seed": 0, "shuffle": False, "world_size": 2, "repeats": 2}
-        sampler = PromptSampler(dataset, rank=rank, **options)
+        sampler = prompt_sampler(dataset, rank=rank, **options)
         return [[row["prompt"] for row in sampler.next_batch()] for _ in range(2)], sampler.used
 
     for dataset in (some_rows(6), some_stream(6)):

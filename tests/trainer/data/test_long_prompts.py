@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 
 LONG = "1+1+1+1+1="
@@ -42,7 +42,7 @@ def limit(tokenizer: Any, **options: Any) -> PromptLimit:
 
 
 def prompts(dataset: Any, count: int, *, keep: Any = None, shuffle: bool = True, saved: Any = None) -> tuple[Any, Any]:
-    sampler = PromptSampler(dataset, prompts_per_batch=1, seed=3, shuffle=shuffle, keep=keep)
+    sampler = prompt_sampler(dataset, prompts_per_batch=1, seed=3, shuffle=shuffle, keep=keep)
     if saved is not None:
         sampler.load_state_dict(json.loads(json.dumps(saved)))
     return [sampler.next_batch()[0]["prompt"] for _ in range(count)], sampler
