@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends as the run that was not killed: bit for bit. Other options are said or refused."""
+"""A run that was killed and resumed ends bit for bit as the one that was not; other options are said or refused."""
 
 from __future__ import annotations
 
