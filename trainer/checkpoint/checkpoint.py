@@ -315,8 +315,8 @@ def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The `checkpoint-<step>` directories of a run, oldest first, complete or not."""
-    found = (path for path in Path(output_dir).glob("checkpoint-*") if _NUMBERED.fullmatch(path.name))
-    return sorted(filter(Path.is_dir, found), key=step_of)
+    numbered = (path for path in Path(output_dir).glob("checkpoint-*") if _NUMBERED.fullmatch(path.name))
+    return sorted(filter(Path.is_dir, numbered), key=step_of)
 
 
 def newest_checkpoint(

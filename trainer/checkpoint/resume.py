@@ -95,12 +95,12 @@ def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool |
         CheckpointError: there is none, or this rank sees another one there.
         PeerError: another rank raised one of these.
     """
-    found: tuple[Path, str] | None = None
+    chosen: tuple[Path, str] | None = None
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
         if accelerator.is_main_process:
             first = find_checkpoint(output_dir, resume)
-            found = first, sha256_of(first / MANIFEST_FILE)
-    path, wanted = gather_object([found])[0]
+            chosen = first, sha256_of(first / MANIFEST_FILE)
+    path, wanted = gather_object([chosen])[0]
     with all_ranks_succeed(accelerator, f"looking at {path}"):
         if (got := sha256_of(Path(path) / MANIFEST_FILE)) != wanted:
             raise CheckpointError(
@@ -135,8 +135,8 @@ def training_state(
     numbers: dict[str, Any] | None = None
     if buffer is not None and not buffer.is_exhausted:
         numbers, groups["buffer"] = buffer.state()
-    mine = {f"{group}.{name}": value for group, named in groups.items() for name, value in named.items()}
-    ranks = gather_object([{"rank": accelerator.process_index, "tensors": mine, "buffer": numbers}])
+    own = {f"{group}.{name}": value for group, named in groups.items() for name, value in named.items()}
+    ranks = gather_object([{"rank": accelerator.process_index, "tensors": own, "buffer": numbers}])
     by_file = {files.OPTIMIZER_FILE: tensors}
     if _reference_moves(learner):
         by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
@@ -183,26 +183,23 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             saved, names = numbers["buffers"][str(rank)], numbers["tensors"]
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)
-        mine = files.read_tensors(checkpoint, files.process_file(rank), names)
-        tensors = files.read_tensors(checkpoint, files.OPTIMIZER_FILE, names)
-        reference: dict[str, Any] = files.read_tensors(checkpoint, files.REFERENCE_FILE, names)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             check_cursors(numbers, state.epoch, learner)
-        with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
+        with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
             unlike = check_optimizer_state(own, tensors, numbers["optimizer"])
-        with refuse_unusable(checkpoint, files.REFERENCE_FILE):
+        with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
             check_tensors(moves, reference)
-        with refuse_unusable(checkpoint, files.process_file(rank)):
-            check_rollouts(mine, saved, learner, collector.vocab_size)
-            buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(mine, "buffer"))
+        with files.tensors_of(checkpoint, files.process_file(rank), names) as rank_tensors:
+            check_rollouts(rank_tensors, saved, learner, collector.vocab_size)
+            buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(rank_tensors, "buffer"))
             # Of a stream it may still be refused: before anything else changes.
-            collector.load_state(numbers["collector"], _group(mine, "prefetched"))
+            collector.load_state(numbers["collector"], _group(rank_tensors, "prefetched"))
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             learner.scheduler.load_state_dict(files.known_part(here["scheduler"], numbers["scheduler"]))
             learner.nonfinite.load_state(numbers["skipped"])
@@ -217,7 +214,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     learner.step = numbers["step"]
     accelerator.wait_for_everyone()
     with refuse_unusable(checkpoint, files.process_file(rank)):
-        files.set_random_state(_group(mine, "random"))
+        files.set_random_state(_group(rank_tensors, "random"))
     # An option that says it says it better.
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:

@@ -22,8 +22,9 @@ import math
 import random
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import reduce
@@ -115,11 +116,13 @@ def read_numbers(directory: Path) -> dict[str, Any]:
     return numbers
 
 
-def read_tensors(directory: Path, name: str, names: dict[str, list[str]] | None = None) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint; none where there is no such file, which may be where there are none.
+@contextmanager
+def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = None) -> Iterator[dict[str, Any]]:
+    """Around the use of the tensors of one file; none where there is no such file, which may be where there are none.
 
     Raises:
-        CheckpointError: the file cannot be read, or does not have the tensors that it had when it was saved: `names`.
+        CheckpointError: the file cannot be read, does not have the tensors that it had when it was saved (`names`), or
+            cannot be used: any error in the body of the `with`.
     """
     with refuse_unusable(directory, name):
         tensors = dict[str, Tensor]()
@@ -128,7 +131,7 @@ def read_tensors(directory: Path, name: str, names: dict[str, list[str]] | None 
             tensors = load_file(directory / name)
         for other in tensors.keys() ^ (tensors if names is None else names.get(name, [])):
             raise ValueError(f"{other!r} is {'unknown' if other in tensors else 'missing'}")
-        return tensors
+        yield tensors
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
@@ -138,7 +141,8 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
     saved, here = dict[str, Tensor](), model.state_dict()
     for name in sorted(read_manifest(checkpoint)):
         if fnmatch(name, "model*.safetensors"):
-            saved |= read_tensors(checkpoint, name)
+            with tensors_of(checkpoint, name) as shard:
+                saved |= shard
     with refuse_unusable(checkpoint, "model.safetensors"):
         _check_dtypes(model, here, saved)
         # transformers maps the names of a checkpoint to those of its models. It gives all weights one dtype: here one
@@ -174,8 +178,8 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
         saved = read_json(checkpoint / STATE_FILE)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
         best = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
-        known = {name: value for name, value in best.items() if saved.get(name) is not None}
-        check_alike(known, saved, "content", signed=True)
+        best = {name: value for name, value in best.items() if saved.get(name) is not None}
+        check_alike(best, saved, "content", signed=True)
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
         state = TrainerState(**{name: saved[name] for name in fresh.keys() & saved.keys()})
@@ -193,8 +197,8 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
             f"got {checkpoint}, which has no {ADAPTER_FILE}, to resume a run with an adapter; want a checkpoint of "
             "such a run; fix: resume without peft_config"
         )
-    saved, here = read_tensors(path.parent, path.name), adapter_weights(model)
-    with refuse_unusable(checkpoint, path.name):
+    here = adapter_weights(model)
+    with tensors_of(path.parent, path.name) as saved:
         _refuse_infinite(saved)
     wrong = sorted(name for name in saved.keys() | here.keys() if form(saved.get(name)) != form(here.get(name)))
     if wrong:
@@ -364,11 +368,11 @@ def check_optimizer_state(
     Raises:
         TypeError, ValueError: another form, or a number that no step leaves.
     """
-    groups, of_parameters, differ = json.loads(json.dumps(own[1]["param_groups"])), own[1]["state"], list[str]()
-    names = {name.partition(OF)[2] for name in (*own[0], *of_parameters)}
+    groups, numbers, differ = json.loads(json.dumps(own[1]["param_groups"])), own[1]["state"], list[str]()
+    names = {name.partition(OF)[2] for name in (*own[0], *numbers)}
     stateless = names - {name.partition(OF)[2] for name in (*tensors, *saved["state"])}
     check_tensors(own[0], tensors, stateless=stateless)
-    expected = {name: value for name, value in of_parameters.items() if name.partition(OF)[2] not in stateless}
+    expected = {name: value for name, value in numbers.items() if name.partition(OF)[2] not in stateless}
     check_alike({"param_groups": groups, "state": expected}, saved, "optimizer")
     for here, there in zip(groups, saved["param_groups"], strict=True):
         if here["params"] != there["params"] or not all(0 <= beta < 1 for beta in there.get("betas", ())):
