@@ -322,13 +322,10 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def newest_checkpoint(
     output_dir: Path, *, other_than: Path | None = None, sums: bool = True, rename: bool = False
 ) -> Path:
-    """The newest complete checkpoint of a run; a warning names newer ones that are damaged.
+    """The newest complete checkpoint of a run, `other_than` this one; a warning names newer ones that are damaged.
 
-    Args:
-        output_dir: of the run.
-        other_than: this one does not count.
-        sums: as in `verify_checkpoint`.
-        rename: the damaged ones get another name, so that the run can save in their place again.
+    With `rename` these get another name, so that the run can save in their place again. Without `sums`, see
+    `verify_checkpoint`.
 
     Raises:
         CheckpointError: there is none.

@@ -221,8 +221,7 @@ def _leftovers(output_dir: Path) -> list[Path]:
 class RunLock:
     """The lock of one run; `acquire` and `release` may be called again."""
 
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
+    _descriptor: int | None = None
 
     def acquire(self, directory: Path) -> None:
         """Lock `directory`, which is made where it is missing, until `release` or the end of the process.

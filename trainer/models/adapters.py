@@ -253,8 +253,7 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
     if config.is_prompt_learning:
         return {"peft_type": config.peft_type.value, "num_virtual_tokens": config.num_virtual_tokens}
     names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"]
-    # The last one only where it is set: checkpoints of earlier versions do not have it.
-    names += ["target_modules", "modules_to_save", *(["target_parameters"] if config.target_parameters else [])]
+    names += ["target_modules", "modules_to_save", "target_parameters"]
     options = {name: getattr(config, name) for name in names}
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in options.items()}
 
