@@ -25,6 +25,12 @@ SLIPS = {
     "an option of the head": ("divergence.py", "HeadOptions(student_bias", "HeadOptions(student_bias, None"),
     "a gradient that is wanted": ("head/chunked_divergence.py", "any(wanted) else", "wanted.weigth else"),
     "a pass that only kernels have": (ROWS, "def scale_(values", "def scale(values"),
+    "an option of the loss that is assigned": (
+        "config.py",
+        "object.__setattr__(self, name, value)\n\n    def _check",
+        "self.sampling_clip_min = 0.5\n\n    def _check",
+    ),
+    "an option that the trainer gives the loss": ("trainer/config/grpo_config.py", "sampling_clip_min=", "clip_min="),
     "an argument that only kernels have": (ROWS, "    known: Statistics,\n", "    seen: Statistics,\n"),
 }
 

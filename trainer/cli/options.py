@@ -23,6 +23,7 @@ import tyro
 import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
+from fused_grpo.config import check_ranges
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
@@ -135,10 +136,8 @@ class TrainOptions(GRPOConfig):
     def __post_init__(self) -> None:
         if self.resume and self.resume_from_checkpoint is None:
             self.resume_from_checkpoint = True
-        for name in ("limit", "eval_limit"):
-            if (rows := getattr(self, name)) is not None and rows < 1:
-                raise InputError(f"got {name}={rows}, want at least 1 row, or None for all")
         super().__post_init__()
+        check_ranges(self, (("at least 1 row", lambda rows: rows >= 1, "limit eval_limit"),))
         check_teacher(self, self.teacher_model)
 
     def trainer_args(self) -> GRPOConfig:

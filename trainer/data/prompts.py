@@ -210,18 +210,19 @@ class PromptLimit:
         ]
         options: Any = {"chat_template_kwargs": self._template, "row_numbers": [numbers[place] for place in short]}
         encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
-        kept = {place: ids for place, ids in zip(short, encoded, strict=True) if len(ids) <= most}
-        for place, row in enumerate(rows):
-            if place in kept:
-                self._check_ids(kept[place], partial(prompt_name, row, numbers[place], name))
-            elif not drops:
-                tokens = len(encoded[short.index(place)]) if place in short else "too many"
-                raise DataError(
-                    f"got {tokens} tokens for {prompt_name(row, numbers[place], name)}, want {self.tokens} at most "
-                    f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
-                )
-        self.longest = max([self.longest, *map(len, kept.values())])
-        return [kept.get(place) for place in range(len(rows))]
+        kept: list[list[int] | None] = [None] * len(rows)
+        for place, ids in zip(short, encoded, strict=True):
+            if len(ids) <= most:
+                self._check_ids(ids, partial(prompt_name, rows[place], numbers[place], name))
+                self.longest, kept[place] = max(self.longest, len(ids)), ids
+        if None in kept and not drops:
+            place = kept.index(None)
+            tokens = len(encoded[short.index(place)]) if place in short else "too many"
+            raise DataError(
+                f"got {tokens} tokens for {prompt_name(rows[place], numbers[place], name)}, want {self.tokens} at most "
+                f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
+            )
+        return kept
 
     def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
         if self._vocabulary is not None and max(ids) >= self._vocabulary:
