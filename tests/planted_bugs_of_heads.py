@@ -129,15 +129,15 @@ BUGS = {
         KERNEL_DIVERGENCE,
     ),
     "supports of another sequence": (
-        "trainer/types.py",
-        "name: taken(values, indices) for name, values in vars(self)",
-        "name: values if name == 'support_ids' else taken(values, indices) for name, values in vars(self)",
+        "trainer/batching/micro_batches.py",
+        "ids.append(sample.support_ids[",
+        "ids.append((batch[-1] if sample is batch[0] else sample).support_ids[",
         PACKED_SUPPORTS,
     ),
     "supports begin one token late": (
         "trainer/batching/micro_batches.py",
-        "torch.cat([zero, *batch.support_sizes])",
-        "torch.cat([*batch.support_sizes, zero])",
+        "torch.cat(sizes).cumsum(0)",
+        "torch.cat(sizes).roll(-1).cumsum(0)",
         PACKED_SUPPORTS,
     ),
     "kept tokens of a step stay with the step": (
@@ -160,7 +160,7 @@ BUGS = {
     ),
     "no log-prob check under truncation": (
         "trainer/loop.py",
-        "sampling.is_plain_within_support if has_support else sampling.is_plain",
+        "sampling.is_plain_within_support if buffer.has_support else sampling.is_plain",
         "sampling.is_plain",
         [TRUNCATED, "-k", "stale"],
     ),

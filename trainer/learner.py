@@ -1,6 +1,6 @@
 """`Learner`: the policy, its reference and its optimizer, one optimizer step at a time.
 
-    micro-batches = pack(EffectiveBatch)                      # [R, L] token ids, N completion tokens
+    micro-batches = pack(samples)                             # [R, L] token ids, N completion tokens
     ref_logprobs  = reference(micro-batch)                    # [N], with beta > 0 only
     loss.backward() for each micro-batch                      # normalised by the counts of the whole step; with a
                                                               # teacher, its hidden states first
@@ -38,9 +38,10 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     ratio_sums,
     with_covariance_selection,
 )
-from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_lengths, skipped_metrics
-from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, joined_rows
+from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distributed.failures import any_rank
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
@@ -56,7 +57,7 @@ from fused_grpo.trainer.models.loading import SELF, attention_cost, check_teache
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
-from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
+from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Check = Callable[[dict[str, float]], None]
@@ -160,8 +161,8 @@ class Learner:
         self.scheduler.load_state_dict(schedule)
 
     def learn(
-        self, batch: EffectiveBatch, *, check: Check | None = None, event: Event = lambda name: None
-    ) -> tuple[EffectiveBatch, dict[str, float]]:
+        self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None
+    ) -> tuple[list[Sample], dict[str, float]]:
         """One update. Returns the batch with the log-probs that were computed for it, and the metrics of all ranks.
 
         `check` is called with the metrics before the optimizer moves; it raises where the step must not be made.
@@ -207,41 +208,46 @@ class Learner:
         metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy - of_router
         metrics |= self.entropy.update(entropy if metrics["num_tokens"] and may_update else None)
         self._follow_with_reference()
-        if batch.old_logprobs is None:
-            old = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
-            batch = dataclasses.replace(batch, old_logprobs=old)
+        if any(sample.old_logprobs is None for sample in batch):
+            old = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
+            batch = with_fields(batch, {"old_logprobs": old})
         return batch, metrics
 
-    def evaluate(self, batch: EffectiveBatch) -> float:
+    def evaluate(self, batch: list[Sample]) -> float:
         """The loss of a step with this batch, without gradients and without dropout. A collective."""
         batch, packed, options, _ = self._prepared(batch)
         outputs = self._measured(self.accelerator.unwrap_model(self.policy), "loss", packed, **options)
         return self._metrics(batch, packed, outputs)["loss"]
 
-    def _prepared(self, batch: EffectiveBatch) -> tuple[EffectiveBatch, list[MicroBatch], dict[str, Any], float | None]:
+    def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
         """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
         batch = self._with_reference(batch)
         packed = self._pack(batch)
+        if self.args.beta > 0 and not batch:  # of a rank without samples the loss wants a tensor, too
+            packed = [dataclasses.replace(part, ref_logprobs=part.advantages.new_zeros(0)) for part in packed]
         options, of_uncertain = self._entropy_options(packed)
         if self.loss_config.selects_by_covariance:
             measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
         return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
 
-    def with_old_logprobs(self, batch: EffectiveBatch) -> EffectiveBatch:
+    def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
         packed = self._pack(batch)
         values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
-        return dataclasses.replace(batch, old_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
+        return with_fields(batch, {"old_logprobs": per_sequence(packed, values, len(batch))})
 
-    def _with_reference(self, batch: EffectiveBatch) -> EffectiveBatch:
+    def _with_reference(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
-        if self.args.beta == 0 or batch.ref_logprobs is not None:
+        if self.args.beta == 0:
+            return batch
+        # A rank may have no samples: all ranks compute them, or none does.
+        if not any_rank(self.accelerator, any(sample.ref_logprobs is None for sample in batch)):
             return batch
         with self._reference_policy() as reference:
             packed = self._pack(batch)  # in here, because the reference has no virtual tokens
             values = self._measured(reference, "logprobs", packed)
-        return dataclasses.replace(batch, ref_logprobs=per_sequence(packed, values, len(batch.completion_ids)))
+        return with_fields(batch, {"ref_logprobs": per_sequence(packed, values, len(batch))})
 
     def weights(self) -> dict[str, Tensor]:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
@@ -261,10 +267,11 @@ class Learner:
         with as_reference(policy.model):
             yield policy
 
-    def _pack(self, batch: EffectiveBatch) -> list[MicroBatch]:
-        prompts = with_virtual_places(batch.prompt_ids, self.accelerator.unwrap_model(self.policy).model)
+    def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
+        model = self.accelerator.unwrap_model(self.policy).model
+        prompts = with_virtual_places([sample.prompt_ids for sample in batch], model)
         return micro_batches(
-            dataclasses.replace(batch, prompt_ids=prompts),
+            with_fields(batch, {"prompt_ids": prompts}),
             self.args.per_device_train_batch_size,
             **self.rows,
             device=self.accelerator.device,
@@ -290,18 +297,18 @@ class Learner:
             policy.train(was_training)
             reshard(policy)
 
-    def _counts(self, packed: Sequence[MicroBatch], batch: EffectiveBatch) -> dict[str, Any]:
+    def _counts(self, packed: Sequence[MicroBatch], batch: list[Sample]) -> dict[str, Any]:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
         filled = sum(len(part.sequence_index) > 0 for part in packed)
-        tokens = sum(len(part.targets) for part in packed) + sum(skipped_lengths(batch))
-        mine = [tokens, len(batch.completion_ids), filled]
+        tokens = sum(len(part.targets) for part in packed) + sum(sample.num_own for sample in batch if sample.skipped)
+        mine = [tokens, len(batch), filled]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
     def _metrics(
-        self, batch: EffectiveBatch, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
+        self, batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
     ) -> dict[str, float]:
         """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
@@ -407,12 +414,10 @@ def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: 
     return found
 
 
-def evidence(
-    batch: EffectiveBatch, packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
-) -> dict[str, Tensor]:
+def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, Tensor]:
     """The batch as tensors, and the log-probs that the policy gave its tokens."""
-    logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch.completion_ids))
-    return batch_as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
+    logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
+    return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
 def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:

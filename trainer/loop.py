@@ -351,22 +351,21 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 self._sync_engine(phases)
                 with all_ranks_succeed(self.accelerator, "requesting the next batch"):
                     self.collector.prefetch(self.engine)
-        collected = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
+        scored = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
             self._undo.pop_all()  # the run has made something
-            self.output.rollouts(self.step + 1, partial(collected.scored.records, collected.advantages))
-        return self.collector.buffer(collected, phases)
+            self.output.rollouts(self.step + 1, scored.records)
+        return self.collector.buffer(scored, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         """One optimizer step from the next part of the buffer."""
-        on_policy = buffer.weight_version == self.step and buffer.current.old_logprobs is None
-        sampling, has_support = self.collector.sampling(seed=0), buffer.current.support_ids is not None
-        comparable = on_policy and (sampling.is_plain_within_support if has_support else sampling.is_plain)
+        on_policy, sampling = buffer.weight_version == self.step, self.collector.sampling(seed=0)
+        comparable = on_policy and (sampling.is_plain_within_support if buffer.has_support else sampling.is_plain)
         check = self._check_agreement if comparable else None
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.event)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
-        buffer.advance(old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
+        buffer.advance(batch)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
 
     def _check_agreement(self, metrics: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ from fused_grpo.trainer.batching.micro_batches import pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.loading import takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
+from fused_grpo.trainer.types import MicroBatch, samples_from
 
 _log = logging.getLogger(__name__)
 
@@ -111,9 +111,14 @@ def _row(model: Any, *sequences: range) -> MicroBatch:
     """The sequences in one row. All of their tokens but the first are completions."""
     embedding = model.get_input_embeddings().weight
     ids = [[token % len(embedding) for token in sequence] for sequence in sequences]
-    prompts, completions = [tokens[:1] for tokens in ids], [tokens[1:] for tokens in ids]
-    options: dict[str, Any] = {"sampling_logprobs": None, "advantages": torch.zeros(len(ids))}
-    batch = EffectiveBatch(prompt_ids=prompts, completion_ids=completions, **options)
+    batch = samples_from(
+        {
+            "prompt_ids": [tokens[:1] for tokens in ids],
+            "completion_ids": [tokens[1:] for tokens in ids],
+            "finish_reason": ["stop"] * len(ids),
+            "weight_version": [0] * len(ids),
+        }
+    )
     row = pack(batch, range(len(ids)), one_row=True, device=embedding.device)
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 

@@ -1,7 +1,23 @@
 """What travels between the rooms of the trainer: frozen, with the shape of every field beside it.
 
-Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, R rows of L tokens in a
-micro-batch (prompts and completions), N its completion tokens.
+The way of a completion, from its prompt to its gradient:
+
+    Row             a prompt and its columns, as the dataset has them                  data/
+    SamplingParams  what an engine is asked for                                        config/
+    Rollouts        what it answers, in columns, as TRL's `rollout_func` does          engines/
+    Sample          one completion: checked, or with the `failure` of its group        engines/checked_engine.py
+                    + text, rewards, dropped: what the reward functions say            collect/scoring.py
+                    + advantage, from its whole group; in_loss                         collect/collector.py
+                    + skipped; it goes to the rank that learns from it                 batching/micro_batches.py
+                    + old_logprobs, ref_logprobs, from the trainer's models            learner.py
+    RolloutBuffer   a list of samples for each optimizer step, and in a checkpoint     batching/rollout_buffer.py
+    MicroBatch      some of them in rows of tokens; its loss has the gradient          batching/, policy.py
+
+Beside it, `RewardOutput` is what the reward functions return, `Scored` the samples of one generation with what their
+scoring took; `RolloutFacts` and `Evaluation` lead to the logs, not to a gradient.
+
+Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequences, T tokens of a completion, R rows
+of L tokens in a micro-batch (prompts and completions), N the model's own completion tokens in it.
 
 The support of a token is the set of ids that top_p, top_k and min_p left for the sampler to draw from. It travels as
 two tensors for each sequence of T tokens: the sizes [T] of its supports, 0 for the whole vocabulary, and their ids [K],
@@ -10,37 +26,18 @@ K = sum of the sizes, end to end, ascending within a token. Both are int32 on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 SupportChoice = Literal["auto", "require", "off"]
-
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
-
-
-def taken(values: Any, places: Sequence[int]) -> Any:
-    """The values at these places: of a list, of a tensor, or of each column of a dict. None stays None."""
-    if isinstance(values, dict):
-        return {name: taken(column, places) for name, column in values.items()}
-    if isinstance(values, Tensor):
-        return values[list(places)]
-    return None if values is None else [values[place] for place in places]
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """Lists end to end, None where one is None; the tensors that there are; the columns that all dicts have."""
-    some = [part for part in parts if part is not None]
-    if some and isinstance(some[0], Tensor):
-        return torch.cat(some)
-    if some and isinstance(some[0], dict):
-        return {name: joined([part[name] for part in some]) for name in some[0] if all(name in part for part in some)}
-    return [entry for part in some for entry in part] if len(some) == len(parts) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """G completions for each of P prompts. Prompt-major: completion i belongs to prompt i // G."""
+    """What an engine returns: G completions for each of P prompts. Completion i belongs to prompt i // G."""
 
     prompt_ids: list[list[int]]  # P lists of token ids
     completion_ids: list[list[int]]  # B lists of token ids, each with its end-of-sequence token where it stopped
@@ -98,51 +95,105 @@ class Rollouts:
     num_generations: int  # G
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values for the reward functions
-    failures: dict[int, str] = field(default_factory=dict)  # by prompt: why its group cannot be used, and is dropped
+    completion_masks: list[list[bool]] | None = None  # B lists, True: the model's own token; None: all of them are
     support_ids: list[Tensor] | None = None  # B, [K] int32; None: the engine cannot say, or keeps all tokens
     support_sizes: list[Tensor] | None = None  # B, [T] int32
 
+    def samples(self) -> list[Sample]:
+        """The completions one by one."""
+        extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
+        return samples_from(
+            {
+                "prompt_ids": [ids for ids in self.prompt_ids for _ in range(self.num_generations)],
+                "completion_ids": self.completion_ids,
+                "completion_mask": self.completion_masks,
+                "sampling_logprobs": self.sampling_logprobs,
+                "support_ids": self.support_ids,
+                "support_sizes": self.support_sizes,
+                "finish_reason": self.finish_reasons,
+                "weight_version": [self.weight_version] * len(self.completion_ids),
+                "extra": extra or None,
+            }
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class EffectiveBatch:
-    """This rank's sequences of one optimizer step: its groups, or parts of groups, until they are balanced."""
+class Sample:
+    """One completion of T tokens and all that belongs to it. Rooms add to it by `dataclasses.replace`.
 
-    prompt_ids: list[list[int]]  # B
-    completion_ids: list[list[int]]  # B
-    sampling_logprobs: list[list[float]] | None  # B; None: the engine does not say
-    advantages: Tensor  # [B] fp32
-    rewards: Tensor | None = None  # [B] fp32, NaN: not scored; to look at, nothing is computed from them
-    in_loss: Tensor | None = None  # [B] bool, False: the sequence counts in normalisers only; None: all True
-    skipped: Tensor | None = None  # [B] bool, True: in the loss, but without a gradient, so not in the forward pass
-    old_logprobs: list[Tensor] | None = None  # B, fp32 of its completion's length; None: on policy
-    ref_logprobs: list[Tensor] | None = None  # B, the same; None: no KL term, or not computed yet
-    support_ids: list[Tensor] | None = None  # B, [K] int32; None: the whole vocabulary for all tokens
-    support_sizes: list[Tensor] | None = None  # B, [T] int32
+    Of the fields that may be None, all samples of a batch have one or none has it.
+    """
+
+    # From the engine.
+    prompt_ids: list[int]
+    completion_ids: list[int]  # T, with the end-of-sequence token where it stopped
+    completion_mask: list[bool] | None = None  # T, True: the model's own token, and so in the loss; None: all of them
+    sampling_logprobs: list[float] | None = None  # T, as drawn; None: the engine does not say
+    support_ids: Tensor | None = None  # [K] int32; None: the whole vocabulary for all tokens
+    support_sizes: Tensor | None = None  # [T] int32
+    finish_reason: FinishReason
+    weight_version: int  # the optimizer step whose weights the engine was serving
+    extra: dict[str, Any] = field(default_factory=dict)  # by column, for the reward functions
+    failure: str | None = None  # why its group cannot be used, and is dropped
+
+    # From the reward functions.
+    row: dict[str, Any] = field(default_factory=dict)  # of the dataset
+    text: str = ""  # the completion without special tokens
+    rewards: list[float] = field(default_factory=list)  # F, of each function; NaN: it did not score this one
+    reward: float = math.nan  # their weighted sum; NaN: no function scored it
+    dropped: bool = False  # its group failed, in the engine or in a reward function, and is not learned from
+    logged: dict[str, Any] = field(default_factory=dict)  # by column, for the log
+
+    # From its group, and for the loss.
+    advantage: float = 0.0  # an fp32 number
+    in_loss: bool = True  # False: it counts in normalisers only
+    skipped: bool = False  # in the loss, but without a gradient, so not in the forward pass
+    old_logprobs: Tensor | None = None  # [its own tokens] fp32, none of one without forward pass; None: on policy
+    ref_logprobs: Tensor | None = None  # the same; None: no KL term, or not computed yet
 
     @property
-    def in_forward(self) -> Tensor:
-        """[B] bool, the sequences that go through the model."""
-        in_loss = torch.ones(len(self.completion_ids), dtype=torch.bool) if self.in_loss is None else self.in_loss
-        return in_loss if self.skipped is None else in_loss & ~self.skipped
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion_ids)
 
-    def take(self, indices: Sequence[int]) -> EffectiveBatch:
-        """These sequences, in this order."""
-        return EffectiveBatch(**{name: taken(values, indices) for name, values in vars(self).items()})
+    @property
+    def num_own(self) -> int:
+        """Completion tokens that are the model's own, and so in the loss."""
+        return len(self.completion_ids) if self.completion_mask is None else sum(self.completion_mask)
 
-    @classmethod
-    def joined(cls, batches: Sequence[EffectiveBatch]) -> EffectiveBatch:
-        """Batches of the same step, one after the other."""
-        return cls(**{field.name: joined([getattr(batch, field.name) for batch in batches]) for field in fields(cls)})
+    @property
+    def in_forward(self) -> bool:
+        """Whether it goes through the model."""
+        return self.in_loss and not self.skipped
+
+    def own(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Of a value for each completion token those of the model's own tokens."""
+        return values if self.completion_mask is None else list(compress(values, self.completion_mask))
+
+
+def samples_from(columns: Mapping[str, Sequence[Any] | None]) -> list[Sample]:
+    """Samples from columns of B values each, under the names of their fields; None stands for a column without any."""
+    given = {name: values for name, values in columns.items() if values is not None}
+    return [Sample(**dict(zip(given, values, strict=True))) for values in zip(*given.values(), strict=True)]
+
+
+def with_fields(samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
+    """The samples with other values of some fields, each a column of B values."""
+    names = list(columns)
+    rows = zip(*columns.values(), strict=True)
+    return [
+        replace(sample, **dict(zip(names, values, strict=True))) for sample, values in zip(samples, rows, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of an effective batch, packed end to end into R rows."""
+    """Some samples of a batch, packed end to end into R rows. Of tokens of an environment only the ids are in it."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
     attention_mask: Tensor  # [R, L] int64, 0 where there is padding; position ids keep attention from it without this
-    predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts a completion token
+    predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts one of the model's tokens
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
     sequence_index: Tensor  # [b] int64, which sequence of the effective batch each of these is; on the CPU

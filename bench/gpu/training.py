@@ -87,7 +87,7 @@ def phase(*, tiny: bool) -> Iterator[Figure]:
 
 
 def compared(name: str, problem: Problem, *, rounds: int) -> Iterator[Figure]:
-    tokens, shape = sum(map(len, problem.batch().completion_ids)), shape_of(name, problem)
+    tokens, shape = sum(sample.num_own for sample in problem.batch()), shape_of(name, problem)
     steps = {trainer: make(problem) for trainer, make in makers().items()}
     actions = {trainer: made.step for trainer, made in steps.items()}
     interleaved_seconds(actions, rounds=1)
@@ -140,8 +140,7 @@ def published(*, tiny: bool) -> Iterator[Figure]:
             given["peft_config"] = LoraConfig(r=rank, target_modules="all-linear")
         release()
         step = training_step.ours(problem, learning_rate=0.0, **given).step
-        batch = problem.batch()
-        tokens = sum(map(len, [*batch.prompt_ids, *batch.completion_ids]))
+        tokens = sum(sample.length for sample in problem.batch())
         shape = shape_of(name, problem, tokens=tokens, rank=rank)
         seconds = []
         for _ in range(1 if tiny else 3):

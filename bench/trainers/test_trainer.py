@@ -46,7 +46,7 @@ class Phase:
     """The training phase of one loss type, measured on first use."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.tokens = problem, sum(map(len, problem.batch().completion_ids))
+        self.problem, self.tokens = problem, sum(sample.num_own for sample in problem.batch())
 
     @functools.cached_property
     def training_steps(self) -> dict[str, TrainingStep]:
@@ -151,6 +151,6 @@ def norm(tensors: Any) -> float:
 
 
 def described(problem: Problem) -> dict[str, Any]:
-    lengths = [len(ids) for ids in problem.batch().completion_ids]
+    lengths = [sample.num_own for sample in problem.batch()]
     dtype = "bfloat16 autocast" if torch.cuda.is_available() else "float32"
     return {**vars(problem), "completion_lengths": lengths, "threads": torch.get_num_threads(), "dtype": dtype}

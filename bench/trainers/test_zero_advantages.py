@@ -18,7 +18,6 @@ from fused_grpo.bench.interleaved import interleaved_seconds, quotient
 from fused_grpo.bench.trainers.training_step import Problem, no_reward, no_rollouts, our_trainer
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import skip_zero_advantages
-from fused_grpo.trainer.types import EffectiveBatch
 
 FULL = Problem(vocab=8000, hidden=256, layers=4, completions=8, longest=96)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
@@ -47,8 +46,8 @@ def seconds(problem: Problem) -> dict[str, list[float]]:
 
 def steps(trainer: GRPOTrainer, problem: Problem) -> dict[str, Callable[[], object]]:
     once = problem.batch()
-    whole = EffectiveBatch.joined([once, once])
-    half = replace(whole, advantages=torch.cat([once.advantages, torch.zeros_like(once.advantages)]))
+    whole = once + once
+    half = once + [replace(sample, advantage=0.0) for sample in once]
     learner = trainer.learner
     return {
         NONE: lambda: learner.learn(skip_zero_advantages(whole, trainer.accelerator)),
@@ -75,7 +74,7 @@ def test_equal_rewards(
 ) -> None:
     benchmark.group = GROUP
     replay.into(benchmark, seconds[groups])
-    tokens = 2 * sum(map(len, problem.batch().completion_ids))
+    tokens = 2 * sum(sample.num_own for sample in problem.batch())
     benchmark.extra_info |= {
         "implementation": groups,
         "completion_tokens_per_second": tokens / statistics.median(seconds[groups]),

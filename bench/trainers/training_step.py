@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample, samples_from
 
 PAD, EOS, GROUP = 0, 1, 4
 LONGEST_PROMPT = 48
@@ -72,7 +72,7 @@ class Problem:
                 return Qwen2ForCausalLM(Qwen2Config(**sizes))
             return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **self.qwen3}))
 
-    def batch(self) -> EffectiveBatch:
+    def batch(self) -> list[Sample]:
         generator, count = torch.Generator().manual_seed(0), self.completions
         shares = torch.linspace(0.01, 1.0, count).pow(1.5)[torch.randperm(count, generator=generator)]
 
@@ -82,11 +82,14 @@ class Problem:
 
         prompts = [draw(8 + (LONGEST_PROMPT - 8) * group * GROUP // count) for group in range(count // GROUP)]
         completions = [[*draw(length - 1), EOS] for length in (shares * self.longest).ceil().long().tolist()]
-        return EffectiveBatch(
-            prompt_ids=[prompts[index // GROUP] for index in range(count)],
-            completion_ids=completions,
-            sampling_logprobs=None,
-            advantages=torch.randn(count, generator=generator),
+        return samples_from(
+            {
+                "prompt_ids": [prompts[index // GROUP] for index in range(count)],
+                "completion_ids": completions,
+                "advantage": torch.randn(count, generator=generator).tolist(),
+                "finish_reason": ["stop"] * count,
+                "weight_version": [0] * count,
+            }
         )
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -209,7 +212,7 @@ def trl(problem: Problem, *, learning_rate: float, compact: bool = False, fused:
     return TrainingStep(step=step, model=model, optimizer=optimizer.optimizer)
 
 
-def padded(batch: EffectiveBatch) -> dict[str, Tensor]:
+def padded(batch: list[Sample]) -> dict[str, Tensor]:
     """A batch in the format of TRL's generation: prompts padded on the left, completions on the right."""
 
     def pad(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
@@ -218,14 +221,14 @@ def padded(batch: EffectiveBatch) -> dict[str, Tensor]:
         ones = [torch.ones_like(row) for row in tensors]
         return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
 
-    prompt_ids, prompt_mask = pad(batch.prompt_ids, "left")
-    completion_ids, completion_mask = pad(batch.completion_ids, "right")
+    prompt_ids, prompt_mask = pad([sample.prompt_ids for sample in batch], "left")
+    completion_ids, completion_mask = pad([sample.completion_ids for sample in batch], "right")
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
-        "advantages": batch.advantages,
+        "advantages": torch.tensor([sample.advantage for sample in batch]),
         "num_items_in_batch": completion_mask.sum(),
     }
 

@@ -23,9 +23,12 @@ class SteppedTrainer:
 
     def __init__(self, problem: Problem, make: Callable[..., Any]) -> None:
         batch = problem.batch()
-        pairs = zip(batch.completion_ids, batch.advantages.tolist(), strict=True)
-        self._rewards = {tuple(ids): reward for ids, reward in pairs}
-        self._rollouts = {"prompt_ids": batch.prompt_ids, "completion_ids": batch.completion_ids, "logprobs": None}
+        self._rewards = {tuple(sample.completion_ids): sample.advantage for sample in batch}
+        self._rollouts = {
+            "prompt_ids": [sample.prompt_ids for sample in batch],
+            "completion_ids": [sample.completion_ids for sample in batch],
+            "logprobs": None,
+        }
         self._go, self._waits, self._over = threading.Semaphore(0), threading.Semaphore(0), False
         self._error: Exception | None = None
         self._trainer = make(problem, self._reward, rollout_func=self._answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.checkpoint import saving
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample
 
 OUT, FAULT, RANK = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -133,8 +134,8 @@ def disk_full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def without_numbers(learn: Callable[..., Any], batch: EffectiveBatch, **options: Any) -> Any:
-    return learn(replace(batch, advantages=torch.full_like(batch.advantages, torch.nan)), **options)
+def without_numbers(learn: Callable[..., Any], batch: list[Sample], **options: Any) -> Any:
+    return learn([replace(sample, advantage=math.nan) for sample in batch], **options)
 
 
 IN_A_REWARD: dict[str, Callable[[], Any]] = {

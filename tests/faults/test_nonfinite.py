@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import column
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fused_grpo.errors import NonFiniteError
-from fused_grpo.trainer.batching.rollout_buffer import batch_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import from_tensors
 from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
@@ -42,9 +43,9 @@ def test_a_step_without_numbers_ends_the_run_and_moves_nothing(farm, time_limit,
         assert str(tmp_path / "run" / "nonfinite-step-2") in process.output
         assert same(loaded(tmp_path / f"before-{rank}.pt"), loaded(tmp_path / f"after-{rank}.pt"))
         kept = tmp_path / "run" / "nonfinite-step-2" / f"rank-{rank}"
-        batch = batch_from_tensors(load_file(kept.with_suffix(".safetensors")))
-        assert bool(batch.advantages.isnan().all()) is (rank == processes - 1)
-        assert batch.rewards.tolist() == [float(sum(ids) % 7) for ids in batch.completion_ids]
+        batch = from_tensors(load_file(kept.with_suffix(".safetensors")))
+        assert bool(column(batch, "advantage").isnan().all()) is (rank == processes - 1)
+        assert column(batch, "reward").tolist() == [float(sum(sample.completion_ids) % 7) for sample in batch]
         facts = json.loads(kept.with_suffix(".json").read_text())
         assert (facts["step"], facts["rank"], facts["metrics"]["loss"]) == (2, rank, None)
 

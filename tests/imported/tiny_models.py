@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import batch_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -24,7 +25,6 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import self_check, shared_layout
-from fused_grpo.trainer.types import EffectiveBatch
 
 VOCABULARY = 60
 TYPES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -193,11 +193,11 @@ def policy_difference(model: PreTrainedModel) -> float:
     """The largest difference between log-probs of the policy in micro-batches and of the model's logits."""
     sequences = [[3, 4, 5, 6, 7], [20, 30, 40], [9, 8, 7, 6, 5, 4, 3, 2], [50, 51]]
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.7)
-    batch = EffectiveBatch(
+    batch = batch_of(
         prompt_ids=[ids[:1] for ids in sequences],
         completion_ids=[ids[1:] for ids in sequences],
         sampling_logprobs=None,
-        advantages=torch.zeros(len(sequences)),
+        advantage=torch.zeros(len(sequences)),
     )
     parts = micro_batches(batch, 4, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
     ours = torch.cat([policy.measure(part, "logprobs") for part in parts])

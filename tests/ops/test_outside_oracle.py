@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from batches import batch_of
 from device_under_test import DEVICE, assert_rounded, rounds
 from torch.nn.functional import linear
 
@@ -250,7 +251,6 @@ def test_the_models_own_logits_are_those_of_the_policy(family, options):
 
     from fused_grpo.trainer.batching.micro_batches import pack
     from fused_grpo.trainer.policy import PolicyLoss
-    from fused_grpo.trainer.types import EffectiveBatch
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE, **options)
@@ -260,7 +260,7 @@ def test_the_models_own_logits_are_those_of_the_policy(family, options):
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     prompt, completion = [3, 5, 7], [23, 4, 9, 1]
-    batch = EffectiveBatch(
+    batch = batch_of(
         prompt_ids=[prompt], completion_ids=[completion], sampling_logprobs=[[0.0] * 4], advantages=torch.ones(1)
     )
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
+from batches import batch_of
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -15,7 +16,6 @@ from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, Wro
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.types import EffectiveBatch
 
 TEMPERATURE, COEF, BETA = 0.8, 0.7, 0.3
 WIDER = {"hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -131,11 +131,11 @@ def adapted_engine(served_engine):
     return AdaptedEngine
 
 
-BATCH = EffectiveBatch(
+BATCH = batch_of(
     prompt_ids=[[2, 3, 4], [5, 6]],
     completion_ids=[[7, 8, 9, 1], [10, 11, 12, 13, 1]],
     sampling_logprobs=None,
-    advantages=torch.tensor([1.0, -0.5]),
+    advantage=torch.tensor([1.0, -0.5]),
 )
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl_runs
 from accelerate import Accelerator
+from batches import batch_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,6 @@ from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.adapters import base_weights, merged_weights
 from fused_grpo.trainer.policy import PolicyLoss, router_aux_loss
-from fused_grpo.trainer.types import EffectiveBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's and PEFT's, about what is experimental
 
@@ -160,11 +160,11 @@ def test_each_token_counts_once_and_padding_does_not(name, layout):
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     expected = model(padded, attention_mask=mask, output_router_logits=True).aux_loss
     ids = [row.tolist() for row in rows]
-    batch = EffectiveBatch(
+    batch = batch_of(
         prompt_ids=[row[:1] for row in ids],
         completion_ids=[row[1:] for row in ids],
         sampling_logprobs=None,
-        advantages=torch.zeros(4),
+        advantage=torch.zeros(4),
     )
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=1.0, router_aux_loss_coef=1.0)
     (part,) = micro_batches(batch, 4, **layout, device=torch.device("cpu"))
@@ -175,11 +175,11 @@ def test_each_token_counts_once_and_padding_does_not(name, layout):
 
 def test_a_step_without_sequences_has_no_auxiliary_loss(ours):
     trainer, _ = ours(make("Qwen3Moe"), max_steps=1)
-    alone = EffectiveBatch(
+    alone = batch_of(
         prompt_ids=[[2]],
         completion_ids=[[3, 1]],
         sampling_logprobs=None,
-        advantages=torch.ones(1),
+        advantage=torch.ones(1),
         in_loss=torch.tensor([False]),
     )
     _, metrics = trainer.learner.learn(alone)

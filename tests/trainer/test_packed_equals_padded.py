@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 import transformers
+from batches import batch_of, column
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import self_check, shared_layout
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -67,30 +68,30 @@ def make(name: str, options: dict, attention: str = "eager") -> PreTrainedModel:
 
 
 @pytest.fixture
-def batch() -> EffectiveBatch:
+def batch() -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
     lengths = [(3, 9), (1, 1), (5, 4), (2, 2), (4, 6), (1, 3)]
     ids = [[torch.randint(2, 64, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
-    return EffectiveBatch(
+    return batch_of(
         prompt_ids=[prompt for prompt, _ in ids],
         completion_ids=[completion for _, completion in ids],
         sampling_logprobs=None,
-        advantages=torch.randn(6, generator=generator),
+        advantage=torch.randn(6, generator=generator),
         old_logprobs=[-4 - 0.3 * torch.rand(n, generator=generator) for _, n in lengths],
     )
 
 
-def padded_loss(model: PreTrainedModel, batch: EffectiveBatch) -> Tensor:
+def padded_loss(model: PreTrainedModel, batch: list[Sample]) -> Tensor:
     """The mean over completion tokens of the clipped loss."""
-    sequences = [torch.tensor(p + c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
+    sequences = [torch.tensor(sample.prompt_ids + sample.completion_ids) for sample in batch]
     input_ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True)
     log_p = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
     losses = []
-    for row, ids in enumerate(sequences):
-        predicts = slice(len(batch.prompt_ids[row]) - 1, len(ids) - 1)
-        logprobs = log_p[row, predicts].gather(1, ids[len(batch.prompt_ids[row]) :, None])[:, 0]
-        ratio, advantage = (logprobs - batch.old_logprobs[row]).exp(), batch.advantages[row]
+    for row, sample in enumerate(batch):
+        predicts = slice(len(sample.prompt_ids) - 1, sample.length - 1)
+        logprobs = log_p[row, predicts].gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        ratio, advantage = (logprobs - sample.old_logprobs).exp(), sample.advantage
         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     return torch.cat(losses).mean()
 
@@ -99,9 +100,9 @@ def row_layout(model: PreTrainedModel) -> dict[str, bool]:
     return shared_layout([self_check(PolicyLoss(model, GRPOLossConfig(), temperature=1.0))])
 
 
-def packed_loss(model: PreTrainedModel, batch: EffectiveBatch, layout: dict) -> Tensor:
+def packed_loss(model: PreTrainedModel, batch: list[Sample], layout: dict) -> Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=1.0)
-    tokens, total = float(sum(map(len, batch.completion_ids))), torch.zeros(())
+    tokens, total = float(sum(map(len, column(batch, "completion_ids")))), torch.zeros(())
     for part in micro_batches(batch, 6, **layout, device=CPU):
         loss = policy(part, num_tokens=tokens, num_sequences=6.0).loss
         loss.backward()
@@ -109,7 +110,7 @@ def packed_loss(model: PreTrainedModel, batch: EffectiveBatch, layout: dict) -> 
     return total
 
 
-def assert_equal(model: PreTrainedModel, batch: EffectiveBatch, layouts: list[dict], *, checkpointing=False) -> None:
+def assert_equal(model: PreTrainedModel, batch: list[Sample], layouts: list[dict], *, checkpointing=False) -> None:
     plain = copy.deepcopy(model)
     expected = padded_loss(plain, batch)
     expected.backward()

@@ -1,4 +1,4 @@
-"""From an effective batch to packed micro-batches: what is left out, which rank learns from what, what fits in one.
+"""From the samples of a step to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
 Left out of the forward pass are completions whose advantage is 0, as it is where all rewards of a group are equal: the
 policy term of every loss is a multiple of it. Such a completion has no gradient, unless something else gives it one or
@@ -37,11 +37,11 @@ rank runs as many micro-batches as the one that needs most, since their collecti
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 
 import torch
 from accelerate import Accelerator
@@ -49,16 +49,16 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
-from fused_grpo.trainer.types import EffectiveBatch, MicroBatch
+from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
 
 
 def micro_batches(
-    batch: EffectiveBatch,
+    batch: Sequence[Sample],
     sequences: int,
     *,
     one_row: bool,
@@ -78,8 +78,8 @@ def micro_batches(
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
         agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
-    chosen: list[int] = batch.in_forward.nonzero()[:, 0].tolist()
-    lengths = [len(batch.prompt_ids[index]) + len(batch.completion_ids[index]) for index in chosen]
+    chosen = [index for index, sample in enumerate(batch) if sample.in_forward]
+    lengths = [batch[index].length for index in chosen]
     if max_tokens is None:
         cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
@@ -159,49 +159,77 @@ def cut_by_length(
 
 
 def pack(
-    batch: EffectiveBatch, chosen: Sequence[int], *, one_row: bool, device: torch.device, share_rows: bool = True
+    batch: Sequence[Sample], chosen: Sequence[int], *, one_row: bool, device: torch.device, share_rows: bool = True
 ) -> MicroBatch:
     """The chosen sequences in R rows of L tokens. Their completion tokens keep the order in which they are chosen.
 
-    Without sequences it is one place that predicts nothing, so that a rank without work takes part in the collectives.
+    Tokens of a completion that are not the model's own are in the rows, where later tokens attend to them, but are not
+    predicted: they are in no loss, count or metric. Without sequences it is one place that predicts nothing, so that a
+    rank without work takes part in the collectives.
     """
-    some = batch.take(chosen)
-    prompts, completions = some.prompt_ids, some.completion_ids
-    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    some = [batch[index] for index in chosen]
+    lengths = [sample.length for sample in some]
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
     starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
     # Padding continues the sequence before it, which never attends to it: rows of one sequence need no mask.
     position_ids = torch.arange(row_length).repeat(num_rows)
     attention_mask = torch.zeros_like(input_ids)
-    for start, prompt, completion in sorted(zip(starts, prompts, completions, strict=True)):
-        tokens = torch.tensor([*prompt, *completion])
-        input_ids[start : start + len(tokens)] = tokens
-        attention_mask[start : start + len(tokens)] = 1
+    for start, sample in sorted(zip(starts, some, strict=True), key=itemgetter(0)):
+        input_ids[start : start + sample.length] = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
+        attention_mask[start : start + sample.length] = 1
         row_end = start - start % row_length + row_length
         position_ids[start:row_end] = torch.arange(row_end - start)
     # The hidden state of a token predicts the next one: completions are predicted from one place earlier.
     predictors = (
-        range(start + len(prompt) - 1, start + length - 1)
-        for start, prompt, length in zip(starts, prompts, lengths, strict=True)
+        sample.own(range(start + len(sample.prompt_ids) - 1, start + sample.length - 1))
+        for start, sample in zip(starts, some, strict=True)
     )
+    targets = (sample.own(sample.completion_ids) for sample in some)
     row_cu_seqlens = torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None
+
+    def per_token(name: str) -> Tensor | None:
+        """A number for each predicted token, end to end, [N] fp32."""
+        if not batch or any(getattr(sample, name) is None for sample in batch):
+            return None
+        # The log-probs of the trainer's models are those of the model's own tokens already.
+        whole = name == "sampling_logprobs"
+        rows = (sample.own(getattr(sample, name)) if whole else getattr(sample, name) for sample in some)
+        return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)]).to(device)
+
     return MicroBatch(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
         attention_mask=attention_mask.view(num_rows, row_length).to(device),
         predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
-        targets=torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64, device=device),
-        cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),
+        targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64, device=device),
+        cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in some)], dtype=torch.int32, device=device),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
-        advantages=some.advantages.to(device),
-        sampling_logprobs=_of_tokens(some.sampling_logprobs, device),
-        old_logprobs=_of_tokens(some.old_logprobs, device),
-        ref_logprobs=_of_tokens(some.ref_logprobs, device),
-        support=_support(some, device),
+        advantages=torch.tensor([sample.advantage for sample in some], dtype=torch.float32, device=device),
+        sampling_logprobs=per_token("sampling_logprobs"),
+        old_logprobs=per_token("old_logprobs"),
+        ref_logprobs=per_token("ref_logprobs"),
+        support=_support(batch, some, device),
         row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
         longest=max(lengths, default=1),
     )
+
+
+def _support(batch: Sequence[Sample], some: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The supports of all predicted tokens, end to end: token ids [K] int32 and offsets [N+1] int64."""
+    if not batch or any(sample.support_ids is None for sample in batch):
+        return None
+    zero = torch.zeros(1, dtype=torch.int32)
+    ids, sizes = [zero[:0]], [zero]
+    for sample in some:
+        assert sample.support_ids is not None
+        assert sample.support_sizes is not None  # as of the ids
+        own = torch.ones(len(sample.completion_ids), dtype=torch.bool)
+        if sample.completion_mask is not None:
+            own = torch.tensor(sample.completion_mask)
+        ids.append(sample.support_ids[own.repeat_interleave(sample.support_sizes)])
+        sizes.append(sample.support_sizes[own])
+    return torch.cat(ids).to(device), torch.cat(sizes).cumsum(0).to(device)
 
 
 def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:
@@ -234,36 +262,17 @@ class _Rows:
         return (row + 1) * self.length - left
 
 
-def _of_tokens(values: Sequence[Sequence[float] | Tensor] | None, device: torch.device) -> Tensor | None:
-    """A number for each token of each sequence, end to end, [N] fp32."""
-    if values is None:
-        return None
-    pieces = [torch.as_tensor(numbers, dtype=torch.float32) for numbers in values]
-    return torch.cat([torch.zeros(0), *pieces]).to(device)
-
-
-def _support(batch: EffectiveBatch, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """The supports of all tokens, end to end: token ids [K] int32 and offsets [N+1] int64."""
-    if batch.support_ids is None or batch.support_sizes is None:
-        return None
-    zero = torch.zeros(1, dtype=torch.int32)
-    ids = torch.cat([zero[:0], *batch.support_ids])
-    return ids.to(device), torch.cat([zero, *batch.support_sizes]).cumsum(0).to(device)
-
-
-def balanced(batch: EffectiveBatch, accelerator: Accelerator, *, attention: float = 0.0) -> EffectiveBatch:
-    """This rank's share of the sequences of all ranks' batches. A collective: every rank must call it.
+def balanced(batch: list[Sample], accelerator: Accelerator, *, attention: float = 0.0) -> list[Sample]:
+    """This rank's share of the samples of all ranks. A collective: every rank must call it.
 
     Args:
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
     """
     if accelerator.num_processes == 1:
         return batch
-    parts = [batch_from_tensors(tensors) for tensors in gather_object([batch_as_tensors(batch)])]
-    whole = EffectiveBatch.joined(parts)
-    lengths = [len(p) + len(c) for p, c in zip(whole.prompt_ids, whole.completion_ids, strict=True)]
-    costs = [cost * runs for cost, runs in zip(_costs(lengths, attention), whole.in_forward.tolist(), strict=True)]
-    return whole.take(sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index]))
+    whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
+    costs = _costs([sample.length if sample.in_forward else 0 for sample in whole], attention)
+    return [whole[index] for index in sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index])]
 
 
 def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -283,28 +292,22 @@ def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     return args.skip_zero_advantages and not of_every_token
 
 
-def skip_zero_advantages(batch: EffectiveBatch, accelerator: Accelerator) -> EffectiveBatch:
+def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[Sample]:
     """The batch with its completions of advantage 0 `skipped`, all but one where no rank has another. A collective."""
-    in_loss = batch.in_forward
-    skipped = in_loss & (batch.advantages == 0)
-    if not any_rank(accelerator, bool((in_loss & ~skipped).any())):
-        skipped[in_loss.nonzero()[:1, 0]] = False
-    return dataclasses.replace(batch, skipped=skipped)
+    skipped = [sample.in_forward and sample.advantage == 0 for sample in batch]
+    is_learned = any(sample.in_forward and sample.advantage != 0 for sample in batch)
+    if not any_rank(accelerator, is_learned) and True in skipped:
+        skipped[skipped.index(True)] = False
+    return with_fields(batch, {"skipped": skipped})
 
 
-def skipped_lengths(batch: EffectiveBatch) -> list[int]:
-    """Numbers of completion tokens of the sequences that are left out."""
-    skipped = [] if batch.skipped is None else batch.skipped.nonzero()[:, 0].tolist()
-    return [len(batch.completion_ids[index]) for index in skipped]
-
-
-def skipped_metrics(batch: EffectiveBatch, config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
+def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
     """What is known of this rank's skipped completions without their log-probs: none of their tokens is clipped.
 
     Returns:
         The metrics and the sums of ratios (`ratio_sums`) of a micro-batch of them.
     """
-    lengths = skipped_lengths(batch)
+    lengths = [sample.num_own for sample in batch if sample.skipped]
     if not lengths:
         return {}, {}
     tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence

@@ -45,7 +45,7 @@ from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.batching.rollout_buffer import DTYPES, RolloutBuffer, rows_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import ROWS, VALUES, RolloutBuffer, from_tensors
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.sampling import Support, wrong_support
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
@@ -63,15 +63,13 @@ _LARGEST = torch.finfo(torch.float32).max
 _LOGPROB = (-_LARGEST, 1e-3)  # fp32 rounds to a little above 0
 # Of each tensor of rollouts: its dtype, and the range of its values.
 _FORMS: dict[str, tuple[torch.dtype, tuple[float, float]]] = {
-    **{f"{name}.lengths": (torch.int64, (0, _LARGEST)) for name in DTYPES},
-    **{f"{name}.values": (dtype, _LOGPROB if "logprobs" in name else (0, _LARGEST)) for name, dtype in DTYPES.items()},
-    **dict.fromkeys(("advantages", "rewards"), (torch.float32, (-_LARGEST, _LARGEST))),
-    **dict.fromkeys(("in_loss", "skipped"), (torch.bool, (0, 1))),
-    **dict.fromkeys(("numbers", "failed"), (torch.int64, (0, _LARGEST))),
-    "finish_reasons": (torch.int64, (0, 1)),
+    **{f"{name}.lengths": (torch.int64, (0, _LARGEST)) for name in ROWS},
+    **{f"{name}.values": (dtype, _LOGPROB if "logprobs" in name else (0, _LARGEST)) for name, dtype in ROWS.items()},
+    **{name: (dtype, (-_LARGEST, _LARGEST)) for name, dtype in VALUES.items()},
+    "finish_reason": (torch.int64, (0, 1)),
 }
 # NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
-_UNKNOWN = ("sampling_logprobs.values", "rewards")
+_UNKNOWN = ("sampling_logprobs.values", "reward")
 _PART = re.compile(r"(prefetched|buffer\.\d+)\.(.*)")
 
 
@@ -463,23 +461,26 @@ def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> No
         if tensor.dtype != dtype or tensor.dim() != 1 or not in_range.all():
             raise ValueError(f"{where}.{name} is {form(tensor)}, want {dtype} from {low} to {high}")
     lengths, of_prompts = part["completion_ids.lengths"], part["prompt_ids.lengths"]
+    counts = {len(column) for name, column in part.items() if not name.endswith(".values")}
+    if counts != {len(lengths)} or not VALUES.keys() <= part.keys():
+        raise ValueError(f"{where} is not a value for each completion")
+    own = lengths
+    if "completion_mask.values" in part:
+        masks = part["completion_mask.values"].split(lengths.tolist())
+        own = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
     # The policy and the reference have seen only what goes through the model.
-    unseen = ~part.get("in_loss", lengths >= 0) | part.get("skipped", lengths < 0)
-    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "support_sizes"):
-        got = part.get(f"{name}.lengths", lengths)
-        left_out = unseen & (got == 0) if name in ("old_logprobs", "ref_logprobs") else lengths < 0
-        if not torch.equal(got, torch.where(left_out, 0, lengths)):
+    unseen = ~part["in_loss"] | part["skipped"]
+    for name in ("completion_mask", "sampling_logprobs", "old_logprobs", "ref_logprobs", "support_sizes"):
+        got = part.get(f"{name}.lengths")
+        seen = own if name in ("old_logprobs", "ref_logprobs") else lengths
+        left_out = unseen & (got == 0) if seen is own and got is not None else lengths < 0
+        if got is not None and not torch.equal(got, torch.where(left_out, 0, seen)):
             raise ValueError(f"{where}.{name} is not a value for each token")
-    counts = {
-        len(part[name]) for name in ("advantages", "rewards", "in_loss", "skipped", "finish_reasons") if name in part
-    }
-    per_prompt = int(part["numbers"][0]) if "numbers" in part else 1
-    if counts != {len(lengths)} or len(of_prompts) * per_prompt != len(lengths):
-        raise ValueError(f"{where} is not a value for each completion, and {per_prompt} completion(s) for each prompt")
-    if (of_prompts < 1).any() or (not len(part.get("failed", ())) and (lengths < 1).any()):
+    if (of_prompts < 1).any() or (own < 1)[~part["failure"]].any():
         raise ValueError(f"{where} has an empty sequence")
-    rows = rows_from_tensors(part)
-    supports = map(Support, rows.get("support_ids", ()), rows.get("support_sizes", ()))
-    for support, tokens in zip(supports, rows["completion_ids"], strict=False):
-        if tokens and (wrong := wrong_support(support, tokens, vocab_size)):
+    for sample in from_tensors(part):
+        if sample.support_ids is None or sample.support_sizes is None or not sample.completion_ids:
+            continue
+        support = Support(sample.support_ids, sample.support_sizes)
+        if wrong := wrong_support(support, sample.completion_ids, vocab_size):
             raise ValueError(f"{where} has {wrong}")

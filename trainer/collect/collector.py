@@ -1,10 +1,10 @@
 """`Collector`: from prompts to a `RolloutBuffer` that is ready for the optimizer. One `generate` call each time.
 
     rows     = sampler.next_batch()                           # P prompts of this rank
-    rollouts = engine.generate(prompts, n=g)                  # B = P * g completions with their sampling log-probs
-    scored   = score_rollouts(rollouts, rows, rewards)        # rewards [B]
+    rollouts = engine.generate(prompts, n=g)                  # B = P * g samples with their sampling log-probs
+    samples  = score_rollouts(rollouts, rows, rewards)        # each with its rewards
     advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
-    batches  = split_groups(batch, steps)                     # one for each optimizer step
+    batches  = split_groups(samples, steps)                   # one for each optimizer step
     batches  = balanced across ranks, old log-probs for all but the first
 
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
@@ -37,18 +37,13 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
-from fused_grpo.trainer.batching.rollout_buffer import (
-    RolloutBuffer,
-    rollouts_as_tensors,
-    rollouts_from_tensors,
-    split_groups,
-)
+from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
 from fused_grpo.trainer.collect.scoring import (
     EQUAL_REWARDS,
     Evaluation,
     RolloutFacts,
-    ScoredRollouts,
+    Scored,
     rollout_metrics,
     score_rollouts,
 )
@@ -63,26 +58,17 @@ from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
-from fused_grpo.trainer.types import EffectiveBatch, Rollouts, SamplingParams
+from fused_grpo.trainer.types import Sample, SamplingParams, with_fields
 
-
-class Collected(NamedTuple):
-    """Scored rollouts of this rank, their advantages [B], and the metrics of all ranks."""
-
-    scored: ScoredRollouts
-    advantages: Tensor
-    metrics: dict[str, float]
+Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 
 
 class Prefetched(NamedTuple):
-    """Rollouts that the engine is sampling."""
+    """Completions that the engine is sampling."""
 
     rows: list[Row]
-    rollouts: Future[Rollouts]
+    samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
-
-
-Drawn = tuple[list[Row], Rollouts]  # rows of the dataset and the rollouts of their prompts
 
 
 class Collector:
@@ -106,7 +92,7 @@ class Collector:
         prompt_limit: PromptLimit,
         *,
         vocab_size: int,
-        with_old_logprobs: Callable[[EffectiveBatch], EffectiveBatch],
+        with_old_logprobs: Callable[[list[Sample]], list[Sample]],
         attention: float,
         can_skip: bool,
     ) -> None:
@@ -125,7 +111,7 @@ class Collector:
         """Rows of the dataset and their completions: the prefetched ones, or new ones."""
         with phases("generate"):
             if self.prefetched is not None:
-                drawn = self.prefetched.rows, self.prefetched.rollouts.result()
+                drawn = self.prefetched.rows, self.prefetched.samples.result()
                 self.prefetched = None
                 return drawn
             rows = self.sampler.next_batch()
@@ -134,11 +120,11 @@ class Collector:
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
-    ) -> Collected:
-        """Scored rollouts and their advantages.
+    ) -> Scored:
+        """The samples of a batch with their rewards and advantages, and the metrics of all ranks.
 
         Args:
-            drawn: the rollouts of `draw`. None: they are drawn here.
+            drawn: the result of `draw`. None: they are drawn here.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
@@ -153,16 +139,15 @@ class Collector:
         metrics["num_tokens"] = float(self.num_tokens)
         if self.sampler.dropped:
             metrics["prompts/dropped"] = float(self.sampler.dropped)
-        return Collected(scored, advantages, metrics)
+        return replace(scored.with_advantages(advantages), metrics=metrics)
 
-    def buffer(self, collected: Collected, phases: Phases) -> RolloutBuffer:
+    def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
-        scored, advantages, metrics = collected
         steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
         # Parts of groups, where an optimizer step has fewer sequences than a group.
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
-        batches = split_groups(self._effective_batch(scored, advantages), steps, together)
+        batches = split_groups(self._learned_from(scored), steps, together)
         with phases("train"):
             if self.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
@@ -172,8 +157,9 @@ class Collector:
         return RolloutBuffer(
             batches=batches,
             iterations=self.args.num_iterations,
-            weight_version=scored.rollouts.weight_version,
-            metrics=metrics,
+            weight_version=scored.weight_version,
+            has_support=scored.has_support,
+            metrics=scored.metrics,
         )
 
     def evaluate(
@@ -202,13 +188,17 @@ class Collector:
             facts, mine, scored = RolloutFacts.none(len(self.rewards.names)), rows[first:end], None
             if mine:
                 placed = replace(sampling, first_prompt=first)
-                rollouts = self._complete(engine, mine, placed, range(first, end))
-                scored = score_rollouts(rollouts, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                samples = self._complete(engine, mine, placed, range(first, end))
+                scored = score_rollouts(samples, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
                 facts = RolloutFacts.of(scored)
         processes = gather_object([facts])
         metrics = self._metrics(processes, sampling.n) | {"num_tokens": float(self.num_tokens)}
         advantages = self._advantages([process.per_function for process in processes], sampling.n)
-        return Evaluation(metrics, len(rows), started, self._evaluated_batch(scored, advantages))
+        batch = [] if scored is None else self._learned_from(scored.with_advantages(advantages))
+        skipped = [self.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
+        # The sampler's log-probs may be of another temperature.
+        batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
+        return Evaluation(metrics, len(rows), started, batch)
 
     def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
         """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
@@ -221,27 +211,27 @@ class Collector:
         prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
-        rollouts = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
-        self.prefetched = Prefetched(rows, rollouts, before)
+        samples = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
+        self.prefetched = Prefetched(rows, samples, before)
 
     def wait_for_prefetched(self) -> None:
         """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
         if self.prefetched is not None:
-            wait([self.prefetched.rollouts])
+            wait([self.prefetched.samples])
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The position in the data and the prefetched rollouts: JSON, the same on every rank, and tensors.
+        """The position in the data and the prefetched samples: JSON, the same on every rank, and tensors.
 
-        Rollouts that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
+        Samples that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
         position is then the one before their rows were drawn: a resumed run draws them again, with the same seed.
         """
         if self.prefetched is None:
             return self._saved(self._position()), {}
-        rollouts = self.prefetched.rollouts
-        is_lost = not (wait or rollouts.done()) or rollouts.exception() is not None
+        samples = self.prefetched.samples
+        is_lost = not (wait or samples.done()) or samples.exception() is not None
         if any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
             return self._saved(self.prefetched.before), {}
-        return self._saved(self.prefetched.before), rollouts_as_tensors(rollouts.result())
+        return self._saved(self.prefetched.before), as_tensors(samples.result())
 
     def load_state(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """The inverse of `state`."""
@@ -249,10 +239,10 @@ class Collector:
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
         if tensors:
-            before, rows, rollouts = self._position(), self.sampler.next_batch(), Future[Rollouts]()
+            before, rows, samples = self._position(), self.sampler.next_batch(), Future[list[Sample]]()
             self.generate_calls += 1
-            rollouts.set_result(rollouts_from_tensors(tensors))
-            self.prefetched = Prefetched(rows, rollouts, before)
+            samples.set_result(from_tensors(tensors))
+            self.prefetched = Prefetched(rows, samples, before)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
@@ -263,44 +253,41 @@ class Collector:
 
     def _scored(
         self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any
-    ) -> tuple[ScoredRollouts, dict[str, float]]:
+    ) -> tuple[Scored, dict[str, float]]:
         """One generation, or with `dynamic_sampling` as many as fill the batch, and how many that were."""
         scored = self._round(engine, phases, trainer_state, drawn)
         if not self.args.dynamic_sampling:
-            if not any_rank(self.accelerator, not bool(scored.dropped.all())):
-                of_engine = next(iter(scored.rollouts.failures.values()), None)
+            if not any_rank(self.accelerator, bool(scored.kept())):
+                of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
                 kind = RewardError if of_engine is None else UnavailableError
                 raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
             return scored, {}
-        wanted, rounds, scored = scored.num_groups, 1, self._with_unequal_rewards(scored)
+        wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
         # All ranks go on together: they draw from one sequence of prompts.
-        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, scored.num_groups < wanted):
+        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
             more = self._with_unequal_rewards(self._round(engine, phases, trainer_state))
-            scored, rounds = ScoredRollouts.joined([scored, more]), rounds + 1
-        return scored.take_groups(range(min(wanted, scored.num_groups))), {"dynamic_sampling/rounds": float(rounds)}
+            scored, rounds = Scored.joined([scored, more]), rounds + 1
+        return replace(scored, samples=scored.samples[:wanted]), {"dynamic_sampling/rounds": float(rounds)}
 
-    def _round(
-        self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None
-    ) -> ScoredRollouts:
+    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None) -> Scored:
         """One generation, scored."""
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
-            rows, rollouts = drawn or self.draw(engine, phases)
-            self._sampled_tokens += sum(len(ids) for ids in rollouts.completion_ids)
-            self._sampled_tokens += sum(len(ids) for ids in rollouts.prompt_ids) * rollouts.num_generations
+            rows, samples = drawn or self.draw(engine, phases)
+            self._sampled_tokens += sum(sample.length for sample in samples)
             with phases("reward"):
-                scored = score_rollouts(rollouts, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
         return self._dropped_everywhere(scored)
 
-    def _dropped_everywhere(self, scored: ScoredRollouts) -> ScoredRollouts:
+    def _dropped_everywhere(self, scored: Scored) -> Scored:
         """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
         size = self.args.num_generations
         if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
         parts = gather_object([scored.dropped])
-        dropped = self._mine(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts)
-        rewards = scored.rewards.masked_fill(dropped, torch.nan)
-        per_function = scored.per_function.masked_fill(dropped[:, None], torch.nan)
-        return replace(scored, dropped=dropped, rewards=rewards, per_function=per_function)
+        dropped = self._mine(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts).tolist()
+        nothing: dict[str, Any] = {"dropped": True, "reward": math.nan, "rewards": [math.nan] * len(self.rewards.names)}
+        pairs = zip(scored.samples, dropped, strict=True)
+        return replace(scored, samples=[replace(one, **nothing) if drop else one for one, drop in pairs])
 
     def _mine(self, values: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """This rank's part of the values of all ranks, each of which has as many as it has in `parts`."""
@@ -314,11 +301,14 @@ class Collector:
         names = self.rewards.names
         return rollout_metrics(processes, names, num_generations=num_generations, of_batch=of_batch)
 
-    def _with_unequal_rewards(self, scored: ScoredRollouts) -> ScoredRollouts:
+    def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ, and for which no reward function failed."""
-        spread = nanstd(scored.rewards.view(-1, scored.rollouts.num_generations))[:, 0]
-        failed = scored.dropped.view(-1, scored.rollouts.num_generations).any(1)
-        return scored.take_groups(((spread >= EQUAL_REWARDS) & ~failed).nonzero()[:, 0].tolist())
+        size, samples = self.group_part, scored.samples
+        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+        spread = nanstd(torch.tensor([[sample.reward for sample in group] for group in groups]))[:, 0].tolist()
+        pairs = zip(groups, spread, strict=True)
+        unequal = [group for group, apart in pairs if apart >= EQUAL_REWARDS and not any(one.dropped for one in group)]
+        return replace(scored, samples=[sample for group in unequal for sample in group])
 
     def _next_seed(self) -> int:
         """The seed of the next `generate` call, another one on each rank."""
@@ -329,7 +319,7 @@ class Collector:
 
     def _complete(
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
-    ) -> Rollouts:
+    ) -> list[Sample]:
         prompts = [row["prompt"] for row in rows]
         options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
         return checked_generate(engine, self.prompt_limit.encode(rows, row_numbers), sampling, **options)
@@ -346,20 +336,11 @@ class Collector:
         )
         return self._mine(advantages, parts)
 
-    def _evaluated_batch(self, scored: ScoredRollouts | None, advantages: Tensor) -> EffectiveBatch:
-        """The batch that the loss of an evaluation is of. Its sampler's log-probs may be of another temperature."""
-        if scored is None:
-            return EffectiveBatch(prompt_ids=[], completion_ids=[], sampling_logprobs=None, advantages=advantages)
-        batch = replace(self._effective_batch(scored, advantages), sampling_logprobs=None)
-        return replace(batch, skipped=batch.in_forward & (batch.advantages == 0)) if self.can_skip else batch
-
-    def _effective_batch(self, scored: ScoredRollouts, advantages: Tensor) -> EffectiveBatch:
-        batch = scored.effective_batch(advantages)
+    def _learned_from(self, scored: Scored) -> list[Sample]:
+        """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
         if not self.args.mask_truncated_completions:
-            return batch
-        kept = (~scored.dropped).nonzero()[:, 0].tolist()
-        ended = [scored.rollouts.finish_reasons[index] == "stop" for index in kept]
-        return replace(batch, in_loss=torch.tensor(ended, dtype=torch.bool))
+            return scored.kept()
+        return [replace(sample, in_loss=sample.finish_reason == "stop") for sample in scored.kept()]
 
 
 def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:

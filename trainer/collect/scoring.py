@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
-from fused_grpo.errors import InputError, shown
+from fused_grpo.errors import InputError, RewardError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.rewards import RewardOutput, Rewards
-from fused_grpo.trainer.types import EffectiveBatch, Rollouts, joined, taken
+from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.types import Sample, with_fields
 
 _log = logging.getLogger(__name__)
-_COLUMNS = ("rows", "completions", "rewards", "per_function", "dropped", "extra")
-_LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 
 # The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
@@ -46,112 +44,111 @@ LOSS_METRICS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredRollouts(RewardOutput):
-    """Rollouts and their rewards. Groups for which the engine failed are dropped, too."""
+class Scored:
+    """The samples of this rank that were generated for a batch, scored, and what is known of all of them."""
 
-    rollouts: Rollouts
-    rows: list[Row]  # B, the dataset row of each completion
-    completions: list[str]  # B, decoded without special tokens
-    rewards: Tensor  # [B], weighted sums; NaN: no function scored it
+    samples: list[Sample]  # B, groups one after the other
+    weight_version: int  # whose samples these are, where a rank is left without any, too
+    has_support: bool  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
+    seconds: dict[str, float]  # by reward function
+    logged: dict[str, float]  # by reward functions, means
+    failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.rollouts.prompt_ids)
-
-    def take_groups(self, groups: Sequence[int]) -> ScoredRollouts:
-        """These groups, in this order."""
-        rollouts, size = self.rollouts, self.rollouts.num_generations
-        members = [group * size + member for group in groups for member in range(size)]
-        return replace(
-            self,
-            rollouts=replace(
-                rollouts,
-                prompt_ids=taken(rollouts.prompt_ids, groups),
-                **{name: taken(getattr(rollouts, name), members) for name in (*_LISTS, "extra")},
-                failures={
-                    place: rollouts.failures[group] for place, group in enumerate(groups) if group in rollouts.failures
-                },
-            ),
-            **{name: taken(getattr(self, name), members) for name in _COLUMNS},
-        )
+    metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
     @classmethod
-    def joined(cls, rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
+    def joined(cls, rounds: Sequence[Scored]) -> Scored:
         """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
-        first, names = rounds[0], dict.fromkeys(name for part in rounds for name in part.metrics)
-        of_rollouts = ("prompt_ids", *_LISTS, "extra")
+        names = dict.fromkeys(name for part in rounds for name in part.logged)
         return replace(
-            first,
-            rollouts=replace(
-                first.rollouts,
-                **{name: joined([getattr(part.rollouts, name) for part in rounds]) for name in of_rollouts},
-                failures={},  # rounds are joined without the groups that failed
-            ),
-            **{name: joined([getattr(part, name) for part in rounds]) for name in _COLUMNS},
+            rounds[0],
+            samples=[sample for part in rounds for sample in part.samples],
             num_failed=sum(part.num_failed for part in rounds),
-            seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in first.seconds},
-            metrics={name: fmean(part.metrics[name] for part in rounds if name in part.metrics) for name in names},
+            seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
+            logged={name: fmean(part.logged[name] for part in rounds if name in part.logged) for name in names},
         )
 
-    def effective_batch(self, advantages: Tensor) -> EffectiveBatch:
-        """The batch of all groups but the dropped ones, given advantages [B]."""
-        rollouts = self.rollouts
-        batch = EffectiveBatch(
-            prompt_ids=[ids for ids in rollouts.prompt_ids for _ in range(rollouts.num_generations)],
-            completion_ids=rollouts.completion_ids,
-            sampling_logprobs=rollouts.sampling_logprobs,
-            advantages=advantages,
-            rewards=self.rewards,
-            support_ids=rollouts.support_ids,
-            support_sizes=rollouts.support_sizes,
-        )
-        return batch.take((~self.dropped).nonzero().flatten().tolist()) if self.dropped.any() else batch
+    @property
+    def per_function(self) -> Tensor:
+        """Rewards [B, F] fp32; NaN: not scored by that function."""
+        rewards = [sample.rewards for sample in self.samples]
+        return torch.tensor(rewards, dtype=torch.float32).view(len(rewards), len(self.reward_names))
 
-    def records(self, advantages: Tensor) -> list[dict[str, Any]]:
+    @property
+    def dropped(self) -> Tensor:
+        """[B] bool, the groups that are not learned from."""
+        return torch.tensor([sample.dropped for sample in self.samples], dtype=torch.bool)
+
+    def with_advantages(self, advantages: Tensor) -> Scored:
+        """The same, with the advantages [B]."""
+        return replace(self, samples=with_fields(self.samples, {"advantage": advantages.tolist()}))
+
+    def kept(self) -> list[Sample]:
+        """The samples of all groups but the dropped ones."""
+        return [sample for sample in self.samples if not sample.dropped]
+
+    def records(self) -> list[dict[str, Any]]:
         """One record per completion, for rollouts.jsonl and the console. Logged columns are fields of it."""
-        failures, size = self.rollouts.failures, self.rollouts.num_generations
-        kept = [int(sizes.sum()) / max(1, len(sizes)) for sizes in self.rollouts.support_sizes or []]
         return [
             {
-                **{name: values[index] for name, values in self.extra.items()},
-                "prompt": message_text(self.rows[index]["prompt"]),
-                "completion": completion,
-                "reward": self.rewards[index].item(),
-                "rewards": dict(zip(self.reward_names, self.per_function[index].tolist(), strict=True)),
-                "advantage": advantages[index].item(),
-                "finish_reason": self.rollouts.finish_reasons[index],
-                "weight_version": self.rollouts.weight_version,
-                **({"kept_tokens": kept[index]} if kept else {}),
-                **({"dropped": True} if self.dropped[index] else {}),
-                **({"failure": failures[index // size]} if index // size in failures else {}),
+                **sample.logged,
+                "prompt": message_text(sample.row["prompt"]),
+                "completion": sample.text,
+                "reward": sample.reward,
+                "rewards": dict(zip(self.reward_names, sample.rewards, strict=True)),
+                "advantage": sample.advantage,
+                "finish_reason": sample.finish_reason,
+                "weight_version": sample.weight_version,
+                **({} if sizes is None else {"kept_tokens": int(sizes.sum()) / max(1, len(sizes))}),
+                **({"dropped": True} if sample.dropped else {}),
+                **({} if sample.failure is None else {"failure": sample.failure}),
             }
-            for index, completion in enumerate(self.completions)
+            for sample, sizes in ((sample, sample.support_sizes) for sample in self.samples)
         ]
 
 
 def score_rollouts(
-    rollouts: Rollouts, rows: Sequence[Row], rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None
-) -> ScoredRollouts:
+    samples: Sequence[Sample], rows: Sequence[Row], rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None
+) -> Scored:
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
-    Columns that the engine returned with the completions (`Rollouts.extra`) are passed to reward functions like columns
+    Columns that the engine returned with the completions (`Sample.extra`) are passed to reward functions like columns
     of the dataset; completions of conversations are passed as messages, which the tokenizer's response template has
-    parsed, where it has one. Reward functions are not given the groups of `Rollouts.failures`, which are dropped.
+    parsed, where it has one. Reward functions are not given groups with a `failure`, which are dropped.
 
     Raises:
         RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
         InputError: a function has an argument for which there is no column.
     """
-    rows = [row for row in rows for _ in range(rollouts.num_generations)]
-    completions = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
-    columns = [row | {name: values[index] for name, values in rollouts.extra.items()} for index, row in enumerate(rows)]
-    given = [as_completion(row, text) for row, text in zip(rows, completions, strict=True)]
+    size = len(samples) // max(1, len(rows))
+    rows = [row for row in rows for _ in range(size)]
+    texts = tokenizer.batch_decode([sample.completion_ids for sample in samples], skip_special_tokens=True)
+    # A group that was sampled again may have other columns.
+    shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
+    pairs = zip(rows, samples, strict=True)
+    columns = [row | {name: sample.extra[name] for name in shared} for row, sample in pairs]
+    given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
     if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
-        _parse(given, rollouts, tokenizer)
-    output = _asked(rewards, columns, given, rollouts, trainer_state)
-    unscored = (output.per_function.isnan().all(1) & ~output.dropped).nonzero()[:, 0].tolist()
+        _parse(given, samples, tokenizer)
+    # Groups for which the engine failed are dropped, unseen by the functions.
+    sound, output = [place for place, sample in enumerate(samples) if sample.failure is None], None
+    per_function = torch.full((len(samples), len(rewards.names)), torch.nan)
+    dropped, logged = torch.ones(len(samples), dtype=torch.bool), [dict[str, Any]() for _ in samples]
+    if sound:
+        output = rewards(
+            [columns[place] for place in sound],
+            [given[place] for place in sound],
+            [samples[place].completion_ids for place in sound],
+            num_generations=size,
+            trainer_state=trainer_state,
+        )
+        per_function[sound], dropped[sound] = output.per_function, output.dropped
+        for name, values in output.extra.items():
+            of_place = dict(zip(sound, values, strict=True))
+            for place, record in enumerate(logged):
+                record[name] = of_place.get(place)
+    unscored = (per_function.isnan().all(1) & ~dropped).nonzero()[:, 0].tolist()
     if unscored:
         example = {**columns[unscored[0]], "completion": given[unscored[0]]}
         _log.warning(
@@ -161,18 +158,27 @@ def score_rollouts(
             len(unscored),
             len(columns),
         )
-    return ScoredRollouts(
-        **vars(output),
-        rollouts=rollouts,
-        rows=rows,
-        completions=completions,
-        rewards=total_rewards(output.per_function, rewards.weights),
+    scores = {
+        "row": rows,
+        "text": texts,
+        "rewards": per_function.tolist(),
+        "reward": total_rewards(per_function, rewards.weights).tolist(),
+        "dropped": dropped.tolist(),
+        "logged": logged,
+    }
+    return Scored(
+        samples=with_fields(samples, scores),
+        weight_version=samples[0].weight_version,
+        has_support=all(sample.support_ids is not None for sample in samples),
         reward_names=rewards.names,
-        num_failed=len(rollouts.failures) * rollouts.num_generations,
+        seconds={} if output is None else output.seconds,
+        logged={} if output is None else output.metrics,
+        failure=None if output is None else output.failure,
+        num_failed=len(samples) - len(sound),
     )
 
 
-def _parse(given: list[Any], rollouts: Rollouts, tokenizer: Any) -> None:
+def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
     """Replace the messages among the completions by what TRL makes of them: `content`, `reasoning_content`, ...
 
     As in TRL, a completion that cannot be parsed (a malformed tool call) is a message with its whole text.
@@ -181,9 +187,10 @@ def _parse(given: list[Any], rollouts: Rollouts, tokenizer: Any) -> None:
     for index in places:
         try:
             # Before transformers 5.13 there was a schema, which took no prompt.
-            prompt = rollouts.prompt_ids[index // rollouts.num_generations]
-            options = {"prefix": prompt} if getattr(tokenizer, "response_template", None) else {}
-            message = tokenizer.parse_response(rollouts.completion_ids[index], **options)
+            options: dict[str, Any] = {}
+            if getattr(tokenizer, "response_template", None):
+                options["prefix"] = samples[index].prompt_ids
+            message = tokenizer.parse_response(samples[index].completion_ids, **options)
             content = str(message.get("content") or "").removesuffix(tokenizer.eos_token or "")
             for call in message.get("tool_calls") or ():
                 function = call.get("function", call)
@@ -200,29 +207,12 @@ def _parse(given: list[Any], rollouts: Rollouts, tokenizer: Any) -> None:
         )
 
 
-def _asked(
-    rewards: Rewards, columns: list[Row], given: Sequence[Any], rollouts: Rollouts, trainer_state: Any
-) -> RewardOutput:
-    """What the functions say about all completions. Groups for which the engine failed are dropped, unseen by them."""
-    total, size = len(columns), rollouts.num_generations
-    sound = [index for index in range(total) if index // size not in rollouts.failures]
-    per_function, dropped = torch.full((total, len(rewards.names)), torch.nan), torch.ones(total, dtype=torch.bool)
-    output = RewardOutput(per_function=per_function, dropped=dropped, seconds={}, metrics={}, extra={})
-    if sound:
-        asked = (taken(values, sound) for values in (columns, given, rollouts.completion_ids))
-        output = rewards(*asked, num_generations=size, trainer_state=trainer_state)
-        per_function[sound], dropped[sound] = output.per_function, output.dropped
-    placed = {name: dict(zip(sound, values, strict=True)) for name, values in output.extra.items()}
-    extra = {name: [values.get(index) for index in range(total)] for name, values in placed.items()}
-    return replace(output, per_function=per_function, dropped=dropped, extra=extra)
-
-
 class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     rewards: Tensor  # [B]
     per_function: Tensor  # [B, F]
-    lengths: Tensor  # [b] tokens, without the groups for which the engine failed
+    lengths: Tensor  # [b] of the model's own tokens, without the groups for which the engine failed
     ended: Tensor  # [b] bool
     dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
     failed: int  # completions of groups for which the engine failed
@@ -231,19 +221,18 @@ class RolloutFacts(NamedTuple):
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
 
     @classmethod
-    def of(cls, scored: ScoredRollouts) -> RolloutFacts:
-        rollouts, size = scored.rollouts, scored.rollouts.num_generations
-        kept = [index for index in range(len(rollouts.completion_ids)) if index // size not in rollouts.failures]
+    def of(cls, scored: Scored) -> RolloutFacts:
+        sound = [sample for sample in scored.samples if sample.failure is None]
         return cls(
-            rewards=scored.rewards,
+            rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
-            lengths=torch.tensor([len(rollouts.completion_ids[index]) for index in kept], dtype=torch.float32),
-            ended=torch.tensor([rollouts.finish_reasons[index] == "stop" for index in kept], dtype=torch.bool),
+            lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
+            ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
             dropped=scored.dropped,
             failed=scored.num_failed,
             seconds=scored.seconds,
-            logged=scored.metrics,
-            supports=_sizes(rollouts.support_sizes or []),
+            logged=scored.logged,
+            supports=_sizes([sample.support_sizes for sample in scored.samples if sample.support_sizes is not None]),
         )
 
     @classmethod
@@ -327,7 +316,7 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]  # names of `rollout_metrics`
     num_prompts: int
     started: float  # by time.time
-    batch: EffectiveBatch  # of this rank
+    batch: list[Sample]  # of this rank
 
     def named(self, prefix: str) -> dict[str, float]:
         """All numbers as `<prefix>_<metric>`, with `<prefix>_runtime` (s), `_samples_per_second` (prompts) and

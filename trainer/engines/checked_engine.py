@@ -39,11 +39,10 @@ from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Support, check_support, wrong_support
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams, joined, taken
+from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
 RETRIES = 2  # further calls with rollout_failure="retry"
-_LISTS = ("completion_ids", "sampling_logprobs", "finish_reasons", "support_ids", "support_sizes")
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
@@ -60,8 +59,8 @@ def checked_generate(
     vocab_size: int,
     prompts: Sequence[Any] | None = None,
     failure: Literal["fail", "retry", "drop"] = "fail",
-) -> Rollouts:
-    """`engine.generate`, with its rollouts checked.
+) -> list[Sample]:
+    """`engine.generate`, checked: `sampling.n` samples for each prompt, in their order.
 
     Args:
         engine: any rollout engine.
@@ -70,24 +69,24 @@ def checked_generate(
         vocab_size: V of the model that is trained.
         prompts: the prompts as they are in the dataset, for a `rollout_func`.
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
-            prompt again, with another seed, at most RETRIES times; then raise. "drop": put its prompt into `failures`;
-            the completion is empty then, and the others are as they were sampled.
+            prompt again, with another seed, at most RETRIES times; then raise. "drop": give the samples of its prompt a
+            `failure`; the completion is empty then, and the others are as they were sampled.
 
     Raises:
-        UnavailableError: another number of anything, other prompts, a completion that is empty or too long, a token
-            id outside [0, V), a log-prob that is not finite or above 0, a support without the token, an unknown finish
-            reason. The message names the engine, the prompt and what was got.
+        UnavailableError: another number of anything, other prompts, a completion that is empty, too long or without a
+            token of the model's own, a token id outside [0, V), a log-prob that is not finite or above 0, a support
+            without the token, an unknown finish reason. The message names the engine, the prompt and what was got.
         UnsupportedError: no supports, with `sampling_support="require"`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
-    rollouts, attempt = _generate(engine, prompt_ids, sampling, vocab_size, prompts), 0
+    samples, size, attempt = _generate(engine, prompt_ids, sampling, vocab_size, prompts), sampling.n, 0
     while True:
-        wrong = _wrong_completions(engine, rollouts, prompt_ids, sampling, vocab_size)
+        wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size)
         if not wrong:
-            return rollouts
+            return samples
         if failure == "drop":
-            return _dropped(rollouts, wrong)
-        problem, groups = min(wrong.items())[1], sorted({index // sampling.n for index in wrong})
+            return _dropped(samples, wrong, size)
+        problem, groups = min(wrong.items())[1], sorted({index // size for index in wrong})
         if failure == "fail" or attempt == RETRIES:
             raise UnavailableError(problem)
         _log.warning("%s (sampling %d prompt(s) again, %d of %d)", problem, len(groups), attempt + 1, RETRIES)
@@ -95,7 +94,9 @@ def checked_generate(
         seed = None if sampling.seed is None else random.Random(f"{sampling.seed}/{attempt}").getrandbits(SEED_BITS)
         given = None if prompts is None else [prompts[group] for group in groups]
         asked, params = [prompt_ids[group] for group in groups], replace(sampling, seed=seed)
-        rollouts = _with_groups(rollouts, groups, _generate(engine, asked, params, vocab_size, given))
+        again = _generate(engine, asked, params, vocab_size, given)
+        for place, group in enumerate(groups):
+            samples[group * size : (group + 1) * size] = again[place * size : (place + 1) * size]
         attempt += 1
 
 
@@ -185,7 +186,7 @@ def _generate(
     sampling: SamplingParams,
     vocab_size: int,
     prompts: Sequence[Any] | None,
-) -> Rollouts:
+) -> list[Sample]:
     """One call of the engine. Its rollouts are of these prompts and of the last weights; completions are unchecked."""
     version = engine.weight_version
     # A `rollout_func` may return other prompts, and NaN for a log-prob that is not known.
@@ -210,28 +211,27 @@ def _generate(
             "they were sampled from"
         )
     check_support(rollouts, sampling, engine)
-    return rollouts
+    return rollouts.samples()
 
 
 def _wrong_completions(
     engine: RolloutEngine,
-    rollouts: Rollouts,
+    samples: Sequence[Sample],
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
     vocab_size: int,
 ) -> dict[int, str]:
     """What is wrong, by the index of the completion."""
-    logprobs, found = rollouts.sampling_logprobs, dict[int, str]()
+    found = dict[int, str]()
     by_user = isinstance(engine, FunctionEngine)
-    for index, (ids, reason) in enumerate(zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True)):
+    for index, sample in enumerate(samples):
+        ids = sample.completion_ids
         wrong = f"{len(ids)} tokens" if len(ids) > sampling.max_tokens else _wrong_tokens(ids, vocab_size)
-        if not wrong and logprobs is not None:
-            wrong = _wrong_logprobs(logprobs[index], len(ids), nan_allowed=by_user)
-        if not wrong and rollouts.support_ids is not None and rollouts.support_sizes is not None:
-            support = Support(rollouts.support_ids[index], rollouts.support_sizes[index])
-            wrong = wrong_support(support, ids, vocab_size)
-        if not wrong and reason not in get_args(FinishReason):
-            wrong = f"finish reason {reason!r}"
+        wrong = wrong or _wrong_mask(sample) or _wrong_logprobs(sample, nan_allowed=by_user)
+        if not wrong and sample.support_ids is not None and sample.support_sizes is not None:
+            wrong = wrong_support(Support(sample.support_ids, sample.support_sizes), ids, vocab_size)
+        if not wrong and sample.finish_reason not in get_args(FinishReason):
+            wrong = f"finish reason {sample.finish_reason!r}"
         if wrong:
             asked = index // sampling.n
             found[index] = (
@@ -244,42 +244,29 @@ def _wrong_completions(
     return found
 
 
-def _with_groups(rollouts: Rollouts, groups: Sequence[int], again: Rollouts) -> Rollouts:
-    """The rollouts with these groups from `again`, which has no others."""
-    size = rollouts.num_generations
-    prompts, completions = list(range(len(rollouts.prompt_ids))), list(range(len(rollouts.completion_ids)))
-    for place, group in enumerate(groups):
-        prompts[group] = len(prompts) + place
-        first = len(completions) + place * size
-        completions[group * size : (group + 1) * size] = range(first, first + size)
-
-    def chosen(name: str, places: Sequence[int]) -> Any:
-        return taken(joined([getattr(rollouts, name), getattr(again, name)]), places)
-
-    of_completions = {name: chosen(name, completions) for name in (*_LISTS, "extra")}
-    return replace(rollouts, prompt_ids=chosen("prompt_ids", prompts), **of_completions)
-
-
-def _dropped(rollouts: Rollouts, wrong: Mapping[int, str]) -> Rollouts:
-    """The rollouts with `failures`, and with empty completions in the place of those that are wrong."""
+def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> list[Sample]:
+    """The samples with the `failure` of their group of `size`, and with empty completions where they are wrong."""
     failures: dict[int, str] = {}
     for index, problem in sorted(wrong.items()):
         _log.warning("%s (its group is dropped)", problem)
-        failures.setdefault(index // rollouts.num_generations, problem)
+        failures.setdefault(index // size, problem)
+    no_support = torch.zeros(0, dtype=torch.int32)
 
-    def emptied(values: Any, empty: Any) -> Any:
-        return None if values is None else [empty if index in wrong else value for index, value in enumerate(values)]
+    def emptied(sample: Sample) -> Sample:
+        return replace(
+            sample,
+            completion_ids=[],
+            completion_mask=None if sample.completion_mask is None else [],
+            sampling_logprobs=None if sample.sampling_logprobs is None else [],
+            support_ids=None if sample.support_ids is None else no_support,
+            support_sizes=None if sample.support_sizes is None else no_support,
+            finish_reason="length",
+        )
 
-    nothing = Support.of([])
-    return replace(
-        rollouts,
-        completion_ids=emptied(rollouts.completion_ids, []),
-        sampling_logprobs=emptied(rollouts.sampling_logprobs, []),
-        support_ids=emptied(rollouts.support_ids, nothing.ids),
-        support_sizes=emptied(rollouts.support_sizes, nothing.sizes),
-        finish_reasons=emptied(rollouts.finish_reasons, "length"),
-        failures=failures,
-    )
+    return [
+        replace(emptied(sample) if index in wrong else sample, failure=failures.get(index // size))
+        for index, sample in enumerate(samples)
+    ]
 
 
 def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, by_user: bool) -> str | None:
@@ -288,6 +275,8 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
         lists["lists of log-probs"] = rollouts.sampling_logprobs
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
         lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
+    if rollouts.completion_masks is not None:
+        lists["completion masks"] = rollouts.completion_masks
     lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in lists.items():
         if len(values) != n * len(prompt_ids):
@@ -310,10 +299,22 @@ def _wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
     return f"token id {wrong!r}"
 
 
-def _wrong_logprobs(values: list[Any], count: int, *, nan_allowed: bool) -> str | None:
+def _wrong_mask(sample: Sample) -> str | None:
+    mask, count = sample.completion_mask, len(sample.completion_ids)
+    if mask is None:
+        return None
+    if len(mask) != count or not set(map(type, mask)) <= {bool}:
+        return f"a completion mask of {len(mask)} values for {count} tokens"
+    return None if any(mask) else "no token of the model's own"
+
+
+def _wrong_logprobs(sample: Sample, *, nan_allowed: bool) -> str | None:
+    values, count = sample.sampling_logprobs, len(sample.completion_ids)
+    if values is None:
+        return None
     if len(values) != count:
         return f"{len(values)} log-probs for {count} tokens"
-    for value in values:
+    for value in sample.own(values):
         is_number = isinstance(value, float | int)
         if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and value != value)):
             return f"log-prob {value!r}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
+from batches import batch_of, column
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fused_grpo.trainer.batching.micro_batches import assignments
-from fused_grpo.trainer.batching.rollout_buffer import batch_as_tensors, batch_from_tensors
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
+from fused_grpo.trainer.types import Sample
 
 
 @given(st.lists(st.integers(1, 10_000) | st.just(0), max_size=40), st.integers(1, 8))
@@ -30,21 +31,21 @@ def test_work_is_nearly_equal_where_lengths_are_far_apart():
     assert max(in_order) / (sum(in_order) / 8) > 1.25
 
 
-def batch_of(count: int, first: int) -> EffectiveBatch:
-    return EffectiveBatch(
+def numbered(count: int, first: int) -> list[Sample]:
+    return batch_of(
         prompt_ids=[[first + index] for index in range(count)],
         completion_ids=[list(range(first + index)) for index in range(count)],
         sampling_logprobs=[[-0.1 * (first + index)] * (first + index) for index in range(count)],
-        advantages=torch.arange(first, first + count, dtype=torch.float32),
+        advantage=torch.arange(first, first + count, dtype=torch.float32),
         in_loss=torch.arange(first, first + count) % 2 == 0,
     )
 
 
 def test_what_is_sent_arrives_and_is_joined_in_order():
-    sent = [batch_of(3, 1), batch_of(0, 4), batch_of(2, 4)]
-    whole = EffectiveBatch.joined([batch_from_tensors(batch_as_tensors(batch)) for batch in sent])
-    expected = batch_of(5, 1)
+    sent = [numbered(3, 1), numbered(0, 4), numbered(2, 4)]
+    whole = [sample for batch in sent for sample in from_tensors(as_tensors(batch))]
+    expected = numbered(5, 1)
     for name in ("prompt_ids", "completion_ids", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
-        assert getattr(whole, name) == getattr(expected, name), name
-    assert torch.equal(whole.advantages, expected.advantages)
-    assert torch.equal(whole.in_loss, expected.in_loss)
+        assert column(whole, name) == column(expected, name), name
+    assert torch.equal(column(whole, "advantage"), column(expected, "advantage"))
+    assert torch.equal(column(whole, "in_loss"), column(expected, "in_loss"))

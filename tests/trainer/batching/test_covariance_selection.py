@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch_of, column
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo._maths.factors import select_by_covariance
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -1.0, -0.7, -0.3, 0.9, -0.9, 0.2, -0.2, 1.5, -0.5, -0.5, -0.5]
 SHARE = 0.05
@@ -20,20 +21,20 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def batch() -> EffectiveBatch:
+def batch() -> list[Sample]:
     """Uneven completions, two to a prompt, of a policy that has moved since."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (len(ADVANTAGES),), generator=generator).tolist()
-    return EffectiveBatch(
+    return batch_of(
         prompt_ids=[[2 + index // 2] * (1 + index // 2 % 4) for index in range(len(ADVANTAGES))],
         completion_ids=[torch.randint(2, 20, (length,), generator=generator).tolist() for length in lengths],
         sampling_logprobs=None,
-        advantages=torch.tensor(ADVANTAGES),
+        advantage=torch.tensor(ADVANTAGES),
         old_logprobs=[-3 - torch.rand(length, generator=generator) for length in lengths],
     )
 
 
-def step(make_trainer: Any, batch: EffectiveBatch, size: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def step(make_trainer: Any, batch: list[Sample], size: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of a step with micro-batches of `size` sequences, and the number of selected tokens."""
     batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 16 // size}
     trainer = make_trainer(optim="sgd", learning_rate=0.0, max_grad_norm=None, **batches, **options)
@@ -55,7 +56,7 @@ def step(make_trainer: Any, batch: EffectiveBatch, size: int, **options: Any) ->
 @pytest.mark.parametrize("rule", RULES)
 def test_the_cut_into_micro_batches_leaves_no_trace(make_trainer, batch, rule):
     whole, count = step(make_trainer, batch, 16, **RULES[rule])
-    assert count == int(SHARE * sum(map(len, batch.completion_ids)))
+    assert count == int(SHARE * sum(map(len, column(batch, "completion_ids"))))
     for size in (1, 4):
         gradient, same = step(make_trainer, batch, size, **RULES[rule])
         assert same == count

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 import torch
+from batches import batch_of, column
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 from transformers import modeling_flash_attention_utils as flash
@@ -14,19 +14,19 @@ from transformers import modeling_flash_attention_utils as flash
 from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample, with_fields
 
 CPU = torch.device("cpu")
 LENGTHS = lists(integers(1, 30), min_size=1, max_size=30)
 
 
 @pytest.fixture
-def batch() -> EffectiveBatch:
-    return EffectiveBatch(
+def batch() -> list[Sample]:
+    return batch_of(
         prompt_ids=[[2, 3], [4, 5, 6], [7]],
         completion_ids=[[8, 9, 1], [1], [10, 11, 12, 1]],
         sampling_logprobs=[[-1.0, -2.0, -3.0], [-4.0], [-5.0, -6.0, -7.0, -8.0]],
-        advantages=torch.tensor([1.0, -1.0, 0.5]),
+        advantage=torch.tensor([1.0, -1.0, 0.5]),
     )
 
 
@@ -45,7 +45,7 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
     kept = [[[8, 9], [9], []], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
     ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
     sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
-    batch = replace(batch, support_ids=ids, support_sizes=sizes, skipped=torch.tensor([False, True, False]))
+    batch = with_fields(batch, {"support_ids": ids, "support_sizes": sizes, "skipped": [False, True, False]})
     of_sequence = []
     for part in micro_batches(batch, 1, **{"one_row": False, "device": CPU} | options):
         tokens, offsets = part.support
@@ -67,11 +67,11 @@ def test_rows_are_as_long_as_the_longest_sequence(batch):
 
 
 def test_a_row_is_shared_by_sequences_that_fit_and_only_where_they_may_share():
-    short = EffectiveBatch(
+    short = batch_of(
         prompt_ids=[[2], [3], [4]],
         completion_ids=[[5], [6, 7, 8, 9], [10]],
         sampling_logprobs=None,
-        advantages=torch.zeros(3),
+        advantage=torch.zeros(3),
     )
     shared = pack(short, [0, 1, 2], one_row=False, device=CPU)
     assert shared.input_ids.tolist() == [[3, 6, 7, 8, 9], [2, 5, 4, 10, 0]]
@@ -110,14 +110,14 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, at
         torch.testing.assert_close(logprobs_packed(model, batch, one_row=one_row), exact, rtol=0, atol=1e-10)
 
 
-def logprobs_packed(model, batch: EffectiveBatch, *, one_row: bool) -> torch.Tensor:
+def logprobs_packed(model, batch: list[Sample], *, one_row: bool) -> torch.Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
     return policy.measure(pack(batch, [0, 1, 2], one_row=one_row, device=CPU), "logprobs")
 
 
-def logprobs_alone(model, batch: EffectiveBatch) -> torch.Tensor:
+def logprobs_alone(model, batch: list[Sample]) -> torch.Tensor:
     alone = []
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+    for prompt, completion in zip(column(batch, "prompt_ids"), column(batch, "completion_ids"), strict=True):
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
         alone.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     return torch.cat(alone).detach()
@@ -185,7 +185,7 @@ def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch
 
 def test_sequences_that_are_not_learned_from_are_left_out(batch):
     for in_loss, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
-        some = EffectiveBatch(**{**vars(batch), "in_loss": torch.tensor(in_loss)})
+        some = with_fields(batch, {"in_loss": in_loss})
         parts = micro_batches(some, 1, one_row=False, device=CPU)
         assert [part.sequence_index.tolist() for part in parts] == expected
         assert [len(part.targets) for part in parts] == [len(part.sampling_logprobs) for part in parts]
@@ -193,13 +193,14 @@ def test_sequences_that_are_not_learned_from_are_left_out(batch):
 
 def test_numbers_of_each_token_stay_with_it(batch):
     known = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6, 0.7, 0.8]]
-    old = EffectiveBatch(**{**vars(batch), "old_logprobs": [torch.tensor(v) for v in known], "sampling_logprobs": None})
+    changes = {"old_logprobs": [torch.tensor(v) for v in known], "sampling_logprobs": [None] * 3}
+    old = with_fields(batch, changes)
     for part in micro_batches(old, 8, one_row=False, max_tokens=5, device=CPU):
         index = part.sequence_index.tolist()
         assert part.sampling_logprobs is part.ref_logprobs is None
         assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in known[i]])
-        assert part.targets.tolist() == [token for i in index for token in batch.completion_ids[i]]
-        assert part.advantages.tolist() == [batch.advantages[i] for i in index]
+        assert part.targets.tolist() == [token for i in index for token in column(batch, "completion_ids")[i]]
+        assert part.advantages.tolist() == [column(batch, "advantage")[i] for i in index]
 
 
 def test_flash_attention_is_told_where_sequences_end_and_asks_the_device_in_no_layer(batch, make_model, monkeypatch):

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import batch_of
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics, ratio_metrics, ratio_sums
 from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.types import EffectiveBatch
 
 NAN = float("nan")
 OLD = [[-1.0, -2.0], [-0.5], [-3.0, -1.0, -2.0]]
 SAMPLING = [[-1.5, NAN], [-0.25], [-5.0, -1.0, -2.5]]
 NEW = [[-1.5, -2.0], [-0.25], [-3.0, -0.9, -1.0]]  # ratios e^-0.5, 1; e^0.25; 1, e^0.1, e
-BATCH = EffectiveBatch(
+BATCH = batch_of(
     prompt_ids=[[1]] * 3,
     completion_ids=[[2] * len(row) for row in OLD],
     sampling_logprobs=SAMPLING,
-    advantages=torch.tensor([-1.0, 1.0, 1.0]),
+    advantage=torch.tensor([-1.0, 1.0, 1.0]),
     old_logprobs=[torch.tensor(row) for row in OLD],
 )
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from batches import batch_of, column
 
 from fused_grpo import GRPOLossConfig, grpo_loss
 from fused_grpo.config import LOSS_TYPES
 from fused_grpo.errors import WeightSyncError
 from fused_grpo.trainer.batching.micro_batches import can_skip, skip_zero_advantages
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.types import EffectiveBatch
+from fused_grpo.trainer.types import Sample
 
 # Another value for each option of the loss; those of the first line give a token without an advantage a gradient, or
 # let others depend on it.
@@ -65,20 +66,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch_of(advantages: list[float], **fields: Any) -> EffectiveBatch:
+def batch(advantages: list[float], **fields: Any) -> list[Sample]:
     """Uneven completions, two to a prompt, with log-probs of a sampler that is not the policy."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (len(advantages),), generator=generator).tolist()
-    return EffectiveBatch(
+    return batch_of(
         prompt_ids=[[2 + index // 2 % 9] * (1 + index // 2 % 4) for index in range(len(advantages))],
         completion_ids=[torch.randint(2, 20, (length,), generator=generator).tolist() for length in lengths],
         sampling_logprobs=[(-3 - torch.rand(length, generator=generator)).tolist() for length in lengths],
-        advantages=torch.tensor(advantages),
+        advantage=torch.tensor(advantages),
         **fields,
     )
 
 
-HALF = batch_of([1.0, -1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 2.0, -1.0, -0.7, -0.3, 0.0, 0.0, 0.0, 0.0])
+HALF = batch([1.0, -1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 2.0, -1.0, -0.7, -0.3, 0.0, 0.0, 0.0, 0.0])
 
 
 def watch(model: Any, places: list[int]) -> None:
@@ -87,9 +88,7 @@ def watch(model: Any, places: list[int]) -> None:
     hook(lambda *args: places.append(args[2]["input_ids"].numel()), with_kwargs=True)
 
 
-def updates(
-    make_trainer: Any, batch: EffectiveBatch, *, share_rows: bool = True, one_row: bool = False, **options: Any
-):
+def updates(make_trainer: Any, batch: list[Sample], *, share_rows: bool = True, one_row: bool = False, **options: Any):
     """Two iterations on a batch: the gradients and the metrics of both, and the places that went through the model.
 
     Between them the policy moves by noise and not by its gradient, so that both times it is the same one.
@@ -113,7 +112,7 @@ def updates(
     return gradients, metrics, places
 
 
-def without_zeros(batch: EffectiveBatch) -> EffectiveBatch:
+def without_zeros(batch: list[Sample]) -> list[Sample]:
     return skip_zero_advantages(batch, Accelerator(cpu=True))
 
 
@@ -148,17 +147,15 @@ def test_gradients_are_the_same_for_every_loss(make_trainer, loss_type):
 
 
 def test_tokens_of_completions_without_an_advantage_do_not_go_through_the_model(make_trainer):
-    lengths = [len(p) + len(c) for p, c in zip(HALF.prompt_ids, HALF.completion_ids, strict=True)]
-    left = sum(length for length, advantage in zip(lengths, HALF.advantages.tolist(), strict=True) if advantage)
+    lengths = [len(p) + len(c) for p, c in zip(column(HALF, "prompt_ids"), column(HALF, "completion_ids"), strict=True)]
+    left = sum(sample.length for sample in HALF if sample.advantage)
     assert left < 0.6 * sum(lengths)
     for batch, tokens in ((HALF, sum(lengths)), (without_zeros(HALF), left)):
         assert updates(make_trainer, batch, one_row=True)[2] == [tokens] * 2
         trainer = make_trainer(per_device_train_batch_size=16)
-        with_old = trainer.learner.with_old_logprobs(batch).old_logprobs
-        empty = batch.skipped is not None
-        expected = [
-            0 if empty and not a else len(ids) for ids, a in zip(batch.completion_ids, batch.advantages, strict=True)
-        ]
+        with_old = column(trainer.learner.with_old_logprobs(batch), "old_logprobs")
+        empty = bool(column(batch, "skipped").any())
+        expected = [0 if empty and not sample.advantage else len(sample.completion_ids) for sample in batch]
         assert [len(values) for values in with_old] == expected
 
 
@@ -259,9 +256,8 @@ def test_an_engine_with_other_weights_is_seen_where_all_rewards_are_equal(make_t
 
 
 def test_truncated_completions_are_not_counted_twice():
-    batch = batch_of([1.0, 0.0, 0.0, -1.0], in_loss=torch.tensor([False, True, False, True]))
-    found = without_zeros(batch)
-    assert found.skipped.tolist() == [False, True, False, False]
-    assert found.in_forward.tolist() == [False, False, False, True]
-    lonely = without_zeros(batch_of([1.0, 0.0, 0.0], in_loss=torch.tensor([False, True, True])))
-    assert lonely.in_forward.tolist() == [False, True, False]
+    found = without_zeros(batch([1.0, 0.0, 0.0, -1.0], in_loss=torch.tensor([False, True, False, True])))
+    assert column(found, "skipped").tolist() == [False, True, False, False]
+    assert column(found, "in_forward").tolist() == [False, False, False, True]
+    lonely = without_zeros(batch([1.0, 0.0, 0.0], in_loss=torch.tensor([False, True, True])))
+    assert column(lonely, "in_forward").tolist() == [False, True, False]

@@ -60,7 +60,7 @@ def test_eval_loss_is_the_loss_of_a_step_with_the_completions(make_trainer, monk
     assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
     _, metrics = learner.learn(seen[0])
     assert result["eval_loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
-    assert len(seen[0].completion_ids) == 3 * len(ROWS)
+    assert len(seen[0]) == 3 * len(ROWS)
     assert abs(metrics["loss"]) > 1e-4
 
 

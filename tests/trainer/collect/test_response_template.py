@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from batches import column
 from transformers import PreTrainedTokenizerFast
 
 from fused_grpo.trainer.collect.scoring import score_rollouts
@@ -70,7 +71,7 @@ def handed_out(tokenizer, texts, *, prompt=None, header="hi<|a|>"):
     )
     rewards = Rewards(lambda completions: seen.extend(completions) or [0.0] * len(texts))
     row = {"prompt": [{"role": "user", "content": "hi"}] if prompt is None else prompt}
-    return seen, score_rollouts(rollouts, [row], rewards, tokenizer).completions
+    return seen, column(score_rollouts(rollouts.samples(), [row], rewards, tokenizer).samples, "text")
 
 
 @pytest.mark.parametrize("header", ["hi<|a|>", "hi<|a|><think>"])

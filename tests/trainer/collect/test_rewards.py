@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 import torch
+from batches import column
 
 from fused_grpo.errors import RewardError
 
@@ -53,11 +54,11 @@ def test_an_advantage_belongs_to_the_completion_that_earned_it(make_trainer):
     trainer.learner.learn = lambda batch, **options: learned.append(batch) or learn(batch, **options)
     trainer.train()
     (batch,), records = learned, lines(trainer, "rollouts.jsonl")
-    assert [record["reward"] for record in records] == [len(ids) - 1 for ids in batch.completion_ids]
-    groups = torch.tensor([float(len(ids)) for ids in batch.completion_ids]).view(2, 4)
+    assert [record["reward"] for record in records] == [len(ids) - 1 for ids in column(batch, "completion_ids")]
+    groups = torch.tensor([float(len(ids)) for ids in column(batch, "completion_ids")]).view(2, 4)
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    torch.testing.assert_close(batch.advantages.view(2, 4), expected)
-    assert [record["advantage"] for record in records] == batch.advantages.tolist()
+    torch.testing.assert_close(column(batch, "advantage").view(2, 4), expected)
+    assert [record["advantage"] for record in records] == column(batch, "advantage").tolist()
 
 
 def test_weights_and_names_keep_the_order_of_the_functions(make_trainer):
@@ -102,8 +103,8 @@ def test_what_a_failing_reward_drops_is_not_learned_from(make_trainer, num_gener
     trainer.learner.learn = lambda batch, **options: learned.append(batch) or learn(batch, **options)
     metrics = trainer.train().metrics
     (batch,) = learned
-    assert len(batch.completion_ids) == len(batch.advantages) == 8 - num_generations
-    assert first not in {decode(ids) for ids in batch.prompt_ids}
+    assert len(batch) == 8 - num_generations
+    assert first not in {decode(ids) for ids in column(batch, "prompt_ids")}
     assert metrics["rewards/dropped"] == num_generations / 8
     dropped = [record for record in lines(trainer, "rollouts.jsonl") if record.get("dropped")]
     assert [record["prompt"] for record in dropped] == [first] * num_generations

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from batches import column
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.batching.rollout_buffer import rollouts_as_tensors, rollouts_from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams, with_fields
 
 SAMPLING = SamplingParams(n=2, max_tokens=3, seed=5)
 PROMPTS = [[6, 5, 7], [4, 5], [8]]
@@ -44,8 +45,12 @@ class Engine:
         )
 
 
-def ask(engine: Engine, failure: str) -> Rollouts:
+def ask(engine: Engine, failure: str) -> list[Sample]:
     return checked_generate(engine, PROMPTS, SAMPLING, vocab_size=20, failure=failure)  # type: ignore[arg-type]
+
+
+def failed(samples: list[Sample]) -> list[int]:
+    return [place for place, sample in enumerate(samples) if sample.failure is not None]
 
 
 def test_retry_samples_the_prompt_again_with_other_seeds_and_keeps_all_others(caplog) -> None:
@@ -53,9 +58,9 @@ def test_retry_samples_the_prompt_again_with_other_seeds_and_keeps_all_others(ca
     rollouts = ask(engine, "retry")
     assert [prompts for prompts, _ in engine.calls] == [PROMPTS, [[4, 5]], [[4, 5]]]
     assert len({seed for _, seed in engine.calls}) == 3
-    assert rollouts.completion_ids == [[4], [4], [5], [5], [2], [2]]
-    assert rollouts.extra == {"call": [1, 1, 3, 3, 1, 1]}
-    assert (rollouts.sampling_logprobs, rollouts.failures) == ([[-0.5]] * 6, {})
+    assert column(rollouts, "completion_ids") == [[4], [4], [5], [5], [2], [2]]
+    assert column(rollouts, "extra") == [{"call": call} for call in (1, 1, 3, 3, 1, 1)]
+    assert (column(rollouts, "sampling_logprobs"), column(rollouts, "failure")) == ([[-0.5]] * 6, None)
     assert caplog.text.count("got log-prob nan in completion 1 of prompt 1") == 2
     again = Engine(faulty=2)
     ask(again, "retry")
@@ -72,13 +77,12 @@ def test_retry_is_bounded_and_fail_does_not_ask_again() -> None:
 
 def test_drop_empties_the_completion_and_changes_nothing_else() -> None:
     sound, rollouts = ask(Engine(faulty=0), "drop"), ask(Engine(faulty=1), "drop")
-    assert list(rollouts.failures) == [1]
-    emptied = [*sound.completion_ids[:3], [], *sound.completion_ids[4:]]
-    assert (rollouts.completion_ids, rollouts.sampling_logprobs[3]) == (emptied, [])
-    assert replace(rollouts, completion_ids=[], sampling_logprobs=None, finish_reasons=[], failures={}) == replace(
-        sound, completion_ids=[], sampling_logprobs=None, finish_reasons=[]
-    )
-    assert list(rollouts_from_tensors(rollouts_as_tensors(rollouts)).failures) == [1]
+    assert failed(rollouts) == [2, 3]
+    emptied = [*column(sound[:3], "completion_ids"), [], *column(sound[4:], "completion_ids")]
+    assert (column(rollouts, "completion_ids"), rollouts[3].sampling_logprobs) == (emptied, [])
+    empty = {"completion_ids": [], "sampling_logprobs": [], "finish_reason": "length"}
+    assert with_fields(rollouts, {"failure": [None] * 6}) == [*sound[:3], replace(sound[3], **empty), *sound[4:]]
+    assert failed(from_tensors(as_tensors(rollouts))) == [2, 3]
 
 
 def nan_for(trainer: Any, prompts: set[str], calls: range = range(1, 99)) -> None:
@@ -118,13 +122,13 @@ def test_a_dropped_group_reaches_neither_rewards_nor_loss_and_the_others_are_unt
     metrics = faulty.train().metrics
     (whole,), (batch,) = of_sound, of_faulty
     kept = [0, 1, 2, 3, 8, 9, 10, 11]
-    expected = whole.take(kept)
-    assert (batch.prompt_ids, batch.completion_ids) == (expected.prompt_ids, expected.completion_ids)
-    assert batch.sampling_logprobs == expected.sampling_logprobs
-    assert torch.equal(batch.advantages, expected.advantages)
+    expected = [whole[place] for place in kept]
+    for name in ("prompt_ids", "completion_ids", "sampling_logprobs"):
+        assert column(batch, name) == column(expected, name)
+    assert torch.equal(column(batch, "advantage"), column(expected, "advantage"))
     assert asked == ["0+0="] * 4 + ["0+2="] * 4
     assert (metrics["rollouts/dropped"], metrics["rewards/dropped"]) == (4.0, pytest.approx(1 / 3))
-    lengths = [len(ids) for ids in batch.completion_ids]
+    lengths = [len(sample.completion_ids) for sample in batch]
     assert metrics["completions/min_length"] == min(lengths)
     records = [json.loads(line) for line in (faulty.output_dir / "rollouts.jsonl").read_text().splitlines()]
     assert [place for place, record in enumerate(records) if record.get("dropped")] == [4, 5, 6, 7]
@@ -156,9 +160,9 @@ def test_dynamic_sampling_replaces_a_dropped_group_and_counts_it(make_trainer):
     nan_for(trainer, {"0+1="})
     batches = learned_by(trainer)
     metrics = trainer.train().metrics
-    assert len(batches[0].completion_ids) == 8
+    assert len(batches[0]) == 8
     assert metrics["rollouts/dropped"] == 4.0
-    assert "0+1=" not in {trainer.processing_class.decode(ids) for ids in batches[0].prompt_ids}
+    assert "0+1=" not in {trainer.processing_class.decode(sample.prompt_ids) for sample in batches[0]}
 
 
 def test_a_batch_of_which_nothing_is_left_ends_the_run_with_the_engines_reason(make_trainer):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import torch
+from batches import column
 from hypothesis import given
 from hypothesis.strategies import lists, sampled_from
 
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages
-from fused_grpo.trainer.collect.scoring import ScoredRollouts, score_rollouts
+from fused_grpo.trainer.collect.scoring import Scored, score_rollouts
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts
 
@@ -22,7 +23,7 @@ class Digits:
         return ["".join(map(str, completion)) for completion in ids]
 
 
-def scored(functions, completion_ids, *, rows=None, **options) -> ScoredRollouts:
+def scored(functions, completion_ids, *, rows=None, **options) -> Scored:
     """Completions in groups of three, with their place as what the engine said about them."""
     groups, size = len(completion_ids) // 3, len(completion_ids)
     rollouts = Rollouts(
@@ -35,7 +36,7 @@ def scored(functions, completion_ids, *, rows=None, **options) -> ScoredRollouts
         extra={"place": list(range(size))},
     )
     rows = [{"prompt": f"p{group}"} for group in range(groups)] if rows is None else rows
-    return score_rollouts(rollouts, rows, Rewards(functions, **options), Digits())
+    return score_rollouts(rollouts.samples(), rows, Rewards(functions, **options), Digits())
 
 
 def last_digit(completions):
@@ -52,7 +53,7 @@ async def no_eight(completions):
 
 def test_completions_that_no_function_scores_are_named_once(caplog):
     result = scored([no_eight], [[8], [1], [8], [2], [8], [3]], rows=[{"prompt": "p", "answer": n} for n in range(2)])
-    assert result.rewards.isnan().tolist() == [True, False, True, False, True, False]
+    assert column(result.samples, "reward").isnan().tolist() == [True, False, True, False, True, False]
     (record,) = caplog.records
     assert record.getMessage().startswith("All reward functions returned None for the following kwargs:")
     assert "'answer': 0" in record.getMessage()
@@ -68,12 +69,12 @@ def test_a_partial_group_never_reaches_the_loss(digits):
     functions = [last_digit, no_nine, no_eight]
     result = scored(functions, [[digit] for digit in digits], failure="drop")
     advantages = multi_objective_advantages(result.per_function, torch.ones(3), 3, scale="batch")
-    batch = result.effective_batch(advantages)
+    batch = result.with_advantages(advantages).kept()
     kept = [place for place in range(12) if place // 3 not in failing]
-    assert batch.prompt_ids == [[place // 3] for place in kept]
-    assert batch.completion_ids == [[digits[place]] for place in kept]
-    assert batch.sampling_logprobs == [[-1.0]] * len(kept)
-    assert batch.advantages.tolist() == advantages[kept].tolist()
+    assert column(batch, "prompt_ids") == [[place // 3] for place in kept]
+    assert column(batch, "completion_ids") == [[digits[place]] for place in kept]
+    assert [sample.sampling_logprobs for sample in batch] == [[-1.0]] * len(kept)
+    assert [sample.advantage for sample in batch] == advantages[kept].tolist()
 
 
 def test_reward_functions_get_the_engine_s_columns_and_messages_in_conversations():
@@ -88,7 +89,7 @@ def test_reward_functions_get_the_engine_s_columns_and_messages_in_conversations
     assert seen["prompts"] == [prompt] * 3
     assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in ("12", "3", "4")]
     assert (seen["place"], seen["ids"]) == ([0, 1, 2], [[1, 2], [3], [4]])
-    assert result.completions == ["12", "3", "4"]
+    assert column(result.samples, "text") == ["12", "3", "4"]
 
 
 def test_a_record_has_what_was_logged_and_is_json():
@@ -97,7 +98,7 @@ def test_a_record_has_what_was_logged_and_is_json():
         return [1.0, 2.0, None]
 
     result = scored([logs, last_digit], [[1], [2], [3]], weights=[1.0, 10.0])
-    records = json.loads(json.dumps(result.records(torch.tensor([0.5, 0.0, -0.5]))))
+    records = json.loads(json.dumps(result.with_advantages(torch.tensor([0.5, 0.0, -0.5])).records()))
     assert [record["parsed"] for record in records[1:]] == [2.5, None]
     assert records[0]["parsed"].startswith("<object object")
     assert [record["reward"] for record in records] == [11.0, 22.0, 30.0]

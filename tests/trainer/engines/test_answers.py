@@ -114,12 +114,12 @@ def test_answers_of_any_shape_end_in_an_error_of_ours_or_in_a_result(server, con
         server.mutate = lambda path, answer: change(answer) if path == route else answer
         start = time.monotonic()
         try:
-            rollouts = converse(sampling)
+            samples = converse(sampling)
         except FusedGRPOError as error:
             outcomes.append(str(error))
         else:
             outcomes.append("result")
-            assert all(type(token) is int and token < VOCABULARY for ids in rollouts.completion_ids for token in ids)
+            assert all(type(token) is int and token < VOCABULARY for one in samples for token in one.completion_ids)
         assert time.monotonic() - start < 7
 
     once()

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from batches import column
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
 PROMPTS = [[6, 5, 7], [4, 5]]
@@ -41,13 +42,13 @@ class Engine:
         """Does not set `weight_version`."""
 
 
-def ask(**changes: Any) -> Rollouts:
+def ask(**changes: Any) -> list[Sample]:
     return checked_generate(Engine(replace(GOOD, **changes)), PROMPTS, SAMPLING, vocab_size=20)
 
 
 def test_rollouts_that_are_right_are_returned_as_they_are() -> None:
-    assert ask(sampling_logprobs=None, extra={"score": [1, 2, 3, 4]}).sampling_logprobs is None
-    assert checked_generate(Engine(), PROMPTS, SAMPLING, vocab_size=20) is GOOD
+    assert column(ask(sampling_logprobs=None, extra={"score": [1, 2, 3, 4]}), "sampling_logprobs") is None
+    assert checked_generate(Engine(), PROMPTS, SAMPLING, vocab_size=20) == GOOD.samples()
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,11 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
     output = {"prompt_ids": [[2]] * 4, "completion_ids": [[9]] * 4, "logprobs": [[None]] * 4}
     seen: list[Any] = []
 
-    def ask_function(**changes: Any) -> Rollouts:
+    def ask_function(**changes: Any) -> list[Sample]:
         engine = FunctionEngine(lambda prompts, _: seen.append(prompts) or output | changes, trainer)
         return checked_generate(engine, PROMPTS, SAMPLING, vocab_size=20, prompts=["a", "b"])
 
-    assert ask_function().prompt_ids == [[2], [2]]
+    assert column(ask_function(), "prompt_ids") == [[2]] * 4
     assert seen == [["a", "a", "b", "b"]]
     with pytest.raises(UnavailableError, match=r"log-prob inf in completion 0 of prompt 0 .* rollout_func"):
         ask_function(logprobs=[[math.inf]] * 4)
@@ -133,4 +134,4 @@ def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown
 
 def test_no_prompts_are_whole_without_completions() -> None:
     none = replace(GOOD, prompt_ids=[], completion_ids=[], sampling_logprobs=[], finish_reasons=[])
-    assert checked_generate(Engine(none), [], SAMPLING, vocab_size=20) is none
+    assert checked_generate(Engine(none), [], SAMPLING, vocab_size=20) == []

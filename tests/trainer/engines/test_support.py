@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import column
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
@@ -57,9 +58,9 @@ GOOD = [Support.of([[9, 3], []]), Support.of([[4], [0, 4, 19], [1, 2]])]
 
 def test_supports_are_ascending_int32_and_empty_for_the_whole_vocabulary() -> None:
     rollouts = checked_generate(Engine(rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V)
-    assert [ids.tolist() for ids in rollouts.support_ids] == [[3, 9], [4, 0, 4, 19, 1, 2]]
-    assert [sizes.tolist() for sizes in rollouts.support_sizes] == [[2, 0], [1, 3, 2]]
-    assert {tensor.dtype for tensor in rollouts.support_ids + rollouts.support_sizes} == {torch.int32}
+    assert [ids.tolist() for ids in column(rollouts, "support_ids")] == [[3, 9], [4, 0, 4, 19, 1, 2]]
+    assert [sizes.tolist() for sizes in column(rollouts, "support_sizes")] == [[2, 0], [1, 3, 2]]
+    assert {tensor.dtype for one in rollouts for tensor in (one.support_ids, one.support_sizes)} == {torch.int32}
 
 
 def tensors(ids: list[int], sizes: list[int]) -> Support:
@@ -85,9 +86,9 @@ def test_a_support_that_cannot_be_one_is_that_of_a_completion_that_cannot_be_use
     with pytest.raises(UnavailableError, match=rf"got {message}.* in completion 1 of prompt 0 .*fix:"):
         checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V)
     again = checked_generate(Engine(bad, rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V, failure="retry")
-    assert again.support_sizes[1].tolist() == [1, 3, 2]
+    assert again[1].support_sizes.tolist() == [1, 3, 2]
     dropped = checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V, failure="drop")
-    assert [sizes.tolist() for sizes in dropped.support_sizes] == [[2, 0], []]
+    assert [sizes.tolist() for sizes in column(dropped, "support_sizes")] == [[2, 0], []]
 
 
 @given(lists(lists(booleans(), min_size=6, max_size=6), min_size=1, max_size=5), integers(1, 3))

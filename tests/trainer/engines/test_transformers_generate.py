@@ -76,6 +76,6 @@ def test_a_prompt_for_which_the_model_gives_nan_is_named_and_the_others_are_samp
     with pytest.raises(UnavailableError, match="log-prob nan in completion 0 of prompt 1"):
         checked_generate(TransformersEngine(model, tokenizer), [[4, 5], [7]], sampling, vocab_size=64)
     dropping = {"vocab_size": 64, "failure": "drop"}
-    rollouts = checked_generate(TransformersEngine(model, tokenizer), [[4, 5], [7]], sampling, **dropping)
-    assert list(rollouts.failures) == [1]
-    assert rollouts.completion_ids[0] == sound.completion_ids[0]
+    samples = checked_generate(TransformersEngine(model, tokenizer), [[4, 5], [7]], sampling, **dropping)
+    assert [sample.failure is not None for sample in samples] == [False, False, True, True]
+    assert samples[0].completion_ids == sound.completion_ids[0]

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis.strategies import characters, dictionaries, floats, from_regex, none, one_of, sampled_from, text
 
@@ -80,7 +79,7 @@ def scored(reward):
     """Two completions of one prompt."""
     lists = {"prompt_ids": [[1]], "completion_ids": [[1], [2]], "finish_reasons": ["stop"] * 2}
     rollouts = Rollouts(**lists, sampling_logprobs=None, num_generations=2, weight_version=3)
-    return score_rollouts(rollouts, [{"prompt": "p"}], Rewards(reward), Letters())
+    return score_rollouts(rollouts.samples(), [{"prompt": "p"}], Rewards(reward), Letters())
 
 
 @given(dictionaries(names, one_of(floats(), none()), max_size=6))
@@ -95,9 +94,9 @@ def test_records_are_the_same_whatever_else_is_logged(tmp_path_factory, logged):
     logs, plain = scored(reward), scored(lambda completions: reward(completions))
     plain.reward_names[:] = logs.reward_names
     log = RunLog(tmp_path_factory.mktemp("log"))
-    log.log_rollouts(1, logs.records(torch.zeros(2)))
-    log.log_metrics({**logs.metrics, "step": 1})
-    (row, _), own = read_metrics(log.output_dir / "rollouts.jsonl"), plain.records(torch.zeros(2))[0]
+    log.log_rollouts(1, logs.records())
+    log.log_metrics({**logs.logged, "step": 1})
+    (row, _), own = read_metrics(log.output_dir / "rollouts.jsonl"), plain.records()[0]
     assert {name: row[name] for name in FIELDS.split() if name in row} == {"step": 1, **own}
     assert len(row) - len(own) - 1 == len(set(map(free_name, logged)))
     (record,) = read_metrics(log.output_dir / "metrics.jsonl")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from batches import batch_of, column
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -19,7 +20,7 @@ from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
 from fused_grpo.trainer.models.adapters import as_reference, base_weights, merged_weights, saver_of
-from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
+from fused_grpo.trainer.types import SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
@@ -34,11 +35,11 @@ KINDS = {
     "dora": {**PLAIN, "use_dora": True},
     "parameter": {**PLAIN, "target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"]},
 }
-BATCH = EffectiveBatch(
+BATCH = batch_of(
     prompt_ids=[[2, 3, 4], [5, 6]],
     completion_ids=[[7, 8, 9, 1], [10, 11, 12, 13, 1]],
     sampling_logprobs=None,
-    advantages=torch.tensor([1.0, -0.5]),
+    advantage=torch.tensor([1.0, -0.5]),
 )
 
 
@@ -89,12 +90,12 @@ def values(model) -> dict[str, torch.Tensor]:
 
 def completion_logprobs(model, batch) -> torch.Tensor:
     """From right-padded rows and the model's own logits."""
-    rows = [torch.tensor(p + c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
+    rows = [torch.tensor(sample.prompt_ids + sample.completion_ids) for sample in batch]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logprobs = model(padded, attention_mask=mask).logits[:, :-1].log_softmax(-1)
     taken = logprobs.gather(2, padded[:, 1:, None])[..., 0]
-    firsts = [len(p) - 1 for p in batch.prompt_ids]
+    firsts = [len(p) - 1 for p in column(batch, "prompt_ids")]
     return torch.cat([taken[i, first : len(rows[i]) - 1] for i, first in enumerate(firsts)])
 
 
@@ -126,7 +127,7 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
     learner = make_lora_trainer(kind=kind, max_steps=1).learner
     model = learner.policy.model
     logprobs = completion_logprobs(model, BATCH)
-    advantages = BATCH.advantages.repeat_interleave(torch.tensor([4, 5]))
+    advantages = column(BATCH, "advantage").repeat_interleave(torch.tensor([4, 5]))
     loss = -((logprobs - logprobs.detach()).exp() * advantages).sum() / 9
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expected = dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))
@@ -134,7 +135,7 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
     batch, metrics = learner.learn(
         BATCH, check=lambda _: found.update({name: p.grad.clone() for name, p in trained.items()})
     )
-    torch.testing.assert_close(torch.cat(batch.old_logprobs), logprobs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert min(gradient.abs().max() for gradient in expected.values()) > 1e-4
@@ -169,7 +170,7 @@ def test_engines_are_given_merged_weights(make_lora_trainer, make_model):
 
 def test_the_reference_is_the_base(make_lora_trainer, make_model):
     learner = make_lora_trainer(beta=0.1).learner
-    found = torch.cat(learner._with_reference(BATCH).ref_logprobs)
+    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
     torch.testing.assert_close(found, completion_logprobs(make_model(), BATCH).detach(), rtol=1e-5, atol=1e-5)
     assert (found - completion_logprobs(learner.policy.model, BATCH)).abs().max() > 1e-2
     assert learner.reference is None
@@ -181,7 +182,7 @@ def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_t
     model, start = trainer.model, completion_logprobs(adapted(kind), BATCH).detach()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     trainer.learner.learn(BATCH)
-    found = torch.cat(trainer.learner._with_reference(BATCH).ref_logprobs)
+    found = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
     torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
     assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
@@ -253,11 +254,11 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     engine = choose_engine("transformers", GRPOConfig(), model, tokenizer)
     assert isinstance(engine, TransformersEngine)
     rollouts = engine.generate([[2, 3, 4]], SamplingParams(n=4, max_tokens=6, seed=0))
-    batch = EffectiveBatch(
+    batch = batch_of(
         prompt_ids=rollouts.prompt_ids * 4,
         completion_ids=rollouts.completion_ids,
         sampling_logprobs=None,
-        advantages=torch.zeros(4),
+        advantage=torch.zeros(4),
     )
     found = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
     torch.testing.assert_close(found, completion_logprobs(model, batch).detach(), rtol=0, atol=1e-4)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch_of, column
 from peft import PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -15,16 +16,16 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.types import EffectiveBatch, SamplingParams
+from fused_grpo.trainer.types import Sample, SamplingParams
 
 N = 3
 PROMPT = "prompt_encoder.default.embedding.weight"
 LSTM = {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 8, "encoder_num_layers": 1}
-BATCH = EffectiveBatch(
+BATCH = batch_of(
     prompt_ids=[[2, 3, 4], [5, 6], [7], [8, 9, 10, 11, 12]],
     completion_ids=[[7, 8, 9, 1], [10, 11, 12, 13, 1], [14, 1], [15, 16, 17, *range(2, 9)]],
     sampling_logprobs=None,
-    advantages=torch.tensor([1.0, -0.5, 0.3, -0.8]),
+    advantage=torch.tensor([1.0, -0.5, 0.3, -0.8]),
 )
 
 
@@ -63,10 +64,11 @@ def tuned(make_model) -> PeftModel:
         return get_peft_model(make_model(), config())
 
 
-def of_peft(model: Any, batch: EffectiveBatch, *, virtual: int = N) -> torch.Tensor:
+def of_peft(model: Any, batch: list[Sample], *, virtual: int = N) -> torch.Tensor:
     """Log-probs of completion tokens, from the model's own logits of one sequence at a time."""
     found = []
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+    for sample in batch:
+        prompt, completion = sample.prompt_ids, sample.completion_ids
         logits = model(torch.tensor([prompt + completion])).logits[0, virtual + len(prompt) - 1 : -1]
         found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     return torch.cat(found)
@@ -82,11 +84,14 @@ def test_loss_and_gradient_are_those_of_pefts_logits(make, kind, recomputed):
     assert learner._pack(BATCH)[0].input_ids.shape[0] < 4  # sequences share rows
     weight = model.get_parameter(PROMPT)
     logprobs = of_peft(model.eval(), BATCH)
-    loss = -((logprobs - logprobs.detach()).exp() * BATCH.advantages.repeat_interleave(lengths)).sum() / lengths.sum()
+    loss = (
+        -((logprobs - logprobs.detach()).exp() * column(BATCH, "advantage").repeat_interleave(lengths)).sum()
+        / lengths.sum()
+    )
     (expected,) = torch.autograd.grad(loss, weight)
     found = []
     batch, metrics = learner.learn(BATCH, check=lambda _: found.append(weight.grad.clone()))
-    torch.testing.assert_close(torch.cat(batch.old_logprobs), logprobs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
     assert expected.abs().amax(dim=1).min() > (1e-3 if kind == "prompt" else 1e-5)
@@ -94,7 +99,7 @@ def test_loss_and_gradient_are_those_of_pefts_logits(make, kind, recomputed):
 
 def test_a_rank_without_sequences_has_a_gradient_too(make):
     learner = make().learner
-    nothing = BATCH.take([])
+    nothing = list[Sample]()
     (part,) = learner._pack(nothing)
     learner._backward(part, learner._counts([part], nothing), last=True)
     assert learner.policy.model.get_parameter(PROMPT).grad.abs().max() == 0
@@ -108,7 +113,7 @@ def test_a_budget_of_tokens_counts_virtual_ones(make):
 
 def test_the_reference_has_no_virtual_tokens(make, make_model):
     learner = make(beta=0.1).learner
-    found = torch.cat(learner._with_reference(BATCH).ref_logprobs)
+    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
     torch.testing.assert_close(found, of_peft(make_model(), BATCH, virtual=0).detach(), rtol=1e-5, atol=1e-5)
     assert (found - of_peft(learner.policy.model, BATCH)).abs().max() > 1e-2
 
@@ -117,7 +122,7 @@ def test_the_reference_of_a_given_prompt_is_that_prompt(make, tuned):
     start = of_peft(tuned, BATCH).detach()
     trainer = make(model=tuned, beta=0.1)
     trainer.train()
-    found = torch.cat(trainer.learner._with_reference(BATCH).ref_logprobs)
+    found = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
     torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
     assert (of_peft(trainer.model, BATCH) - start).abs().max() > 1e-2
     assert [name for name, value in trainer.model.named_parameters() if value.requires_grad] == [PROMPT]
@@ -125,17 +130,18 @@ def test_the_reference_of_a_given_prompt_is_that_prompt(make, tuned):
 
 def test_prompts_of_any_lengths_are_continued_as_peft_says(tuned, tokenizer):
     engine = TransformersEngine(tuned, tokenizer)
-    rollouts = engine.generate(BATCH.prompt_ids, SamplingParams(n=2, max_tokens=6, seed=0, repetition_penalty=1.0))
-    prompts = [prompt for prompt in BATCH.prompt_ids for _ in range(2)]
-    batch = EffectiveBatch(
+    given = column(BATCH, "prompt_ids")
+    rollouts = engine.generate(given, SamplingParams(n=2, max_tokens=6, seed=0, repetition_penalty=1.0))
+    prompts = [prompt for prompt in given for _ in range(2)]
+    batch = batch_of(
         prompt_ids=prompts,
         completion_ids=rollouts.completion_ids,
         sampling_logprobs=None,
-        advantages=torch.zeros(8),
+        advantage=torch.zeros(8),
     )
     found = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
     torch.testing.assert_close(found, of_peft(tuned, batch).detach(), rtol=0, atol=1e-5)
-    assert rollouts.prompt_ids == BATCH.prompt_ids
+    assert rollouts.prompt_ids == given
 
 
 @pytest.mark.parametrize("kind", KINDS)
