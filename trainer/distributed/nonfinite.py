@@ -1,7 +1,7 @@
 """Steps whose loss or gradient is NaN or infinite: none of them changes the policy, and the batch of each is kept.
 
 All ranks compare the same two numbers, so they decide alike. The folder `nonfinite-step-<n>` gets two files per rank:
-`rank-<r>.safetensors` with the rank's batch (`batch_from_tensors` reads it) and the policy's log-probs, and
+`rank-<r>.safetensors` with the rank's batch (`rollout_buffer.from_tensors` reads it) and the policy's log-probs, and
 `rank-<r>.json` with the metrics of the step.
 
 A skipped step (`max_skipped_steps`) counts as made: it uses its part of the rollouts and of `max_steps`, so every run
