@@ -16,7 +16,7 @@ from fused_grpo.trainer.learner import Learner
 NAN = float("nan")
 
 
-def test_an_effective_batch_of_broken_groups_is_refused_before_anything_is_written(make_trainer, tmp_path):
+def test_an_effective_batch_of_broken_groups_is_refused_before_writing(make_trainer, tmp_path):
     with pytest.raises(
         InputError, match=r"= 6 sequences .* multiple of num_generations=4; fix: make the product 4 or 8"
     ):

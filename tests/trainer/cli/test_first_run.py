@@ -33,7 +33,7 @@ def options_of(**given) -> TrainOptions:
     return TrainOptions(model="model", dataset="questions.jsonl", **given)
 
 
-def test_the_first_command_works_as_typed_and_has_its_plan_before_the_engine(questions, monkeypatch, capsys):
+def test_the_first_command_works_as_typed_and_shows_its_plan_first(questions, monkeypatch, capsys):
     shown_before = []
 
     class SlowEngine(engine_choice.TransformersEngine):

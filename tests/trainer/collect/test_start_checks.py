@@ -104,7 +104,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_model_folder_that_cannot_be_loaded_or_saved_is_refused_in_one_line(folder, start, tmp_path, name):
+def test_a_model_folder_that_cannot_be_loaded_is_refused_in_one_line(folder, start, tmp_path, name):
     FOLDERS[name].change(folder)
     refused(start, FOLDERS[name].message, tmp_path)
     if name not in ("no config", "temperature"):  # the rest takes seconds
@@ -130,7 +130,7 @@ FIELDS = [
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "an.index.json"]
 )
-def test_a_file_of_a_model_that_holds_something_else_is_refused_in_one_line(folder, start, tmp_path, name):
+def test_a_model_file_that_holds_something_else_is_refused_in_one_line(folder, start, tmp_path, name):
     wrong_types = '{"weight_map": {"a": [1]}, "model_type": [1], "added_tokens": 5, "eos_token_id": "x"}'
     for text in BROKEN if name == "tokenizer_config.json" else [*BROKEN, wrong_types]:
         write(folder / name, text)

@@ -71,11 +71,11 @@ def test_every_field_is_read_from_text():
         given = [f"--{name}", text, *COMPANIONS.get(name, [])]
         try:
             args = parser.parse_args_into_dataclasses(given, look_for_args_file=False)[0]
-            found = getattr(args, name)
+            parsed = getattr(args, name)
         except (SystemExit, Exception) as error:
-            found = error
-        if found != value:
-            wrong[name] = found
+            parsed = error
+        if parsed != value:
+            wrong[name] = parsed
     assert not wrong
 
 
@@ -87,7 +87,7 @@ def test_a_yaml_of_all_options_is_read_as_python_reads_them(tmp_path):
     assert trl_parser().parse_args_and_config(["--config", str(tmp_path / "run.yaml")]) == (expected,)
 
 
-def test_a_field_without_an_effect_is_read_and_refused_where_it_would_change_the_run(caplog):
+def test_a_field_without_effect_is_refused_where_it_would_change_the_run(caplog):
     args = hf_parse(["--dataloader_num_workers", "4", "--pad_to_multiple_of", "8", "--use_liger_kernel"])
     assert (args.dataloader_num_workers, args.pad_to_multiple_of, args.use_liger_kernel) == (4, "8", True)
     assert "got dataloader_num_workers=4, which changes nothing here: rows are read" in caplog.text

@@ -61,7 +61,7 @@ def test_the_tables_have_every_field_of_trl_once(trl_table, trl_names):
     assert {*differs} >= DIFFERENT.keys()
 
 
-def test_a_missing_field_has_its_reason_beside_it_and_whether_it_is_refused(trl_table):
+def test_a_missing_field_has_its_reason_and_whether_it_is_refused(trl_table):
     rows = [line.strip("| ").split(" | ") for line in trl_table.options().splitlines() if line.startswith("| `")]
     for names, values, why in rows:
         for name in names_in(names):

@@ -13,7 +13,7 @@ ROWS = [{"prompt": f"{number}="} for number in range(11)]
 GROUPED = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2, "num_iterations": 3}
 
 
-def test_batches_are_those_of_trl_and_of_the_run_which_goes_on_where_it_was(make_trainer):
+def test_batches_are_those_of_trl_and_do_not_move_the_run(make_trainer):
     trainer = make_trainer(dataset=ROWS, **GROUPED)
     batches = list(trainer.get_train_dataloader())
     assert len(batches) == len(trainer.get_train_dataloader()) == 2 * 6

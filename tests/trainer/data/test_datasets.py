@@ -151,7 +151,7 @@ def test_the_state_of_another_order_is_refused(other):
         make(**other).load_state_dict(state)
 
 
-def test_a_stream_in_its_own_order_does_not_read_finished_shards_again_on_resume():
+def test_a_resumed_stream_does_not_read_finished_shards_again():
     opened = []
 
     class Shards:
@@ -262,7 +262,7 @@ def test_a_random_transform_is_no_other_dataset_and_images_are_not_decoded():
     assert fingerprint(dataset) != fingerprint(dataset.select(range(299, -1, -1)))
 
 
-def test_all_rows_are_those_of_a_stream_to_its_end_and_a_wrong_one_is_named():
+def test_all_rows_of_a_stream_are_read_and_a_wrong_one_is_named():
     assert all_rows(some_stream(3), name="eval_dataset") == list(some_stream(3))
     with pytest.raises(DataError, match="of row 2 of eval_dataset"):
         all_rows([*some_rows(2), {**some_rows(1)[0], "prompt": 3}], name="eval_dataset")

@@ -58,13 +58,13 @@ def test_order_and_resume_are_those_of_the_data_without_its_long_prompts(tokeniz
     assert begun + prompts(fitting, 5, saved=sampler.state_dict())[0] == expected
 
 
-def test_data_without_a_long_prompt_or_without_a_limit_are_used_as_they_are(tokenizer, caplog):
+def test_data_without_a_long_prompt_or_a_limit_stay_as_they_are(tokenizer, caplog):
     assert limit(tokenizer).applied(SHORT, name="train_dataset") is SHORT
     assert limit(tokenizer, vllm_max_model_length=None).applied(ROWS, name="train_dataset") is ROWS
     assert caplog.records == []
 
 
-def test_fail_names_the_row_before_the_run_begins_and_nothing_left_is_an_error(tokenizer):
+def test_a_long_prompt_is_named_before_the_run_and_no_prompt_is_an_error(tokenizer):
     with pytest.raises(DataError, match=r"got 10 tokens for the prompt of row 1 .* want 4 at most .* fix:"):
         limit(tokenizer, long_prompts="fail").applied(ROWS, name="train_dataset")
     with pytest.raises(DataError, match=r"got 2 of 2 prompts of eval_dataset with more than 4 tokens .* want at least"):

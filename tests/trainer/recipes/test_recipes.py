@@ -65,7 +65,7 @@ def test_accelerate_takes_its_configurations(name):
     assert str(config.distributed_type.value) == written["distributed_type"]
 
 
-def test_the_prompts_of_gsm8k_are_conversations_with_the_solution_beside_them(model):
+def test_prompts_of_gsm8k_are_conversations_beside_their_solution(model):
     options = parse_train_options(["--config", "gsm8k", "--model", str(model), "--dataset", str(model / "rows.jsonl")])
     row = load_prompts(options, held_out=False)[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]

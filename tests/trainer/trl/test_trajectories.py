@@ -108,7 +108,7 @@ def test_the_most_uncertain_tokens_are_those_of_trl(trl, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"epsilon": 1e-3, "num_iterations": 2, **SEQUENCE}])
-def test_completions_without_an_advantage_are_left_out_and_nothing_but_the_entropy_differs(trl, options):
+def test_leaving_out_zero_advantages_changes_nothing_but_the_entropy(trl, options):
     compare(trl, changes={"skip_zero_advantages": True}, but=["entropy"], **options)
 
 
