@@ -17,8 +17,7 @@ IMPORTS = {
     for block in re.findall(r"^```(?:python|diff)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     for module, names in re.findall(r"^\+? *from (fused_grpo[\w.]*) import ([\w, ]+)", block, re.MULTILINE)
     for name in re.sub(r" as \w+", "", names).split(",")
-    if module
-    != "fused_grpo.integrations.trl"  # which imports TRL: tests/integrations/test_trl.py does what its page says
+    if module != "fused_grpo.integrations.trl"  # it imports TRL; test_trl.py does what its page says
 }
 
 
