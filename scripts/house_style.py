@@ -26,8 +26,8 @@ ROOMS = {
         *("head", "passes", "_maths", "config", "errors"),
     ),
     "trainer": (
-        *("cli", "loop", "collect", "learner", "self_check", "policy", "checkpoint", "engines", "rewards", "data"),
-        *("batching", "distributed", "models", "logging", "config", "types", "recipes", "common"),
+        *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint", "engines"),
+        *("rewards", "data", "batching", "distributed", "models", "logging", "config", "types", "recipes", "common"),
     ),
 }
 DRAWN_INSIDE = ("fused_grpo.head",)

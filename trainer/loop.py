@@ -25,7 +25,7 @@ What makes it this loop and not another:
 
 It is not a subclass of transformers.Trainer: the loop is short. Devices, DDP, FSDP2, mixed precision, schedulers,
 trackers, callbacks and files of weights are those of Accelerate and transformers. What a script expects of a Trainer
-beside the loop is in `WithCallbacks` and `WithCheckpoints`.
+beside the loop is in `transformers_face.py`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
+from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
-from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of
-from fused_grpo.trainer.checkpoint.saving import WithCheckpoints
+from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
+from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
@@ -54,7 +55,6 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.data.prompt_sampler import WithDataLoaders
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
@@ -63,13 +63,16 @@ from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases, progress
+from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
 from fused_grpo.trainer.models.adapters import adapt
 from fused_grpo.trainer.models.loading import SELF, load_teacher, model_for, uncompiled
+from fused_grpo.trainer.transformers_face import Results, TransformersFace
 
 
-class GRPOTrainer(WithCheckpoints, WithDataLoaders):
+class GRPOTrainer(TransformersFace):
     """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 
     Args:
@@ -102,10 +105,6 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         UnavailableError: an engine that is not installed.
     """
 
-    learner: Learner
-    collector: Collector
-    engine_is_open = True
-
     @causes_shown()
     def __init__(
         self,
@@ -129,25 +128,20 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
         model = uncompiled(model)
-        self.args = args = GRPOConfig() if args is None else args
+        args = GRPOConfig() if args is None else args
         given = {"quantization_config": quantization_config, "tools": tools, "environment_factory": environment_factory}
         given |= {"rollout_func": rollout_func, "eval_dataset": eval_dataset, "teacher_model": teacher_model}
         check_arguments(args, **given)
-        self.train_dataset = self.dataset = check_dataset(train_dataset, name="train_dataset")
-        fill_loader_options(args, stream=is_stream(self.dataset))
-        self.eval_dataset = eval_dataset
-        eval_sets(eval_dataset, check=True)
-        self.accelerator = make_accelerator(args)
+        dataset = check_dataset(train_dataset, name="train_dataset")
+        fill_loader_options(args, stream=is_stream(dataset))
+        accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
-        with report_failure(self.accelerator):
-            self._undo = ExitStack()  # of what a run that fails at its start has done
-            self.output_dir = Path(args.output_dir)
-            self.model_path = str(model) if isinstance(model, str | Path) else None
+        with report_failure(accelerator):
             self.start = start = Start(
                 args=args,
                 model=model,
-                train=self.dataset,
-                evals=eval_sets(eval_dataset),
+                train=dataset,
+                evals=eval_sets(eval_dataset, check=True),
                 reward_funcs=reward_funcs,
                 reward_processing_classes=reward_processing_classes,
                 processing_class=processing_class,
@@ -155,35 +149,55 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 callbacks=callbacks or (),
                 engine=rollout_engine or rollout_func,
                 teacher=teacher_model,
-                accelerator=self.accelerator,
+                accelerator=accelerator,
             )
-            with all_ranks_succeed(self.accelerator, "checking what the run needs"):
+            with all_ranks_succeed(accelerator, "checking what the run needs"):
                 check_start(start)
-            self.dataset, self.rewards, self.processing_class = start.train, start.rewards, start.tokenizer
-            self.max_steps, self.epochs, self.engine_name = start.max_steps, start.epochs, start.engine_name
-            self.sampler = make_sampler(self.dataset, args, self.accelerator, start.limit)
-            self.facts = announce(start, self.accelerator)
-            teacher = load_teacher(teacher_model, args, self.accelerator, self.processing_class)
+            self.facts = announce(start, accelerator)
+            teacher = load_teacher(teacher_model, args, accelerator, start.tokenizer)
             set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            loaded = model_for(model, args, self.accelerator, pad_token_id=self.processing_class.pad_token_id)
-            self.model = adapt(loaded, peft_config, args, self.accelerator, keep_reference=teacher == SELF)
+            loaded = model_for(model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id)
+            policy = adapt(loaded, peft_config, args, accelerator, keep_reference=teacher == SELF)
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
-            own_weights = rollout_engine is not None or self.engine_name != "transformers"
-            schedule: Any = {"max_steps": self.max_steps, "optimizers": optimizers}
-            self.learner = Learner(
-                self.model, args, self.accelerator, **schedule, corrected=own_weights, teacher=teacher
+            own_weights = rollout_engine is not None or start.engine_name != "transformers"
+            learner = Learner(
+                policy,
+                args,
+                accelerator,
+                max_steps=start.max_steps,
+                optimizers=optimizers,
+                corrected=own_weights,
+                teacher=teacher,
             )
-            self.collector = self._make_collector()
-            self.weight_check = WeightCheck(args, self.model, self.accelerator.device, own_weights=own_weights)
-            self.buffer, self.last_metrics = None, {}
+            shown = (policy, start.tokenizer, learner.optimizer, learner.scheduler)
+            super().__init__(
+                args,
+                accelerator,
+                model=policy,
+                model_path=str(model) if isinstance(model, str | Path) else None,
+                processing_class=start.tokenizer,
+                train_dataset=dataset,
+                dataset=start.train,
+                eval_dataset=eval_dataset,
+                learner=learner,
+                rewards=start.rewards,
+                sampler=make_sampler(start.train, args, accelerator, start.limit),
+                events=Events(args, accelerator, callbacks or (), max_steps=start.max_steps, shown=shown, log=self.log),
+                training_state=self._training_state,
+                use_vllm=start.engine_name != "transformers",
+            )
+            self.max_steps, self.epochs, self.collector = start.max_steps, start.epochs, self._make_collector()
+            self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
+            self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
-            self.output = RunOutput(args, 0, is_main=False, facts={})  # before a run begins nothing is shown
-            self._init_callbacks(callbacks, self.model, self.processing_class)
+            self._undo = ExitStack()  # of what a run that fails at its start has done
+            self._in_epoch = self._is_stale = False  # stale: the engine has the weights of another run's step
+            self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
-            with all_ranks_succeed(self.accelerator, "starting the engine"):
+            with all_ranks_succeed(accelerator, "starting the engine"):
                 self._make_engine = partial(self._choose_engine, rollout_func, rollout_engine)
-                self.engine = self._make_engine()
-        self.event("on_init_end")
+                self.engine, self.engine_is_open = self._make_engine(), True
+        self.events("on_init_end")
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
@@ -205,18 +219,18 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             with report_failure(self.accelerator), self.stop:
                 self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
                 while not self._is_over():
-                    phases = Phases(first=not self.step_metrics.steps)
+                    phases = Phases(first=not self.events.steps.steps)
                     if not self._in_epoch:
                         self._in_epoch = True
-                        self.event("on_epoch_begin")
-                    self.event("on_step_begin")
+                        self.events("on_epoch_begin")
+                    self.events("on_step_begin")
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
                         metrics = self._learn(self.buffer)
                     must_stop = any_rank(self.accelerator, self.stop.requested)
                     self._record(metrics, phases)
-                    self.event("on_step_end")
+                    self.events("on_step_end")
                     if must_stop:
                         self._stop()
                     self._log_evaluate_save()
@@ -258,11 +272,11 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             result.metrics["loss"] = self.learner.evaluate(result.batch)
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
-            self._log_evaluation(entry, result.num_prompts)
+            self.events.evaluated(entry, result.num_prompts * (self.args.num_generations_eval or 1))
             results |= entry
             means |= rewards
         if eval_dataset is None and metric_key_prefix == "eval":
-            self.eval_after = means
+            self.results.eval_after = means
         return results
 
     def _evaluate(self) -> bool:
@@ -301,7 +315,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         args = copy(self.args)
         args.vllm_max_model_length = self.start.longest_sequence
         options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
-        return choose_engine(self.engine_name, args, self.model, self.processing_class, **options)
+        return choose_engine(self.start.engine_name, args, self.model, self.processing_class, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -318,17 +332,49 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
                 options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}
                 options |= {"resume": checkpoint, "is_saved": self.start.is_saved}
                 self._undo.callback(prepare_output_dir(self.output_dir, **options))
-        self._prepare_state(None, self.epochs.total)
+        self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             self.output = RunOutput(self.args, self.max_steps, **shown)
-        self.event("on_train_begin")
+        self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
-            self.eval_before = self.eval_after
+            self.results.eval_before = self.results.eval_after
+
+    def _begin_again(self) -> None:
+        """In a further `train`: a new run from the weights as they are now, as in TRL."""
+        position, self._beginning = self._beginning, self._beginning or self.sampler.position()
+        if position is None:
+            return
+        self.learner.restart()
+        self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
+        start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
+        self.collector.load_state(start, {})
+        self.epochs.resume(0, 0.0)
+        self._is_stale, self.results = True, Results()
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Everything as it was when `checkpoint` was saved, the logs included."""
+        restored = restore(checkpoint, self.learner, self.collector, max_steps=self.max_steps)
+        self.buffer, self.results.eval_before, unlogged, state = restored
+        with refuse_unusable(checkpoint, STATE_FILE):
+            self.epochs.resume(self.step, state.epoch)
+            self.events.begin(state, self.epochs.total)
+        self.events.steps.unlogged = unlogged
+        self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
+        with all_ranks_succeed(self.accelerator, "cutting back the logs"):
+            if self.accelerator.is_main_process:
+                rewind_logs(self.output_dir, self.step)
+
+    def _training_state(self) -> TrainingFiles:
+        """What a checkpoint has beside the model."""
+        # A run that has to stop does not wait for its engine.
+        wait = not any_rank(self.accelerator, self.stop.requested)
+        logs: dict[str, Any] = {"eval_before": self.results.eval_before, "unlogged": self.events.steps.unlogged}
+        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
@@ -363,7 +409,7 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         on_policy, sampling = buffer.weight_version == self.step, self.collector.sampling(seed=0)
         comparable = on_policy and (sampling.is_plain_within_support if buffer.has_support else sampling.is_plain)
         check = self._check_agreement if comparable else None
-        batch, metrics = self.learner.learn(buffer.current, check=check, event=self.event)
+        batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
@@ -387,9 +433,9 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         self.state.num_input_tokens_seen = self.collector.num_tokens
-        self.last_metrics = metrics
+        self.results.metrics = metrics
         generation = {} if self.buffer is None else self.buffer.metrics
-        self.step_metrics.add(metrics, generation)
+        self.events.steps.add(metrics, generation)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, generation)
 
@@ -397,15 +443,15 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
         agree(self.accelerator, self.control)
         if self.control.should_log:
-            self._log_steps()
+            self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
-            is_best = self._determine_best_metric(metrics=self.last_evaluation, trial=None)
+            is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         agree(self.accelerator, self.control)
         if self.control.should_save:
             self.save_checkpoint()
-            self.event("on_save")
+            self.events("on_save")
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
@@ -418,15 +464,15 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
             self.sampler.next_pass()
             self.buffer = None
         self._in_epoch = False
-        self.event("on_epoch_end")
+        self.events("on_epoch_end")
         self._log_evaluate_save()
 
     def _stop(self) -> None:
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
-            self._log_steps()
-        where = self._save_checkpoint(resumable=True)
-        self.event("on_save")
+            self.events.log_steps()
+        where = self.files.save_checkpoint(resumable=True)
+        self.events("on_save")
         self.output.console.note(
             f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
         )
@@ -435,26 +481,26 @@ class GRPOTrainer(WithCheckpoints, WithDataLoaders):
 
     def _finish(self) -> TrainResult:
         """Evaluate, save and describe the trained model."""
-        if self.args.eval_at_ends and self.last_evaluation.get("step") != self.step:
+        if self.args.eval_at_ends and self.events.last_evaluation.get("step") != self.step:
             self._evaluate()
-        closing = self._log_closing()
-        if self.last_evaluation.get("step") != self.step:
-            self.eval_after = None
+        closing = self.events.log_closing(self.output)
+        if self.events.last_evaluation.get("step") != self.step:
+            self.results.eval_after = None
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
-        final = self._save_final(self._card())
+        final = self.files.save_final(self.card())
         if self.args.push_to_hub:
-            self._upload(final)
+            self.files.upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
             report = self.output.report()
-        self.event("on_train_end")
+        self.events("on_train_end")
         barrier(self.accelerator)
         return TrainResult(
             steps=self.step,
-            training_loss=self.step_metrics.train_loss,
-            metrics=self.last_metrics | closing,
-            eval_before=self.eval_before,
-            eval_after=self.eval_after,
+            training_loss=self.events.steps.train_loss,
+            metrics=self.results.metrics | closing,
+            eval_before=self.results.eval_before,
+            eval_after=self.results.eval_after,
             checkpoint=final,
             report=report,
         )

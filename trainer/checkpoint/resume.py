@@ -163,7 +163,7 @@ def _numbers(learner: Any, place: dict[str, Any], optimizer: dict[str, Any]) -> 
     }
 
 
-def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
+def restore(checkpoint: Path, learner: Any, collector: Any, *, max_steps: int) -> Restored:
     """Put a new run into the state in which `checkpoint` was saved.
 
     Raises:
@@ -187,6 +187,11 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             check_cursors(numbers, state.epoch, learner)
+        if numbers["step"] > max_steps:
+            raise CheckpointError(
+                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={max_steps} at most; fix: a larger "
+                "max_steps, or an earlier checkpoint"
+            )
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]

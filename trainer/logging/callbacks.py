@@ -1,4 +1,4 @@
-"""`WithCallbacks`: the callbacks of a trainer, its state and its log, with the code of transformers where that fits.
+"""`Events`: the callbacks of a run, the state and control that they share, and the history of its log.
 
 The events come in the order of `transformers.Trainer`. `DefaultFlowCallback` of transformers decides when to log, to
 evaluate and to save; our own `eval_at_ends` is decided by `EvaluateBetweenEnds` and the loop.
@@ -7,18 +7,20 @@ evaluate and to save; our own `eval_at_ends` is decided by `EvaluateBetweenEnds`
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluateBetweenEnds(TrainerCallback):
@@ -32,165 +34,115 @@ class EvaluateBetweenEnds(TrainerCallback):
         return control
 
 
-class WithCallbacks:
-    """The part of a trainer that calls callbacks and keeps the history of its log, under transformers' names."""
+class Events:
+    """Calls the callbacks of a run, and keeps what they and its log share.
 
-    args: GRPOConfig
-    accelerator: Accelerator
-    output: RunOutput
-    learner: Any
-    rewards: Any
-    engine_name: Any
-    max_steps: int
+    Args:
+        callbacks: the user's.
+        max_steps: of the run.
+        shown: the model, tokenizer, optimizer and schedule, which every event gets.
+        log: makes an entry; the trainer's method, which a subclass may override.
+    """
 
-    def _init_callbacks(self, callbacks: Iterable[Any] | None, model: Any, processing_class: Any) -> None:
-        """With the model, optimizer and schedule that are passed to every event."""
-        self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, EvaluateBetweenEnds, *(callbacks or [])],
-            model,
-            processing_class,
-            self.learner.optimizer,
-            self.learner.scheduler,
-        )
+    def __init__(
+        self,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        callbacks: Iterable[Any],
+        *,
+        max_steps: int,
+        shown: Iterable[Any],
+        log: Callable[..., None],
+    ) -> None:
+        self.args, self.accelerator, self.max_steps, self.log = args, accelerator, max_steps, log
+        self.handler = CallbackHandler([DefaultFlowCallback, EvaluateBetweenEnds, *callbacks], *shown)
         self.control, self.state = TrainerControl(), TrainerState()
-        self._prepare_state(None, 0)
+        self.begin(None, 0)
 
-    def _prepare_state(self, saved: TrainerState | None, num_train_epochs: int) -> None:
-        """The state at the start of a run: a new one, or that of a checkpoint."""
+    def begin(self, saved: TrainerState | None, num_train_epochs: int) -> None:
+        """Take the state at the start of a run: a new one, or that of a checkpoint."""
         self.state = TrainerState() if saved is None else saved
-        if saved is not None:
-            self._load_callback_state()
+        if saved is not None and self.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks()
         self.state.max_steps, self.state.num_train_epochs = self.max_steps, num_train_epochs
         self.state.compute_steps(self.args, self.max_steps)
         self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.is_world_process_zero = self.is_world_process_zero()
-        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = bool(self.accelerator.is_main_process)
+        self.state.is_local_process_zero = bool(self.accelerator.is_local_main_process)
         self.state.stateful_callbacks = self._callback_states()
-        self.step_metrics, self.last_evaluation = StepMetrics(), dict[str, Any]()
+        self.steps, self.last_evaluation = StepMetrics(), dict[str, Any]()
 
-    def _callback_states(self) -> Any:
-        stateful: Any = [
-            one for one in [*self.callback_handler.callbacks, self.control] if isinstance(one, ExportableState)
-        ]
-        return TrainerState(stateful_callbacks=stateful).stateful_callbacks
+    def __call__(self, name: str, **values: Any) -> None:
+        """Call the event of every callback."""
+        self.control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
 
-    def _saved_state(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         """The state as a checkpoint has it."""
         self.state.stateful_callbacks = self._callback_states()
         saved = to_json(dataclasses.asdict(self.state))
         assert isinstance(saved, dict)
         return saved
 
-    def event(self, name: str, **values: Any) -> None:
-        """Call every callback."""
-        self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control, **values)
+    def add_entry(self, entry: dict[str, Any]) -> None:
+        """Add an entry to `state.log_history`, with its epoch, and show it to the callbacks."""
+        entry["epoch"] = self.state.epoch
+        self.state.log_history.append({**entry, "step": self.state.global_step})
+        self("on_log", logs=entry)
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Make an entry of `state.log_history` and show it to the callbacks.
-
-        Trackers and metrics.jsonl get what they do not have yet. They have every step and every evaluation already.
-
-        Args:
-            logs: numbers by name; the epoch is added.
-            start_time: not used, as in TRL.
-        """
-        written = logs.written if isinstance(logs, LogEntry) else frozenset()
-        if added := {name: value for name, value in logs.items() if name not in written}:
-            self.output.numbers(self.state.global_step, added)
-        logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.event("on_log", logs=logs)
-
-    def _log_steps(self) -> None:
+    def log_steps(self) -> None:
         """The entry of the steps since the last one; none where there was no step."""
-        if metrics := self.step_metrics.take():
-            self.log(LogEntry(metrics), self.step_metrics.start)
+        if metrics := self.steps.take():
+            self.log(LogEntry(metrics), self.steps.start)
 
-    def _log_evaluation(self, entry: LogEntry, num_prompts: int) -> None:
-        """The entry of an evaluation, which is one `generate` call; transformers' events count its batches."""
-        sequences = num_prompts * (self.args.num_generations_eval or 1)
-        for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
-            self.event("on_prediction_step")
-        self.log(entry)
-        of_this_step = self.last_evaluation if self.last_evaluation.get("step") == self.state.global_step else {}
-        self.last_evaluation = {**of_this_step, **entry, "step": self.state.global_step}
-        self.event("on_evaluate", metrics=dict(entry))
-
-    def _log_closing(self) -> dict[str, Any]:
+    def log_closing(self, output: RunOutput) -> dict[str, Any]:
         """The last entry of a run, without the metrics of steps."""
         per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        closing = self.step_metrics.closing(per_step * self.accelerator.num_processes)
-        self.output.closing(self.state.global_step, closing)
-        self.log(LogEntry(self.step_metrics.take() | closing))
+        closing = self.steps.closing(per_step * self.accelerator.num_processes)
+        output.closing(self.state.global_step, closing)
+        self.log(LogEntry(self.steps.take() | closing))
         return closing
 
-    # The first is whether an evaluation is the best one, which the state keeps.
-    _determine_best_metric: Any = Trainer._determine_best_metric
-    _load_callback_state: Any = Trainer._load_callback_state
-    add_callback: Any = Trainer.add_callback
-    pop_callback: Any = Trainer.pop_callback
-    remove_callback: Any = Trainer.remove_callback
-    log_metrics: Any = Trainer.log_metrics
-    metrics_format: Any = staticmethod(Trainer.metrics_format)
-    get_num_trainable_parameters: Any = Trainer.get_num_trainable_parameters
-    save_metrics: Any = Trainer.save_metrics
-    save_state: Any = Trainer.save_state
+    def evaluated(self, entry: LogEntry, sequences: int) -> None:
+        """The entry of an evaluation, which is one `generate` call; transformers' events count its batches."""
+        for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
+            self("on_prediction_step")
+        self.log(entry)
+        is_of_this_step = self.last_evaluation.get("step") == self.state.global_step
+        self.last_evaluation = {**(self.last_evaluation if is_of_this_step else {}), **entry}
+        self.last_evaluation["step"] = self.state.global_step
+        self("on_evaluate", metrics=dict(entry))
 
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
-        return bool(self.accelerator.is_main_process)
+    def is_best(self) -> bool:
+        """Whether the last evaluation is the best one, by `metric_for_best_model`; the state keeps which one was."""
+        name, rises = self.args.metric_for_best_model, self.args.greater_is_better
+        if name is None:
+            return False
+        value = self.last_evaluation[name if name.startswith("eval_") else f"eval_{name}"]
+        if self.state.best_metric is None:
+            self.state.best_metric = float("-inf" if rises else "inf")
+        if not (value > self.state.best_metric if rises else value < self.state.best_metric):
+            return False
+        self.state.best_metric = value
+        if self.args.save_strategy != "no":
+            self.state.best_global_step = self.state.global_step
+        return True
 
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return bool(self.accelerator.is_local_main_process)
+    def _callback_states(self) -> Any:
+        stateful: Any = [one for one in [*self.handler.callbacks, self.control] if isinstance(one, ExportableState)]
+        return TrainerState(stateful_callbacks=stateful).stateful_callbacks
 
-    # What TRL's trainer copies from its options and its parts.
-    optimizer: Any = property(attrgetter("learner.optimizer"))
-    lr_scheduler: Any = property(attrgetter("learner.scheduler"))
-    reward_funcs: Any = property(attrgetter("rewards.functions"))
-    reward_func_names: Any = property(attrgetter("rewards.names"))
-    reward_weights: Any = property(attrgetter("rewards.weights"))
-    num_generations: Any = property(attrgetter("args.num_generations"))
-    num_iterations: Any = property(attrgetter("args.num_iterations"))
-    max_completion_length: Any = property(attrgetter("args.max_completion_length"))
-    beta: Any = property(attrgetter("args.beta"))
-    epsilon_low: Any = property(attrgetter("args.epsilon"))
-    loss_type: Any = property(attrgetter("args.loss_type"))
-    scale_rewards: Any = property(attrgetter("args.scale_rewards"))
-    temperature: Any = property(attrgetter("args.temperature"))
-    top_p: Any = property(attrgetter("args.top_p"))
-    top_k: Any = property(attrgetter("args.top_k"))
-    min_p: Any = property(attrgetter("args.min_p"))
-    repetition_penalty: Any = property(attrgetter("args.repetition_penalty"))
-    shuffle_dataset: Any = property(attrgetter("args.shuffle_dataset"))
-
-    @property
-    def reward_processing_classes(self) -> list[Any]:
-        """The tokenizers of reward models; None for functions."""
-        return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
-
-    @property
-    def epsilon_high(self) -> float:
-        """Upper clip of the ratio."""
-        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
-
-    @property
-    def entropy_coef(self) -> float:
-        """Coefficient of the entropy bonus now: with `use_adaptive_entropy` it moves."""
-        return float(self.learner.entropy.coefficient)
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the router of a mixture of experts has a loss."""
-        return bool(self.learner.router_coefficient)
-
-    @property
-    def use_vllm(self) -> bool:
-        """Whether vLLM samples."""
-        return bool(self.engine_name != "transformers")
-
-    @property
-    def ref_model(self) -> Any:
-        """The reference model; None where there is none, or where it is the policy without its adapter."""
-        reference = self.learner.reference
-        return None if reference is None else self.accelerator.unwrap_model(reference).model
+    def _restore_callbacks(self) -> None:
+        """Put the callbacks, and the control, into the state in which the checkpoint has those of the same class."""
+        present, absent = [*self.handler.callbacks, self.control], list[str]()
+        for kind, states in self.state.stateful_callbacks.items():
+            same = [one for one in present if type(one).__name__ == kind]
+            absent += [] if same else [kind]
+            states = states if isinstance(states, list) else [states]
+            for one, saved in zip(same, states, strict=False):
+                restored = type(one).from_state({"args": {}, "attributes": {}, **saved})
+                if isinstance(one, TrainerControl):
+                    self.control = restored
+                else:
+                    self.handler.callbacks[self.handler.callbacks.index(one)] = restored
+        if absent:
+            _log.warning("the checkpoint has the state of callbacks that this run has not: %s", ", ".join(absent))

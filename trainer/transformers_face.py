@@ -1,0 +1,331 @@
+"""`TransformersFace`: what a script of TRL's or of transformers' expects of a trainer, beside `train` and `evaluate`.
+
+The loop needs none of it but `log`, which a subclass may override. Names, arguments and results are transformers'. The
+loop makes the parts, and hands them over once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Sampler
+from transformers import TrainerControl, TrainerState, trainer_pt_utils
+
+from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.trainer.checkpoint.saving import ModelFiles
+from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.logging.callbacks import Events
+from fused_grpo.trainer.logging.model_card import CardFacts, write_model_card
+from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
+from fused_grpo.trainer.models.adapters import is_adapted
+from fused_grpo.trainer.rewards import Rewards
+
+
+@dataclass
+class Results:
+    """What the model card and the result of `train` say of a run."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last step
+    eval_before: dict[str, float] | None = None
+    eval_after: dict[str, float] | None = None  # of the last evaluation
+
+
+class TransformersFace:
+    """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names.
+
+    Args:
+        args, accelerator, learner, rewards, events: parts of the run.
+        model, processing_class, train_dataset, eval_dataset: the user's, or what was loaded; `dataset` is what the
+            sampler reads.
+        model_path: where the model came from; None for one that was passed.
+        sampler: the order of the prompts.
+        training_state: what a run needs to be resumed, beside the model.
+        use_vllm: whether vLLM samples.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        *,
+        model: Any,
+        model_path: str | None,
+        processing_class: Any,
+        train_dataset: Any,
+        dataset: Any,
+        eval_dataset: Any,
+        learner: Learner,
+        rewards: Rewards,
+        sampler: PromptSampler,
+        events: Events,
+        training_state: Callable[[], TrainingFiles],
+        use_vllm: bool,
+    ) -> None:
+        self.args, self.accelerator, self.learner = args, accelerator, learner
+        self.model, self.model_path, self.processing_class = model, model_path, processing_class
+        self.train_dataset, self.dataset, self.eval_dataset = train_dataset, dataset, eval_dataset
+        self.rewards, self.sampler, self.events, self.use_vllm = rewards, sampler, events, use_vllm
+        self.output_dir, self.results = Path(args.output_dir), Results()
+        self.files = ModelFiles(args, learner, model, processing_class, events=events, training_state=training_state)
+        self.output = RunOutput(args, 0, is_main=False, facts={})  # before a run begins nothing is shown
+
+    # The log.
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Make an entry of `state.log_history` and show it to the callbacks.
+
+        Trackers and metrics.jsonl get what they do not have yet. They have every step and every evaluation already.
+
+        Args:
+            logs: numbers by name; the epoch is added.
+            start_time: not used, as in TRL.
+        """
+        written = logs.written if isinstance(logs, LogEntry) else frozenset()
+        if added := {name: value for name, value in logs.items() if name not in written}:
+            self.output.numbers(self.state.global_step, added)
+        self.events.add_entry(logs)
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics, on the first process."""
+        trainer_pt_utils.log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write metrics to `<split>_results.json`, and with `combined` also to all_results.json."""
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json, on the first process."""
+        trainer_pt_utils.save_state(self)
+
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    # Saving.
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
+        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
+
+        In a directory that you name, only the files of the model are written. Nothing is uploaded.
+        """
+        if output_dir is None:
+            return self.files.save(self.output_dir / "final")
+        return self.files.save_elsewhere(Path(output_dir))
+
+    def save_checkpoint(self) -> Path:
+        """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
+
+        With `save_only_model`, the model alone.
+        """
+        return self.files.save_checkpoint(resumable=not self.args.save_only_model)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload the model as it is now, with its card, in one commit: `<output_dir>/final`, and nothing beside it.
+
+        Args:
+            commit_message, revision: of the commit.
+            blocking: wait until it is uploaded.
+            token: of the account. None: the one that is logged in.
+            card: arguments of `create_model_card`.
+
+        Returns:
+            What `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
+
+        Raises:
+            UnavailableError: no network, no login, or no right to write there.
+        """
+        self.events("on_push_begin")
+        final = self.files.save_final(self.card(**card))
+        options = {"commit_message": commit_message, "revision": revision, "run_as_future": not blocking}
+        return self.files.upload(final, token=token, **options)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+    ) -> None:
+        """Write README.md into `args.output_dir`."""
+        if self.is_world_process_zero():
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            write_model_card(self.output_dir, self.card(model_name, dataset_name, tags), self.args)
+
+    def card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+    ) -> CardFacts:
+        """What the model card says."""
+        return CardFacts(
+            name=model_name or self.args.hub_model_id or self.output_dir.name,
+            rewards=self.rewards.names,
+            steps=self.learner.step,
+            metrics=self.results.metrics,
+            base_model=self.model_path,
+            dataset=dataset_name,
+            eval_before=self.results.eval_before,
+            eval_after=self.results.eval_after,
+            adapter=is_adapted(self.model),
+            tags=[tags] if isinstance(tags, str) else tags or [],
+        )
+
+    # The data. A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as
+    # often as it has completions there. The loop does not use these: an engine repeats prompts itself, and the position
+    # in the data is the sampler's.
+
+    def get_train_dataloader(self) -> DataLoader[list[Row]]:
+        """The rows of this process in the first pass over the data, in the order in which a new run draws them.
+
+        As in TRL, a batch has `per_device_train_batch_size * steps_per_generation` rows and comes once for each
+        micro-batch and iteration that uses its completions, so that the length is that of the pass in micro-batches.
+        Prompts that fill no batch are left out. Reading it does not move the run's own position.
+
+        Raises:
+            UnsupportedError: a stream, whose position a second reader would move.
+        """
+        if is_stream(self.dataset):
+            raise UnsupportedError(
+                "got a stream as train_dataset, whose position a second reader would move; want a dataset with a "
+                "length; fix: iterate over your own copy of the stream"
+            )
+        processes = self.accelerator.num_processes
+        times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
+        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
+        workers = self.args.dataloader_num_workers
+        return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
+        """The rows of an eval set that this process has, `per_device_eval_batch_size` at a time; none is left out.
+
+        Args:
+            eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
+
+        Raises:
+            DataError: none, several, or one that cannot be used.
+        """
+        sets = chosen_eval_sets(eval_dataset, self.eval_dataset)
+        if len(sets) > 1:
+            raise DataError(f"got the eval sets {list(sets)}, want one; fix: get_eval_dataloader(name)")
+        (rows,) = sets.values()
+        workers = self.args.dataloader_num_workers
+        if is_stream(rows):
+            rows, workers = all_rows(rows, name="eval_dataset"), 0
+        size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
+        numbers = [number for number in range(len(rows)) for _ in range(repeats)]
+        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        own_batches = batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        return DataLoader(rows, batch_sampler=own_batches, collate_fn=list, num_workers=workers)
+
+    # Callbacks and processes.
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, a class or an instance."""
+        self.events.handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback and return it, None where there is none."""
+        return self.events.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback."""
+        self.events.handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    # What a trainer copies from its options and its parts.
+
+    @property
+    def state(self) -> TrainerState:
+        """transformers' state of the run."""
+        return self.events.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks have decided."""
+        return self.events.control
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far."""
+        return int(self.learner.step)
+
+    @property
+    def entropy_coef(self) -> float:
+        """Coefficient of the entropy bonus now: with `use_adaptive_entropy` it moves."""
+        return float(self.learner.entropy.coefficient)
+
+    @property
+    def epsilon_high(self) -> float:
+        """Upper clip of the ratio."""
+        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the router of a mixture of experts has a loss."""
+        return bool(self.learner.router_coefficient)
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference model; None where there is none, or where it is the policy without its adapter."""
+        reference = self.learner.reference
+        return None if reference is None else self.accelerator.unwrap_model(reference).model
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizers of reward models; None for functions."""
+        return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
+
+    callback_handler: Any = property(attrgetter("events.handler"))
+    hub_model_id: Any = property(attrgetter("files.hub_model_id"))
+    optimizer: Any = property(attrgetter("learner.optimizer"))
+    lr_scheduler: Any = property(attrgetter("learner.scheduler"))
+    reward_funcs: Any = property(attrgetter("rewards.functions"))
+    reward_func_names: Any = property(attrgetter("rewards.names"))
+    reward_weights: Any = property(attrgetter("rewards.weights"))
+    num_generations: Any = property(attrgetter("args.num_generations"))
+    num_iterations: Any = property(attrgetter("args.num_iterations"))
+    max_completion_length: Any = property(attrgetter("args.max_completion_length"))
+    beta: Any = property(attrgetter("args.beta"))
+    epsilon_low: Any = property(attrgetter("args.epsilon"))
+    loss_type: Any = property(attrgetter("args.loss_type"))
+    scale_rewards: Any = property(attrgetter("args.scale_rewards"))
+    temperature: Any = property(attrgetter("args.temperature"))
+    top_p: Any = property(attrgetter("args.top_p"))
+    top_k: Any = property(attrgetter("args.top_k"))
+    min_p: Any = property(attrgetter("args.min_p"))
+    repetition_penalty: Any = property(attrgetter("args.repetition_penalty"))
+    shuffle_dataset: Any = property(attrgetter("args.shuffle_dataset"))
+
+
+class _RepeatedRows(Sampler[list[int]]):
+    """Each batch of a first pass `times` times, with each of its rows `each` times."""
+
+    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
+        self.sampler, self.each, self.times = sampler, each, times
+
+    def __len__(self) -> int:
+        return self.sampler.batches_per_pass * self.times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for numbers in self.sampler.first_pass():
+            for _ in range(self.times):
+                yield [number for number in numbers for _ in range(self.each)]
