@@ -95,7 +95,7 @@ class Learner:
         if teacher is not None:
             check_teacher_model(teacher, model)
         prepare_sharding(accelerator)
-        self.args, self.accelerator, self.step = args, accelerator, 0
+        self.args, self.accelerator, self.step, self.max_steps = args, accelerator, 0, max_steps
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
         self.nonfinite = NonFiniteSteps(Path(args.output_dir), accelerator.process_index, limit=args.max_skipped_steps)

@@ -13,7 +13,6 @@
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
 What makes it this loop and not another:
-
 - **One generation per effective batch.** The engine is called once for everything that an optimizer step (times
   `num_iterations`) learns from, so it runs at its best batch size and gradient accumulation costs no generation.
 - **No forward pass for old log-probs.** The rollouts come from the weights being trained, so the old log-probs of the
@@ -30,14 +29,12 @@ beside the loop is in `transformers_face.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PreTrainedModel
 
@@ -50,7 +47,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
 from fused_grpo.trainer.collect.plan import announce
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
-from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -60,15 +57,13 @@ from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
-from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
-from fused_grpo.trainer.models.adapters import adapt
-from fused_grpo.trainer.models.loading import SELF, load_teacher, model_for, uncompiled
+from fused_grpo.trainer.models.loading import uncompiled
 from fused_grpo.trainer.transformers_face import Results, TransformersFace
 
 
@@ -134,6 +129,7 @@ class GRPOTrainer(TransformersFace):
         check_arguments(args, **given)
         dataset = check_dataset(train_dataset, name="train_dataset")
         fill_loader_options(args, stream=is_stream(dataset))
+        evals = eval_sets(eval_dataset, check=True)
         accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):
@@ -141,7 +137,7 @@ class GRPOTrainer(TransformersFace):
                 args=args,
                 model=model,
                 train=dataset,
-                evals=eval_sets(eval_dataset, check=True),
+                evals=evals,
                 reward_funcs=reward_funcs,
                 reward_processing_classes=reward_processing_classes,
                 processing_class=processing_class,
@@ -154,48 +150,36 @@ class GRPOTrainer(TransformersFace):
             with all_ranks_succeed(accelerator, "checking what the run needs"):
                 check_start(start)
             self.facts = announce(start, accelerator)
-            teacher = load_teacher(teacher_model, args, accelerator, start.tokenizer)
-            set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-            loaded = model_for(model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id)
-            policy = adapt(loaded, peft_config, args, accelerator, keep_reference=teacher == SELF)
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
-            learner = Learner(
-                policy,
-                args,
-                accelerator,
-                max_steps=start.max_steps,
-                optimizers=optimizers,
-                corrected=own_weights,
-                teacher=teacher,
-            )
+            policy, learner = load_model(start, optimizers, corrected=own_weights)
             shown = (policy, start.tokenizer, learner.optimizer, learner.scheduler)
+            events = Events(args, accelerator, start.callbacks, max_steps=start.max_steps, shown=shown)
+            events.log = lambda *entry: self.log(*entry)  # which a subclass may override
             super().__init__(
-                args,
-                accelerator,
-                model=policy,
-                model_path=str(model) if isinstance(model, str | Path) else None,
-                processing_class=start.tokenizer,
+                start,
+                policy,
+                learner,
                 train_dataset=dataset,
-                dataset=start.train,
                 eval_dataset=eval_dataset,
-                learner=learner,
-                rewards=start.rewards,
                 sampler=make_sampler(start.train, args, accelerator, start.limit),
-                events=Events(args, accelerator, callbacks or (), max_steps=start.max_steps, shown=shown, log=self.log),
+                events=events,
                 training_state=self._training_state,
-                use_vllm=start.engine_name != "transformers",
             )
             self.max_steps, self.epochs, self.collector = start.max_steps, start.epochs, self._make_collector()
             self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
-            self.stop, self.lock = StopOnSignal(), RunLock()
-            self._undo = ExitStack()  # of what a run that fails at its start has done
+            # `_undo` is of what a run that fails at its start has done.
+            self.stop, self.lock, self._undo = StopOnSignal(), RunLock(), ExitStack()
             self._in_epoch = self._is_stale = False  # stale: the engine has the weights of another run's step
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
-                self._make_engine = partial(self._choose_engine, rollout_func, rollout_engine)
+                self._make_engine: Callable[[], RolloutEngine] = partial(
+                    make_engine, start, policy, rollout_func=rollout_func, trainer=self
+                )
+                if rollout_engine is not None:
+                    self._make_engine = lambda: rollout_engine
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
 
@@ -273,8 +257,7 @@ class GRPOTrainer(TransformersFace):
             result.metrics["loss"] = self.learner.evaluate(result.batch)
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
             self.events.evaluated(entry, result.num_prompts * (self.args.num_generations_eval or 1))
-            results |= entry
-            means |= rewards
+            results, means = results | entry, means | rewards
         if eval_dataset is None and metric_key_prefix == "eval":
             self.results.eval_after = means
         return results
@@ -308,14 +291,6 @@ class GRPOTrainer(TransformersFace):
             attention=self.learner.attention,
             can_skip=self.learner.can_skip,
         )
-
-    def _choose_engine(self, rollout_func: Any, given: RolloutEngine | None) -> RolloutEngine:
-        if given is not None:
-            return given
-        args = copy(self.args)
-        args.vllm_max_model_length = self.start.longest_sequence
-        options: dict[str, Any] = {"rollout_func": rollout_func, "trainer": self}
-        return choose_engine(self.start.engine_name, args, self.model, self.processing_class, **options)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -358,7 +333,7 @@ class GRPOTrainer(TransformersFace):
 
     def _restore(self, checkpoint: Path) -> None:
         """Everything as it was when `checkpoint` was saved, the logs included."""
-        restored = restore(checkpoint, self.learner, self.collector, max_steps=self.max_steps)
+        restored = restore(checkpoint, self.learner, self.collector)
         self.buffer, self.results.eval_before, unlogged, state = restored
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch)
@@ -379,9 +354,9 @@ class GRPOTrainer(TransformersFace):
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
         agree(self.accelerator, self.control)
-        # Before `max_steps` where a callback has left out the rest of an epoch.
-        all_epochs = self.epochs.at(self.step) >= self.epochs.total
-        return self.step >= self.max_steps or self.control.should_training_stop or all_epochs
+        # All epochs may end before `max_steps`, where a callback has left out the rest of one.
+        is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
+        return is_last or self.control.should_training_stop
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""

@@ -1,7 +1,7 @@
 """`TransformersFace`: what a script of TRL's or of transformers' expects of a trainer, beside `train` and `evaluate`.
 
 The loop needs none of it but `log`, which a subclass may override. Names, arguments and results are transformers'. The
-loop makes the parts, and hands them over once.
+loop makes the parts and passes them to the constructor.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.checkpoint.saving import ModelFiles
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.learner import Learner
@@ -27,7 +26,6 @@ from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.model_card import CardFacts, write_model_card
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
 from fused_grpo.trainer.models.adapters import is_adapted
-from fused_grpo.trainer.rewards import Rewards
 
 
 @dataclass
@@ -43,40 +41,35 @@ class TransformersFace:
     """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names.
 
     Args:
-        args, accelerator, learner, rewards, events: parts of the run.
-        model, processing_class, train_dataset, eval_dataset: the user's, or what was loaded; `dataset` is what the
-            sampler reads.
-        model_path: where the model came from; None for one that was passed.
+        start: what the run begins with, after the checks.
+        model: the one that is trained.
+        train_dataset, eval_dataset: as the user gave them.
         sampler: the order of the prompts.
         training_state: what a run needs to be resumed, beside the model.
-        use_vllm: whether vLLM samples.
     """
 
     def __init__(
         self,
-        args: GRPOConfig,
-        accelerator: Accelerator,
-        *,
+        start: Start,
         model: Any,
-        model_path: str | None,
-        processing_class: Any,
-        train_dataset: Any,
-        dataset: Any,
-        eval_dataset: Any,
         learner: Learner,
-        rewards: Rewards,
+        *,
+        train_dataset: Any,
+        eval_dataset: Any,
         sampler: PromptSampler,
         events: Events,
         training_state: Callable[[], TrainingFiles],
-        use_vllm: bool,
     ) -> None:
-        self.args, self.accelerator, self.learner = args, accelerator, learner
-        self.model, self.model_path, self.processing_class = model, model_path, processing_class
-        self.train_dataset, self.dataset, self.eval_dataset = train_dataset, dataset, eval_dataset
-        self.rewards, self.sampler, self.events, self.use_vllm = rewards, sampler, events, use_vllm
-        self.output_dir, self.results = Path(args.output_dir), Results()
-        self.files = ModelFiles(args, learner, model, processing_class, events=events, training_state=training_state)
-        self.output = RunOutput(args, 0, is_main=False, facts={})  # before a run begins nothing is shown
+        self.args, self.learner, self.accelerator = start.args, learner, learner.accelerator
+        self.model, self.model_path = model, start.model_path
+        self.train_dataset, self.dataset, self.eval_dataset = train_dataset, start.train, eval_dataset
+        self.rewards, self.sampler, self.events = start.rewards, sampler, events
+        self.use_vllm = start.engine_name != "transformers"
+        self.output_dir, self.results = Path(self.args.output_dir), Results()
+        self.files = ModelFiles(
+            self.args, learner, model, start.tokenizer, events=events, training_state=training_state
+        )
+        self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
 
     # The log.
 
@@ -200,7 +193,7 @@ class TransformersFace:
         processes = self.accelerator.num_processes
         times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
         batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
-        workers = self.args.dataloader_num_workers
+        workers: int = vars(self.args)["dataloader_num_workers"]
         return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
@@ -216,7 +209,7 @@ class TransformersFace:
         if len(sets) > 1:
             raise DataError(f"got the eval sets {list(sets)}, want one; fix: get_eval_dataloader(name)")
         (rows,) = sets.values()
-        workers = self.args.dataloader_num_workers
+        workers: int = vars(self.args)["dataloader_num_workers"]
         if is_stream(rows):
             rows, workers = all_rows(rows, name="eval_dataset"), 0
         size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
@@ -262,6 +255,15 @@ class TransformersFace:
     def control(self) -> TrainerControl:
         """What callbacks have decided."""
         return self.events.control
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer, which is saved beside the model."""
+        return self.files.tokenizer
+
+    @processing_class.setter
+    def processing_class(self, tokenizer: Any) -> None:
+        self.files.tokenizer = tokenizer
 
     @property
     def step(self) -> int:

@@ -163,7 +163,7 @@ def _numbers(learner: Any, place: dict[str, Any], optimizer: dict[str, Any]) -> 
     }
 
 
-def restore(checkpoint: Path, learner: Any, collector: Any, *, max_steps: int) -> Restored:
+def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     """Put a new run into the state in which `checkpoint` was saved.
 
     Raises:
@@ -187,9 +187,9 @@ def restore(checkpoint: Path, learner: Any, collector: Any, *, max_steps: int) -
             check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             check_cursors(numbers, state.epoch, learner)
-        if numbers["step"] > max_steps:
+        if numbers["step"] > learner.max_steps:
             raise CheckpointError(
-                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={max_steps} at most; fix: a larger "
+                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; fix: a larger "
                 "max_steps, or an earlier checkpoint"
             )
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:

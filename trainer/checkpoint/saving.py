@@ -40,7 +40,7 @@ class ModelFiles:
         self.accelerator, self.output_dir = learner.accelerator, Path(args.output_dir)
         self.hub_model_id: str | None = None  # of the last upload
 
-    def save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
+    def save(self, directory: Path, write_more: Callable[[Path], None] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
         weights = self.learner.weights()
         with all_ranks_succeed(self.accelerator, f"saving {directory.name}"):
@@ -82,7 +82,11 @@ class ModelFiles:
 
     def save_final(self, card: CardFacts) -> Path:
         """The model as it is now, with its card."""
-        return self.save(self.output_dir / "final", lambda directory: write_model_card(directory, card, self.args))
+
+        def write_card(directory: Path) -> None:
+            write_model_card(directory, card, self.args)
+
+        return self.save(self.output_dir / "final", write_card)
 
     def upload(self, directory: Path, **options: Any) -> Any:
         """Upload a directory in one commit. Returns the commit, on the main process."""

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
@@ -35,14 +37,16 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
-from fused_grpo.trainer.engines.engine_choice import EngineName, engine_name
+from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
+from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
-from fused_grpo.trainer.models.adapters import base_model, is_adapted
-from fused_grpo.trainer.models.loading import SELF, loading, tokenizer_for
+from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
+from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
@@ -386,3 +390,22 @@ def check_rewards(start: Start) -> None:
 
 CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
 CHECKS += (check_places, check_saving, check_disk, check_rewards)
+
+
+def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
+    """(the model that is trained, its learner), after the checks; `corrected` as of `Learner`."""
+    args, accelerator = start.args, start.accelerator
+    assert accelerator is not None
+    teacher = load_teacher(start.teacher, args, accelerator, start.tokenizer)
+    set_seed(args.seed, device_specific=True)  # for dropout and new adapters
+    loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id)
+    policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
+    schedule: Any = {"max_steps": start.max_steps, "optimizers": optimizers}
+    return policy, Learner(policy, args, accelerator, **schedule, corrected=corrected, teacher=teacher)
+
+
+def make_engine(start: Start, model: Any, *, rollout_func: Any, trainer: Any) -> RolloutEngine:
+    """The engine that the options ask for."""
+    args = copy(start.args)
+    args.vllm_max_model_length = start.longest_sequence
+    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=rollout_func, trainer=trainer)

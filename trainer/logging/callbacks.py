@@ -41,8 +41,10 @@ class Events:
         callbacks: the user's.
         max_steps: of the run.
         shown: the model, tokenizer, optimizer and schedule, which every event gets.
-        log: makes an entry; the trainer's method, which a subclass may override.
     """
+
+    log: Callable[..., None]
+    """Makes an entry: the trainer's method."""
 
     def __init__(
         self,
@@ -52,9 +54,8 @@ class Events:
         *,
         max_steps: int,
         shown: Iterable[Any],
-        log: Callable[..., None],
     ) -> None:
-        self.args, self.accelerator, self.max_steps, self.log = args, accelerator, max_steps, log
+        self.args, self.accelerator, self.max_steps = args, accelerator, max_steps
         self.handler = CallbackHandler([DefaultFlowCallback, EvaluateBetweenEnds, *callbacks], *shown)
         self.control, self.state = TrainerControl(), TrainerState()
         self.begin(None, 0)
@@ -134,12 +135,13 @@ class Events:
     def _restore_callbacks(self) -> None:
         """Put the callbacks, and the control, into the state in which the checkpoint has those of the same class."""
         present, absent = [*self.handler.callbacks, self.control], list[str]()
-        for kind, states in self.state.stateful_callbacks.items():
+        saved: Any = self.state.stateful_callbacks
+        for kind, states in saved.items():
             same = [one for one in present if type(one).__name__ == kind]
             absent += [] if same else [kind]
             states = states if isinstance(states, list) else [states]
-            for one, saved in zip(same, states, strict=False):
-                restored = type(one).from_state({"args": {}, "attributes": {}, **saved})
+            for one, values in zip(same, states, strict=False):
+                restored = type(one).from_state({"args": {}, "attributes": {}, **values})
                 if isinstance(one, TrainerControl):
                     self.control = restored
                 else:

@@ -7,7 +7,8 @@ from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
 
 from fused_grpo.errors import DataError, UnsupportedError
-from fused_grpo.trainer.data.prompt_sampler import _RepeatedRows, prompt_sampler
+from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
+from fused_grpo.trainer.transformers_face import _RepeatedRows
 
 ROWS = [{"prompt": f"{number}="} for number in range(11)]
 GROUPED = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2, "num_iterations": 3}
