@@ -264,11 +264,10 @@ class GRPOTrainer(TransformersFace):
 
     def _evaluate(self) -> bool:
         """Evaluate the trainer's eval sets. Returns False where there are none."""
-        if self.eval_dataset is None:
-            return False
-        with progress("evaluating"):
-            check_best_metric(self.args.metric_for_best_model, self.evaluate())
-        return True
+        if self.eval_dataset is not None:
+            with progress("evaluating"):
+                check_best_metric(self.args.metric_for_best_model, self.evaluate())
+        return self.eval_dataset is not None
 
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""

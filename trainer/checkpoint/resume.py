@@ -189,8 +189,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             check_cursors(numbers, state.epoch, learner)
         if numbers["step"] > learner.max_steps:
             raise CheckpointError(
-                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; fix: a larger "
-                "max_steps, or an earlier checkpoint"
+                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; "
+                "fix: a larger max_steps, or an earlier checkpoint"
             )
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
