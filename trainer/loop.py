@@ -462,7 +462,7 @@ class GRPOTrainer(TransformersFace):
             self.results.eval_after = None
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
-        final = self.files.save_final(self.card())
+        final = self.files.save_final(self._card())
         if self.args.push_to_hub:
             self.files.upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):

@@ -142,7 +142,7 @@ class TransformersFace:
             UnavailableError: no network, no login, or no right to write there.
         """
         self.events("on_push_begin")
-        final = self.files.save_final(self.card(**card))
+        final = self.files.save_final(self._card(**card))
         options = {"commit_message": commit_message, "revision": revision, "run_as_future": not blocking}
         return self.files.upload(final, token=token, **options)
 
@@ -152,9 +152,9 @@ class TransformersFace:
         """Write README.md into `args.output_dir`."""
         if self.is_world_process_zero():
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            write_model_card(self.output_dir, self.card(model_name, dataset_name, tags), self.args)
+            write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
 
-    def card(
+    def _card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
     ) -> CardFacts:
         """What the model card says."""
