@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, Trainer, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
@@ -62,6 +64,8 @@ from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Check = Callable[[dict[str, float]], None]
 Event = Callable[[str], object]
+# Names of parameters without weight decay, as transformers' Trainer has them: no public function returns them.
+_NOT_DECAYING = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 class Learner:
@@ -421,17 +425,28 @@ def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequenc
 
 
 def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
-    """The optimizer called `args.optim`, made by transformers, whose rule it is which parameters decay.
+    """The optimizer called `args.optim`, over the groups of parameters that transformers' Trainer makes.
+
+    Biases and the parameters of norms do not decay. An optimizer with low-rank groups of its own (GaLore, APOLLO) has
+    those.
 
     Raises:
         UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
     """
-    from transformers import Trainer
-
-    maker: Any = Trainer.__new__(Trainer)  # without its constructor: nothing but these four is read
-    maker.model, maker.args, maker.optimizer, maker.optimizer_cls_and_kwargs = model, args, None, None
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(_NOT_DECAYING)))
+    trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}
+        for wanted, weight_decay in ((True, args.weight_decay), (False, 0.0))
+    ]
     try:
-        optimizer: torch.optim.Optimizer = maker.create_optimizer()
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            optimizer = kind(options.pop("params", groups), **options)
+        else:  # a factory, of an optimizer that is made of several
+            optimizer = kind()(model, **options)
+        if options.get("optim_bits") == 8 and "bitsandbytes" in str(kind):
+            _keep_embeddings_in_fp32(model)
     except (ImportError, ValueError, TypeError, RuntimeError) as error:
         raise UnavailableError(
             f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
@@ -439,6 +454,14 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
         ) from error
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
+
+
+def _keep_embeddings_in_fp32(model: torch.nn.Module) -> None:
+    """Have bitsandbytes keep the states of embeddings in 32 bits, which 8 would make unstable."""
+    manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:

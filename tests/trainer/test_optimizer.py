@@ -44,6 +44,9 @@ def test_the_groups_are_those_of_transformers(make, optim, tmp_path):
     assert type(found) is type(expected)
     assert groups(model, found) == groups(model, expected)
     assert found.defaults == expected.defaults
+    kept = [group for group in expected.param_groups if group["params"]]
+    for mine, full in zip(found.param_groups, kept, strict=True):
+        assert list(map(id, mine["params"])) == list(map(id, full["params"]))  # in the same order
 
 
 def test_expert_biases_do_not_decay():

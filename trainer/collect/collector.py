@@ -104,7 +104,6 @@ class Collector:
         self.generate_calls = 0
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
         self.num_tokens = 0
-        self._sampled_tokens = 0  # of this rank, not yet in `num_tokens`
         self.prefetched: Prefetched | None = None
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
@@ -132,11 +131,10 @@ class Collector:
         """
         scored, metrics = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
-            advantages = self._advantages(gather_object([scored.per_function]), self.args.num_generations)
-        metrics = self._metrics(gather_object([RolloutFacts.of(scored)]), self.args.num_generations) | metrics
-        self.num_tokens += sum(gather_object([self._sampled_tokens]))
-        self._sampled_tokens = 0
-        metrics["num_tokens"] = float(self.num_tokens)
+            facts = gather_object([RolloutFacts.of(scored)])
+            advantages = self._advantages(facts, self.args.num_generations)
+        self.num_tokens += sum(one.num_tokens for one in facts)
+        metrics = self._metrics(facts, self.args.num_generations) | metrics | {"num_tokens": float(self.num_tokens)}
         if self.sampler.dropped:
             metrics["prompts/dropped"] = float(self.sampler.dropped)
         return replace(scored.with_advantages(advantages), metrics=metrics)
@@ -191,9 +189,9 @@ class Collector:
                 samples = self._complete(engine, mine, placed, range(first, end))
                 scored = score_rollouts(samples, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
                 facts = RolloutFacts.of(scored)
-        processes = gather_object([facts])
-        metrics = self._metrics(processes, sampling.n) | {"num_tokens": float(self.num_tokens)}
-        advantages = self._advantages([process.per_function for process in processes], sampling.n)
+        everywhere = gather_object([facts])
+        metrics = self._metrics(everywhere, sampling.n) | {"num_tokens": float(self.num_tokens)}
+        advantages = self._advantages(everywhere, sampling.n)
         batch = [] if scored is None else self._learned_from(scored.with_advantages(advantages))
         skipped = [self.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
         # The sampler's log-probs may be of another temperature.
@@ -273,7 +271,6 @@ class Collector:
         """One generation, scored."""
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, samples = drawn or self.draw(engine, phases)
-            self._sampled_tokens += sum(sample.length for sample in samples)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
         return self._dropped_everywhere(scored)
@@ -324,10 +321,11 @@ class Collector:
         options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
         return checked_generate(engine, self.prompt_limit.encode(rows, row_numbers), sampling, **options)
 
-    def _advantages(self, parts: Sequence[Tensor], num_generations: int) -> Tensor:
+    def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
+        parts = [one.per_function for one in facts]
         advantages = multi_objective_advantages(
-            torch.cat(list(parts)),
+            torch.cat(parts),
             self.rewards.weights,
             num_generations,
             scale=self.args.scale_rewards,  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ class Scored:
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions, means
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
+    num_tokens: int = 0  # of prompts and completions, those that were replaced included; a prompt with each completion
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
@@ -64,6 +65,7 @@ class Scored:
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
+            num_tokens=sum(part.num_tokens for part in rounds),
             num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
             logged={name: fmean(part.logged[name] for part in rounds if name in part.logged) for name in names},
@@ -174,6 +176,7 @@ def score_rollouts(
         seconds={} if output is None else output.seconds,
         logged={} if output is None else output.metrics,
         failure=None if output is None else output.failure,
+        num_tokens=sum(sample.length for sample in samples),
         num_failed=len(samples) - len(sound),
     )
 
@@ -215,6 +218,7 @@ class RolloutFacts(NamedTuple):
     lengths: Tensor  # [b] of the model's own tokens, without the groups for which the engine failed
     ended: Tensor  # [b] bool
     dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
+    num_tokens: int  # of prompts and completions
     failed: int  # completions of groups for which the engine failed
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
@@ -229,6 +233,7 @@ class RolloutFacts(NamedTuple):
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
             ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
             dropped=scored.dropped,
+            num_tokens=scored.num_tokens,
             failed=scored.num_failed,
             seconds=scored.seconds,
             logged=scored.logged,
@@ -239,7 +244,7 @@ class RolloutFacts(NamedTuple):
     def none(cls, functions: int) -> RolloutFacts:
         """Of a process without completions."""
         nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, {}, {}, _sizes([]))
+        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, 0, {}, {}, _sizes([]))
 
 
 def rollout_metrics(
