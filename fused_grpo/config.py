@@ -1,4 +1,4 @@
-"""What the GRPO loss does: names, defaults and meaning are TRL's. And the type checks of a dataclass of options."""
+"""What the GRPO loss does: names, defaults and meaning are TRL's. And the checks of types and ranges of any options."""
 
 from __future__ import annotations
 

@@ -262,10 +262,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
-    """A dataclass of dataclasses, one per section, with all fields of `defaults`: that is how tyro groups options.
-
-    `demo`: values of the demo, for the help.
-    """
+    """A dataclass of dataclasses, one per section, since tyro groups options so; `demo` has values for the help."""
     real = TrainOptions()
     types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
     sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}

@@ -145,23 +145,14 @@ def check_names(start: Start) -> None:
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether it names neither a function nor a built-in reward.
-
-    Raises:
-        InputError: a short name that does not exist, or a file without the name of a function in it.
-    """
+    """Whether it names neither a function nor a built-in reward; InputError for a file alone or an unknown name."""
     if name.endswith(".py"):
         raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
     return builtin_reward(name) is None and not names_a_function(name)
 
 
 def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
-    """Check the folder of a model, or the form of its hub id; a module and None are left alone.
-
-    Raises:
-        DataError: no model can be there.
-        WrongTypeError: something else.
-    """
+    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
     if name is None or isinstance(name, nn.Module):
         return
     if not isinstance(name, str | Path):
