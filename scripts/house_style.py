@@ -3,9 +3,9 @@
 Floors: kernels -> fused_grpo -> trainer; an import never goes up. Inside a floor rooms have an order, and imports only
 go down; nowhere is there a circle. The drawing in CONTRIBUTING.md has every arrow between rooms and no other. Imports
 inside functions and under TYPE_CHECKING count. Lengths: files of at most 500 lines, functions of at most 60, jit
-kernels of at most 90, public functions of at most 4 positional parameters; pages of at most 250 lines. Words: code and
-pages use the field's terms instead of those in WORDS; no notes to self. Pages: every relative link, its anchor, and
-every file named in backticks exists, and docs/README.md links every page.
+kernels of at most 90, public functions of at most 4 positional parameters; pages of at most 250 lines; names of tests
+of at most 70 characters. Words: code and pages use the field's terms instead of those in WORDS; no notes to self.
+Pages: every relative link, its anchor, and every file named in backticks exists, and docs/README.md links every page.
 What code may not do is in security.py.
 """
 
@@ -33,7 +33,7 @@ ROOMS = {
 DRAWN_INSIDE = ("fused_grpo.head",)
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_POSITIONAL = 500, 60, 90, 4
 PUBLIC = ("logprobs", "loss", "fused_loss", "config", "loop")
-MAX_PAGE = 250
+MAX_PAGE, MAX_TEST_NAME = 250, 70
 WORDS = {  # between two characters that are no letters, in any case; what a reviewer has to judge is not in here
     r"TO" r"DO|FIX" r"ME|X" r"XX": "a note to self is left",
     r"stretch(es|ed)?": "say vocabulary slice, split",
@@ -126,6 +126,8 @@ def breaches_of(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and shipped:
             yield from function_breaches(node, name)
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > MAX_TEST_NAME:
+            yield f"{name}:{node.lineno}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
 
 
 def function_breaches(node: ast.FunctionDef, name: Path) -> Iterator[str]:

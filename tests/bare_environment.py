@@ -3,8 +3,6 @@
 Run by the Python of such an environment, with the name of a function below.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

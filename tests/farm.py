@@ -17,8 +17,6 @@ A stage is made when it is first asked for. It listens on a socket, takes lines 
 A script is a path, or "-m" and a module. See `Farm` in conftest.py, which speaks to it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

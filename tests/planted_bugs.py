@@ -7,8 +7,6 @@ The farm runs each bug as `planted_bugs.py --here NAME`, in a fork of a process 
 package.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

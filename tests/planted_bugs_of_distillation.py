@@ -1,7 +1,5 @@
 """The bugs of `planted_bugs.py` in the trainer's distillation: (file, old, new, caught by)."""
 
-from __future__ import annotations
-
 RUNS = "tests/trainer/test_distillation.py"
 STEPS = [RUNS, "-k", "full_logits"]
 ADAPTER = [RUNS, "-k", "adapter"]

@@ -1,7 +1,5 @@
 """The bugs of `planted_bugs.py` in divergences, kept tokens and K targets per row: (file, old, new, caught by)."""
 
-from __future__ import annotations
-
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
 SEVERAL = ["tests/ops/test_several_targets.py", "-k", "as_exact_as_fp32 and entropy-softcap-torch-dtype0"]
 SEVERAL_CONFIDENT = ["tests/ops/test_several_targets.py", "-k", "confident and None-torch"]

@@ -1,7 +1,5 @@
 """The bugs of `planted_bugs.py` in the losses and estimators that TRL does not have: (file, old, new, caught by)."""
 
-from __future__ import annotations
-
 KERNEL = "kernels/torch-ext/fused_grpo_kernels/grpo_loss.py"
 AUTHORS = ["tests/ops/test_authors_formulas.py", "-k", "torch or icepop"]
 ESTIMATORS = ["tests/trainer/collect/test_advantage_estimators.py"]

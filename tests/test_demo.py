@@ -1,7 +1,5 @@
 """The main job as a user starts it: the command, real vLLM, files, last line; killed, and resumed by the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -126,7 +124,7 @@ KINDS = {"LoRA": ("--use-peft", "--lora-r", 4), "KL": ("--beta", 0.1, "--sync-re
 
 # A reference that follows is killed and resumed by tests/trainer/checkpoint/test_resume.py, too.
 @pytest.mark.parametrize("kind", ["LoRA", pytest.param("KL", marks=pytest.mark.full)])
-def test_a_run_of_ones_own_goes_on_from_its_checkpoint_as_if_nothing_had_happened(start, given, tmp_path, kind):
+def test_a_run_of_ones_own_goes_on_from_its_checkpoint_unchanged(start, given, tmp_path, kind):
     run = start(tmp_path / "whole", *given, *KINDS[kind])
     assert run.wait() == 0, run.output
     # As a kill after step 5 leaves it: no final model, and logs that are ahead of the newest checkpoint.

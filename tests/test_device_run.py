@@ -1,7 +1,5 @@
 """FUSED_GRPO_TEST_DEVICE: tensors go to the device and come back, and no test calls an op beside that."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Started as a script, this file is one of the two processes that train as that page says.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re
@@ -43,7 +41,7 @@ def ran(farm, tmp_path_factory):
 
 
 @parametrized(EXAMPLES)
-def test_an_example_runs_alone_and_leaves_nothing_that_it_does_not_announce(ran, path):
+def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
     printed, folder = ran(path)
     assert printed.strip()
     announced = ast.get_docstring(ast.parse(path.read_text()))
@@ -133,7 +131,7 @@ def record(own_loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
     return sampled, losses
 
 
-def test_the_own_loop_generates_once_and_compares_with_the_policy_that_sampled(own_loop, monkeypatch):
+def test_the_own_loop_generates_once_and_compares_with_the_sampling_policy(own_loop, monkeypatch):
     sampled, losses = record(own_loop, monkeypatch)
     own_loop.main(steps=3)
     assert (len(sampled), len(losses)) == (3, 24)

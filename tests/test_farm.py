@@ -1,7 +1,5 @@
 """The farm starts what it says: scripts with their own arguments, environment, output and end."""
 
-from __future__ import annotations
-
 import pytest
 
 SCRIPT = """

@@ -1,7 +1,5 @@
 """docs/first-reward.md: its files and commands, as they stand, one after the other in an empty folder."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The first command on a GPU, rehearsed where there is only what it needs, and what it says of stages that fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

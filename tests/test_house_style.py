@@ -1,7 +1,5 @@
 """scripts/house_style.py finds what it forbids, in a small house of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -109,6 +107,13 @@ def test_the_drawing_names_the_rooms_of_the_floor_below(breaches):
 @pytest.mark.parametrize("text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt"])
 def test_a_word_that_is_not_the_fields_is_found(breaches, text):
     assert "trainer/types.py:3: " in breaches(**{"trainer/types.py": f'"""Types."""\n\n{text}\n'})
+
+
+def test_a_test_name_that_is_too_long_is_found(breaches):
+    for length, said in ((70, ""), (71, "has 71 characters, at most 70")):
+        name = f"test_{'a' * (length - 5)}"
+        assert said in (found := breaches(**{"tests/test_a.py": f"def {name}(): ...\n"}))
+        assert bool(found) == bool(said)
 
 
 @pytest.mark.parametrize("text", ["git push", "push_to_hub", "generate_ahead", "divided by 2", "handset"])

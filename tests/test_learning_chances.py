@@ -1,7 +1,5 @@
 """The tests of learning fail by chance at most once in a thousand runs, by what each of twenty seeds has learned."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The script that made the demo's base model: what it trains on, and what it writes."""
 
-from __future__ import annotations
-
 import hashlib
 
 import make_base_model as script

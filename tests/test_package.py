@@ -1,7 +1,5 @@
 """The package as it is installed: what the wheel holds, what an import costs, whose name is whose."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What the pages import from the package can be imported."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

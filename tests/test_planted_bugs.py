@@ -1,7 +1,5 @@
 """Tests that cannot fail prove nothing: every bug of `planted_bugs.py` turns some of them red."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The README: its snippets run as they stand, its first screen stays one, and its tree has every room."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

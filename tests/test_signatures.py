@@ -1,7 +1,5 @@
 """What is public, and how it is called, changes on purpose alone: `python tests/test_signatures.py` writes it anew."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

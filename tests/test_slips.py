@@ -1,7 +1,5 @@
 """A misspelled pass, a wrong argument and a wrong field are found by `make check`: the seams of the house are types."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

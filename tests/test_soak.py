@@ -1,7 +1,5 @@
 """A soak of seconds works, and what it looks for would be found."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,7 +1,5 @@
 """A result file in miniature, in the format of `bench/conftest.py`, with figures that are easy to tell apart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

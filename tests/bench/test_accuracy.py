@@ -1,7 +1,5 @@
 """Errors against fp64: the published ones, and the measurement of a small problem."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -17,7 +15,7 @@ from fused_grpo.bench.heads.work import Work
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
-def test_published_logprobs_are_within_1e_5_and_no_peer_of_a_cpu_is_missing():
+def test_published_logprobs_are_within_1e_5_with_all_peers_of_a_cpu():
     raw = DOCS / re.search(r"figures: accuracy from (\S+) ", (DOCS / "accuracy.md").read_text())[1]
     for problem in json.loads(raw.read_text())["problems"]:
         rows = {row["name"]: row for row in problem["results"]}
@@ -39,7 +37,7 @@ def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
     assert "pip install trl==1.16.0" in pages.setting_line(row)
 
 
-def test_accuracy_measures_a_small_problem_and_stops_at_a_wrong_implementation():
+def test_accuracy_stops_at_a_wrong_implementation_of_a_small_problem():
     work = Work(kind="logprobs", head="tiny", tokens=64, dtype="bfloat16")
     rows = [peers.named("fused-grpo"), accuracy.frozen(), accuracy.full_fp32(), accuracy.liger_grpo()]
     found = accuracy.measure_one(work, 0, [*rows, peers.named("CCE")])

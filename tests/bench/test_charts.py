@@ -1,7 +1,5 @@
 """Charts show the figures of the file, and are equal byte for byte when they are made twice."""
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -68,7 +66,7 @@ def test_the_area_of_a_point_is_its_memory(build):
     assert areas[(1.1, 4e-7)] == min(areas.values())
 
 
-def test_a_curve_has_a_gap_where_nothing_was_measured_and_times_are_multiples_of_the_products(full):
+def test_a_curve_has_gaps_and_its_times_are_multiples_of_the_products(full):
     time, memory = drawn(full, "scaling-tokens").axes
     lines = {line.get_label(): line for line in time.lines}
     assert np.isnan(lines["TRL"].get_ydata()).tolist() == [False, True, False]

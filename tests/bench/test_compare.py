@@ -1,7 +1,5 @@
 """A regression of ours is seen through noise and through a slow machine; neither of them is taken for one."""
 
-from __future__ import annotations
-
 import pytest
 
 from fused_grpo.bench import compare

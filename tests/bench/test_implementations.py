@@ -1,7 +1,5 @@
 """Implementations and their correctness check: correct ones pass, wrong ones fail, and ops on rows get no padding."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Interleaved rounds: their order, and the quotient of medians."""
 
-from __future__ import annotations
-
 from fused_grpo.bench.interleaved import interleaved_seconds, quotient
 
 

@@ -1,7 +1,5 @@
 """Figures in pages are equal to those of their raw files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Predicted times: the arithmetic of the roofline, the bytes of an operation, and the readers of the file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

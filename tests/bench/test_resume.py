@@ -1,7 +1,5 @@
 """An interrupted run of the suite continues with the cases that it had not measured, and writes the whole result."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

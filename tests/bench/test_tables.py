@@ -1,7 +1,5 @@
 """Tables show the figures of the file: winners that are not ours, absent implementations, and promises not met."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -189,6 +187,6 @@ def test_a_file_of_something_else_is_refused(content, tmp_path):
         read(path)
 
 
-def test_a_file_that_does_not_exist_is_refused_with_the_command_that_makes_one(tmp_path):
+def test_a_missing_file_is_refused_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(DataError, match=r"got no file at .*fix: fused-grpo bench"):
         read(tmp_path / "none.json")

@@ -1,7 +1,5 @@
 """Worker processes in interleaved rounds, and processes that raise, are killed, hang or run out of memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -96,7 +94,7 @@ def test_one_that_raises_is_absent_with_its_error(measured):
     assert measured["raises"].seconds == []
 
 
-def test_one_that_is_killed_in_its_run_is_absent_and_is_started_again_for_the_next_work(pool, measured):
+def test_a_killed_worker_is_absent_and_started_again_for_the_next_work(pool, measured):
     assert measured["dies"].absent == f"its process ended with status -{int(signal.SIGKILL)}"
     assert measured["dies"].memory is None
     work = replace(WORK, tokens=160)

@@ -3,8 +3,6 @@
 Of our plans on every machine, and of those that are plain torch on the first; none of TRL, which may not be installed.
 """
 
-from __future__ import annotations
-
 import json
 
 from fused_grpo.bench import predict

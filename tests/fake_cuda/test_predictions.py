@@ -1,7 +1,5 @@
 """Predicted times are those of the code as it is, and as short as was promised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

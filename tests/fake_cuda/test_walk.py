@@ -1,7 +1,5 @@
 """What the ops would do on a GPU, seen on fake CUDA tensors: launches, waits, products and memory of every call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def test_without_a_gradient_log_probs_never_wait(seen: dict[str, Facts]) -> None
             assert facts["waits"] == [], name
 
 
-def test_a_loss_waits_for_the_rows_to_score_and_in_two_phases_for_those_to_recompute(seen: dict[str, Facts]) -> None:
+def test_a_loss_waits_for_rows_to_score_and_in_two_phases_to_recompute(seen: dict[str, Facts]) -> None:
     for name, facts in seen.items():
         if name.startswith("loss") and "quantile" not in name:
             # No number of chunks makes it more.
@@ -68,7 +66,7 @@ def test_nothing_is_held_but_a_chunk_and_gradients_with_their_accumulators(seen:
             assert facts["peak"] <= max(4 * head + CHUNK, 6 * head) + 8192 * 4096 * 8, name
 
 
-def test_a_divergence_waits_for_the_unmasked_rows_alone_and_holds_two_chunks(seen: dict[str, Facts]) -> None:
+def test_a_divergence_waits_for_unmasked_rows_alone_and_holds_two_chunks(seen: dict[str, Facts]) -> None:
     head = 151936 * 4096
     calls = {name: facts for name, facts in seen.items() if name.startswith("divergence")}
     assert len(calls) >= 30
@@ -79,7 +77,7 @@ def test_a_divergence_waits_for_the_unmasked_rows_alone_and_holds_two_chunks(see
         assert peak <= max(4 * head + 2 * CHUNK, 6 * head) + 8192 * 4096 * 12, kind
 
 
-def test_kept_tokens_wait_for_their_plan_alone_and_no_gathered_rows_are_held(seen: dict[str, Facts]) -> None:
+def test_kept_tokens_wait_for_their_plan_alone_and_hold_no_gathered_rows(seen: dict[str, Facts]) -> None:
     head = 151936 * 4096
     calls = {name: facts for name, facts in seen.items() if name.startswith("kept tokens")}
     assert len(calls) >= 30

@@ -6,8 +6,6 @@ for, the most bytes that it held at a time, and with --compile how many kernels 
 together, with exactly the arguments that they were launched with.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

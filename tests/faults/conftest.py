@@ -1,7 +1,5 @@
 """Every fault has a time limit: how long it may take until the run has ended, or goes on without what failed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 loop_run.py <folder> <fault> <rank> <options as JSON>
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -7,8 +7,6 @@ save, so that the kernel refuses one file or another in the middle. "full": on f
 "read-only": the directory is. Prints the message of each error.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """A checkpoint that is damaged, or of another run: the error names it, and what can be used instead."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -74,7 +72,7 @@ def test_resuming_ignores_damaged_checkpoints_and_warns(run, caplog, time_limit)
     assert [name.format(run) in line for name, line in zip(names, said, strict=True)] == [True] * 4
 
 
-def test_damaged_checkpoints_are_moved_aside_so_that_the_run_can_save_there_again(run, save):
+def test_damaged_checkpoints_are_moved_aside_and_saved_again(run, save):
     truncate(run / "checkpoint-6")
     (run / "checkpoint-6" / "manifest.json").unlink()
     assert find_checkpoint(run, True) == run / "checkpoint-4"
@@ -122,7 +120,7 @@ def saved(parts, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["another order", "another answer"])
-def test_another_dataset_of_the_same_length_is_noticed_before_anything_is_loaded(time_limit, saved, change):
+def test_another_dataset_of_equal_length_is_refused_before_anything_loads(time_limit, saved, change):
     checkpoint, rows, make = saved
     others = rows[1:] + rows[:1] if change == "another order" else [{**row, "answer": 0} for row in rows]
     resumed = make(rows=others)
@@ -185,7 +183,7 @@ def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, tim
     assert "CheckpointError: got a run/checkpoint-4 on rank 1 whose manifest is another one" in second
 
 
-def test_a_checkpoint_of_another_version_is_called_that_and_can_be_replaced(run, save):
+def test_a_checkpoint_of_another_version_is_named_and_can_be_replaced(run, save):
     path = run / "checkpoint-6" / "manifest.json"
     path.write_text(path.read_text().replace(FORMAT, "fused-grpo checkpoint 1"))
     with pytest.raises(

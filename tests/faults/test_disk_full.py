@@ -1,7 +1,5 @@
 """A disk that is full, or read-only, while a checkpoint is saved: an error that says so, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -35,9 +33,7 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_untouched(
-    farm, time_limit, checkpoint, how
-):
+def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(farm, time_limit, checkpoint, how):
     reason, saves = REFUSALS[how]
     before = files(checkpoint)
     with time_limit(30):
@@ -53,7 +49,7 @@ def test_a_save_that_the_disk_refuses_says_so_and_the_earlier_checkpoint_is_unto
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
 
 
-def test_a_run_whose_save_is_refused_ends_with_its_logs_complete_and_can_be_resumed(farm, tmp_path):
+def test_a_run_whose_save_is_refused_has_whole_logs_and_can_be_resumed(farm, tmp_path):
     run = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "full", 6)
     assert run.wait() == 1
     assert "File too large (os error 27) while saving" in run.output

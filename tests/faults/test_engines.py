@@ -4,8 +4,6 @@ Servers are processes of their own with vLLM's HTTP routes (trainer/engines/fake
 trainer/engines/test_vllm_server.py kills a real server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ With a manifest that fits, what is refused is what this run could not have saved
 another value of a weight, is another checkpoint; another option is said.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

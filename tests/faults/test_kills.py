@@ -1,7 +1,5 @@
 """kill -9 at thirty points, in a save and elsewhere: a complete checkpoint is found, and the run ends bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

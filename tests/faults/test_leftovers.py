@@ -1,7 +1,5 @@
 """What a killed trainer leaves in memory or in the temporary directory the next one removes; what is in use stays."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import tempfile
@@ -59,7 +57,7 @@ def syncing(farm, tmp_path, monkeypatch):
     return shared, start
 
 
-def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(time_limit, syncing):
+def test_folders_of_killed_processes_go_and_those_of_living_ones_stay(time_limit, syncing):
     (shared, start), weights = syncing, [("weight", torch.ones(8))]
     dead, living = start(), start()
     theirs = [process.output.split()[1] for process in (dead, living)]
@@ -71,7 +69,7 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(t
     assert living.wait() == -9
 
 
-def test_what_a_process_killed_in_its_first_checks_leaves_the_next_one_removes(syncing, monkeypatch):
+def test_leftovers_of_a_process_killed_in_its_checks_go_with_the_next(syncing, monkeypatch):
     directory, start = syncing
     dead = start(SAVING)
     dead.kill()

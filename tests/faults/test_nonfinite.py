@@ -1,7 +1,5 @@
 """A step whose loss is NaN updates nothing on any rank, keeps its batch, and is skipped only where that is allowed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

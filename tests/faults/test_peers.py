@@ -1,7 +1,5 @@
 """A failure on one rank of two ends both within seconds, and both errors name it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

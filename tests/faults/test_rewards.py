@@ -1,7 +1,5 @@
 """A reward function that fails ends the run or costs its groups, whole; never a part of one."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

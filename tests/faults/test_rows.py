@@ -1,7 +1,5 @@
 """A row that cannot be used is named by its number: at the start where that is cheap, else when a step meets it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def test_a_row_is_refused_before_anything_is_loaded(time_limit, name):
 
 
 @pytest.mark.parametrize("policy", ["fail", "drop"])
-def test_a_prompt_that_is_too_long_ends_the_run_before_it_begins_or_is_left_out(farm, time_limit, tmp_path, policy):
+def test_a_prompt_that_is_too_long_ends_the_run_early_or_is_left_out(farm, time_limit, tmp_path, policy):
     lengths = {"vllm_max_model_length": 24, "max_completion_length": 8}
     options = {"shuffle_dataset": False, "long_prompts": policy, **lengths}
     with time_limit(120):

@@ -1,7 +1,5 @@
 """SIGTERM, SIGHUP and SIGUSR1 end a run after the current step, with a checkpoint from which it resumes bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -58,7 +56,7 @@ def test_ctrl_c_ends_at_once(farm, time_limit, tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_a_second_sigterm_ends_the_process_and_one_right_behind_the_first_does_not(farm, tmp_path):
+def test_a_second_sigterm_ends_the_process_but_not_right_behind_the_first(farm, tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(
         "import os, signal, time\n"

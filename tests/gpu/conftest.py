@@ -4,8 +4,6 @@ Tests marked `rehearsed` run in that, with interpreted kernels at the tiny sizes
 those marked `gpu` have nothing to rehearse with.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

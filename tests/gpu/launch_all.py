@@ -4,8 +4,6 @@ The tools look for races and accesses out of bounds. Each tensor has its own all
 allocated; no shape is a multiple of a tile. With an odd D the forward kernel loads through pointers, not descriptors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The kernel from which no logit reaches memory: products of 16-bit numbers, against fp64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

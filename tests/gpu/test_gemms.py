@@ -1,7 +1,5 @@
 """The products that our code asks of the vendor's library, with the strides that it has: 16-bit operands, fp32 out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

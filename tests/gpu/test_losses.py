@@ -1,7 +1,5 @@
 """All losses and options on the device, by its kernels and in several chunks, against fp64."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes on a GPU: never more than is promised, and what happens where there are not so many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

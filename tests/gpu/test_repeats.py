@@ -1,7 +1,5 @@
 """Two runs give the same bits, and so do thirty."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

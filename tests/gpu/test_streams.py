@@ -1,7 +1,5 @@
 """When a call waits for the device, and what can be captured, replayed and compiled."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Invalid values are checked on the device, where a failed assertion ends the process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls a function with many random inputs, each from a seed of its own, so that a failure can be reproduced."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """1,600 random configurations: each gives usable options, an error of fused_grpo, or one of the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """1,100 random datasets: each gives rows with usable prompts, or an error that names the row without one."""
 
-from __future__ import annotations
-
 import bz2
 import gc
 import gzip

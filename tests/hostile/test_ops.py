@@ -1,7 +1,5 @@
 """6,000 calls of the ops with random arguments: each gives the result of the reference, or an error of fused_grpo."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from fractions import Fraction

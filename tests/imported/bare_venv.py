@@ -1,7 +1,5 @@
 """A virtual environment with some of the distributions that are installed here, and nothing that must be fetched."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import venv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches of samples, written as columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

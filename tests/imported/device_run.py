@@ -5,8 +5,6 @@ says which tests made none. An error of CUDA's ends a process's context, and wou
 the process ends, and pytest-xdist starts another.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

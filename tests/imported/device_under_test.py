@@ -9,8 +9,6 @@ goes through the copies, and results are copied back. A result in the memory of 
 memory. Calls within the package do not change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -3,8 +3,6 @@
 Run by test_pytorch.py, which takes model, batch and loss from here for its own process, the only one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from datetime import timedelta

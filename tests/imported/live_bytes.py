@@ -1,7 +1,5 @@
 """Counts the bytes of the tensors that operations make, as long as they exist."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable

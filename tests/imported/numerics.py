@@ -1,7 +1,5 @@
 """How errors are measured, and the rule for them: at most twice the error of plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A config is its own defaults with every size made small, by what configs call it
 there are several, of width 32, with 4 heads of 8.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

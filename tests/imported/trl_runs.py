@@ -4,8 +4,6 @@ By itself it is a process of distributed runs: `trl_runs.py OUTPUT RUNS` writes 
 RUNS, options by name (JSON).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

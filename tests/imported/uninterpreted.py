@@ -1,7 +1,5 @@
 """Scripts that need compiled Triton kernels: pytest itself has imported the kernels in interpreter mode."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One rank of a group that shares a head: `vocab_parallel_run.py FOLDER`, as torchrun starts it. Saves its results."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Small causal LMs of transformers with random weights, and what their own logits say about a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 As a script, `test_liger.py RANK FOLDER` is one of two processes that count their tokens together.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """For each family of models, log-probs and all gradients are those of the model's own logits."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import re

@@ -1,7 +1,5 @@
 """The code of docs/integrations/openrlhf.md, as it stands there, beside what OpenRLHF does with the logits."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What PyTorch puts around the ops changes no gradient: FSDP2, DDP, compilation, checkpointing, loss scaling."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -245,7 +243,7 @@ def with_one(hidden: Tensor, weight: Tensor, ids: Tensor, **inputs: Any) -> Tens
     return fused_linear_grpo_loss(hidden, weight, ids, **inputs).loss
 
 
-def test_with_a_loss_scaler_two_ops_keep_small_fp16_gradients_that_the_fused_loss_rounds_first():
+def test_a_loss_scaler_keeps_small_fp16_gradients_of_two_ops_alone():
     (of_two, _), (of_one, _) = (scaled_step(loss_of, num_tokens=2**20) for loss_of in (with_two_ops, with_one))
     assert of_two < 1e-3
     assert of_one > 10 * of_two

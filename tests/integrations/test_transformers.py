@@ -4,8 +4,6 @@ Refusals are tested in `test_transformers_refused.py`, the logit transforms of m
 `test_logit_transform.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
@@ -261,7 +259,7 @@ class Gathered(torch.autograd.Function):
         return None, slope
 
 
-def test_a_weight_that_is_there_only_between_hooks_is_there_in_the_backward_pass(make_model, batch):
+def test_a_weight_between_hooks_alone_is_there_in_the_backward_pass(make_model, batch):
     model = make_model("Llama")
     expected = gradients(model, called(model, batch).loss)
     weight, full = model.lm_head.weight, model.lm_head.weight.data

@@ -1,7 +1,5 @@
 """`return_logprobs`: models and calls that it does not take, and what it says about them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

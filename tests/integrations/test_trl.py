@@ -1,7 +1,5 @@
 """TRL's trainers with our ops: the numbers are TRL's, whatever the options, and TRL is as it was afterwards."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from types import ModuleType
@@ -132,7 +130,7 @@ def test_the_budget_reaches_the_op(ours, monkeypatch):
 
 @pytest.mark.usefixtures("on_tensors")
 @pytest.mark.parametrize(("idle", "products"), [(0, 3), (2, 2)])
-def test_the_head_costs_three_products_and_fewer_where_there_is_no_advantage(ours, idle, products):
+def test_the_head_costs_three_products_and_fewer_without_an_advantage(ours, idle, products):
     """TRL's op: four, whatever the advantages."""
     config, batch = trl_loss.config_of("dapo", "token", "on policy"), trl_loss.make_batch("on policy", torch.float32)
     mask = torch.ones_like(batch.completion_mask)

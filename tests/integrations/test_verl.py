@@ -3,8 +3,6 @@
 verl needs CUDA and Ray, so modules of its names stand in for it. Run as a script, this file is the second of two ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from datetime import timedelta

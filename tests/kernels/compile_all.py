@@ -9,8 +9,6 @@ shortest way through the loop over tiles: one that holds neither a target nor th
 follows the products. Of a pass over rows there are the barriers on that way, too.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

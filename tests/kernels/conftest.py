@@ -1,7 +1,5 @@
 """Oracles for the kernels: explicit softmax maths in plain torch, in any dtype, and the error rule against fp64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

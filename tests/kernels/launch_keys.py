@@ -4,8 +4,6 @@ Run as a script in a process without TRITON_INTERPRET. Prints one JSON object pe
 specialisation key together with the signature, constants and attributes that it would be compiled from.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -5,8 +5,6 @@ pytest's cache, so a second run takes little longer than its imports. With `--fu
 the dtypes, options and layouts that differ in kind; with COMPILE_EVERY=1 also for their full product.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

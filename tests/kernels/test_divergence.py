@@ -1,7 +1,5 @@
 """The divergence's row pass against fp64 autograd: Triton's, interpreted, and that in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The one-pass loss against the reference and autograd in fp64, option by option, through Triton's interpreter."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ No test connects to the Hub. The Hub serves a folder, and `get_local_kernel` rea
 variant for the backend of this machine, metadata, then an import under the id in the metadata.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

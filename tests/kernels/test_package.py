@@ -1,7 +1,5 @@
 """The kernel folder stands alone: it can be published to the Kernel Hub as it is."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Passes over materialised logits against fp64 autograd: Triton's, interpreted, and those in plain torch."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import pairwise
 from types import ModuleType

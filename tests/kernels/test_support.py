@@ -1,7 +1,5 @@
 """The passes over kept tokens, Triton's interpreted and those in plain torch, against the same sums in fp64."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

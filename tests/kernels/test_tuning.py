@@ -1,7 +1,5 @@
 """Which row of the tile tables an architecture gets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Problems to solve and the rule by which answers are judged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Prints a JSON object per case: the peak, and what of it are the gradients that the caller gets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

@@ -1,7 +1,5 @@
 """Losses that TRL does not have, against a second implementation of each, written from its paper, a token at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -199,7 +197,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_clip_cov_takes_the_policy_term_from_a_share_of_the_tokens_within_its_bounds(impl):
+def test_clip_cov_takes_the_policy_term_from_tokens_within_its_bounds(impl):
     given, low, high = numbers(), 0.0, 2.0
     found = covariances(given)
     ratio, A = (given["policy"] - given["old"]).exp(), torch.tensor(ADVANTAGES)[:, None]
@@ -220,7 +218,7 @@ def test_clip_cov_takes_the_policy_term_from_a_share_of_the_tokens_within_its_bo
     check(given, GRPOLossConfig(clip_cov_ratio=0.1, **options), authors, impl)
 
 
-def test_a_confident_token_has_a_finite_divergence_unless_it_leaves_certainty():
+def test_a_confident_token_has_a_finite_divergence_but_from_certainty():
     """p = 1 to fp32, on either side: no NaN, and certainty that was there before is not masked."""
     for old, policy, masked in ((-1e-30, 0.0, False), (0.0, 0.0, False), (-0.5, 0.0, True), (0.0, -0.5, False)):
         leaf = torch.tensor([[policy]], requires_grad=True)

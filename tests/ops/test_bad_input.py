@@ -1,7 +1,5 @@
 """Every mistake gets its own error: what was got, what is wanted, how to fix it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What PyTorch knows of the op is true: `opcheck` says so, and a compiled call equals an eager one."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The cache of large buffers: no sharing, its limit, and no failed allocation because of it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import mmap

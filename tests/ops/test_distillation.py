@@ -1,7 +1,5 @@
 """Distillation in the pass of the GRPO loss equals that loss plus the divergence, each through full logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`fused_linear_divergence` against full logits in fp64, TRL's op, and what it promises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy
@@ -262,7 +260,7 @@ def test_micro_batches_add_up_to_the_batch():
 
 
 @pytest.mark.cpu_only(reason="the ops are given copies there")
-def test_the_teacher_gets_no_gradient_and_a_main_gradient_gets_that_of_the_weight():
+def test_the_teacher_gets_no_gradient_and_the_main_gradient_the_weights():
     inputs = make_inputs(options=False)
     expected = solve(inputs, factor=3.0)["student_weight"]
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items() if name in TENSORS}

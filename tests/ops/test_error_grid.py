@@ -4,8 +4,6 @@ Plain torch is the reference on the same inputs, upcast; for 16-bit inputs its g
 Errors are judged in units of fp32 whatever the dtype, so that a second rounding to bf16 does not pass unseen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

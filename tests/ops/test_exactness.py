@@ -1,7 +1,5 @@
 """Every path against fp64: outputs and all gradients, with an error of at most twice that of plain fp32 torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Bar 3: logits as large, as equal, as lopsided or as forbidden as they come give no NaN and lose no precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens far less or far more likely than the others: how exact they are must not depend on the shift of a row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What GPUs do with 16-bit inputs, on a CPU: d-logits and softmax weights in 16 bits, products accumulated in fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -78,7 +76,7 @@ def test_nor_do_those_of_the_loss(dtype, chunk_bytes):
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
 
 
-def test_rounded_weights_cost_no_more_than_half_as_much_again_as_rounded_d_logits(monkeypatch):
+def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatch):
     """Of dH and dW, RMS: E and `factor * h` in bf16 beside d-logits in bf16, all sums in fp32."""
     generator, (N, V, D) = torch.Generator().manual_seed(0), (256, 8000, 128)
     hidden, weight = torch.randn(N, D, generator=generator), 0.3 * torch.randn(V, D, generator=generator)

@@ -1,7 +1,5 @@
 """What the loss means: layouts, normalisers, clipping, masks. Expected values are written out, not taken from us."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

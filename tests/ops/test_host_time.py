@@ -1,7 +1,5 @@
 """How much Python a call runs. With few tokens on a GPU, that and not the kernels is the time of an op."""
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How large pieces of the logits are, where they lie, and which rows of them take part in a gradient."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the fused loss promises beside its value: work left out, gradients added up, and nothing lost in bad company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -58,7 +56,7 @@ def test_rows_without_a_gradient_take_no_part(leaves, rest, gemms, impl, options
 
 
 @pytest.mark.parametrize("score", ["all", "needed"])
-def test_leaving_half_of_the_sequences_out_changes_no_gradient_by_more_than_its_rounding(monkeypatch, score):
+def test_half_the_sequences_left_out_changes_gradients_by_rounding_alone(monkeypatch, score):
     """3e-7 of its length: other rows share a chunk, so blocks, shifts and orders of sums are others."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((8, 64, 128), (8003, 128)))
@@ -79,7 +77,7 @@ def test_leaving_half_of_the_sequences_out_changes_no_gradient_by_more_than_its_
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_clipped_and_corrected_away_rows_have_a_gradient_of_exactly_nothing(leaves, rest, gemms, impl):
+def test_clipped_and_corrected_away_rows_have_a_gradient_of_exactly_zero(leaves, rest, gemms, impl):
     config = GRPOLossConfig(epsilon=0.1, sampling_correction="token_mask", sampling_clip_max=1.1)
     out = run(leaves, rest, impl=impl, config=config, sampling_logprobs=rest["ref"])
     out.loss.backward()

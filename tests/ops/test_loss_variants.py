@@ -1,7 +1,5 @@
 """Every variant of the loss: one definition for all paths, and no trace of how a step was cut into calls."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ Counted twice: every allocation, exactly, for every plan; and, for the two that 
 resident, which no bookkeeping of ours can flatter.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

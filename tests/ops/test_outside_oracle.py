@@ -1,7 +1,5 @@
 """The ops against torch.nn.functional and autograd, written out here: nothing of ours is trusted to judge ours."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

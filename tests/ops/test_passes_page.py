@@ -1,7 +1,5 @@
 """docs/passes.md has a line for every pass of the protocol, and no other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

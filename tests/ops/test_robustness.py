@@ -1,7 +1,5 @@
 """Bar 5: nothing unwritten is read, nothing outside is written, inputs stay, bits repeat, no work is for nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -247,7 +245,7 @@ def check_invariance(inputs: Inputs, counts: tuple[int, ...], threads: int) -> N
         torch.set_num_threads(before)
 
 
-def test_a_temperature_that_equals_the_scale_does_not_look_at_its_neighbours():
+def test_a_temperature_equal_to_the_scale_does_not_look_at_its_neighbours():
     """1.28125 * (1 / 1.28125) is not 1 in fp32: a row must not be multiplied by it or spared by what others have."""
     inputs = {**make_inputs(9, 33, 8), "logit_scale": 1.28125}
     del inputs["bias"]

@@ -1,7 +1,5 @@
 """K targets per row: values and all gradients against fp64, repeated and ignored targets, cost, memory, errors."""
 
-from __future__ import annotations
-
 from itertools import accumulate, product
 from typing import Any
 

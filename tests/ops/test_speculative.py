@@ -1,7 +1,5 @@
 """Speculative gradients: for any upstream gradient, the results are the gradients of the log-probs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A head over the kept tokens equals full logits with the others at -inf: values, gradients, and what it leaves out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

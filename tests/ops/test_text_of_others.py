@@ -1,7 +1,5 @@
 """Text that others wrote: whatever it is, an error shows it without control characters and of a bounded length."""
 
-from __future__ import annotations
-
 import pickle
 import traceback
 import unicodedata

@@ -1,7 +1,5 @@
 """Each op under each transform of derivatives: right, or an error that says what to use instead; never 0 in silence."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `trl_loss.py` has the batches and runs it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import trl_loss
@@ -194,7 +192,7 @@ def test_where_trl_averages_micro_batches_ours_weighs_them_by_their_size(trainer
     assert (summed(theirs).weight - ours.weight).norm() > 1e-2 * ours.weight.norm()
 
 
-def test_the_entropy_bonus_is_a_mean_over_the_steps_tokens_where_trls_is_one_of_each_micro_batch(trainer_class):
+def test_the_entropy_bonus_is_a_mean_per_step_and_trls_per_micro_batch(trainer_class):
     batch, parts = micro_batches(2)
     config = trl_loss.config_of("dapo", "token", "entropy bonus")
     theirs, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)

@@ -1,7 +1,5 @@
 """A head in shards gives what the whole head gives: values, losses, metrics and every gradient, on every rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The examples in the docstrings of the formulas run, and give the numbers that they show."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import pkgutil

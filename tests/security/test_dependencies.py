@@ -1,7 +1,5 @@
 """What SECURITY.md says of dependencies is what pyproject.toml says."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a hostile completion can do to the trainer through a function that runs it: cost its own reward."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

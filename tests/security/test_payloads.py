@@ -1,7 +1,5 @@
 """Model folders that carry code: it does not run unless remote code was asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

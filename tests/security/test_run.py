@@ -1,7 +1,5 @@
 """A whole run writes no secret and no pickle to its files, and listens on no port that other machines reach."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """`make check` finds what the source may not contain, and the source is free of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 python tiny_run.py FOLDER SECRET
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

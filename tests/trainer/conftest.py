@@ -1,7 +1,5 @@
 """A tiny model, a character tokenizer, and an engine whose completions are written down beforehand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ killed. Or "full": from step NUMBER on, the disk takes no file of more than 100 
 "nowhere".
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -7,8 +7,6 @@ differs in the teacher's configuration. Of each run every process leaves what it
 Accelerate's variables for FSDP2 in the environment, the policy is sharded.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -5,8 +5,6 @@
 Every process leaves what it saw in <out>/rank-<rank>.json. With Accelerate's variables for FSDP2 the policy is sharded.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

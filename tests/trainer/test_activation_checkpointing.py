@@ -1,7 +1,5 @@
 """`gradient_checkpointing_kwargs` reach transformers and torch, or are refused; the page has what they keep."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,7 +62,7 @@ def test_the_page_has_what_autograd_keeps_on_the_device_and_on_the_host(monkeypa
 
 
 @OFFLOADS
-def test_options_of_transformers_are_its_own_and_offload_on_a_cpu_is_said_to_change_nothing(make_model, caplog):
+def test_offload_on_a_cpu_is_said_to_change_nothing(make_model, caplog):
     model = make_model()
     enable(model, {"offload": True, "every_n_layers": 2, "determinism_check": "none"})
     assert recomputed(model) == [True, False]

@@ -1,7 +1,5 @@
 """Callbacks of transformers: the same events in the same order as under TRL's own trainer, and what they decide."""
 
-from __future__ import annotations
-
 import json
 import statistics
 

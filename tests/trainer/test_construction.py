@@ -1,7 +1,5 @@
 """What a trainer refuses when it is made, and the names of the weights that it serves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import Accelerator

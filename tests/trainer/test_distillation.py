@@ -1,7 +1,5 @@
 """On-policy distillation: whole runs against full logits of both models, and what it cannot be combined with."""
 
-from __future__ import annotations
-
 import copy
 import json
 
@@ -156,7 +154,7 @@ def test_neither_packing_nor_the_cut_into_micro_batches_changes_a_step(make_trai
     assert found[2] == pytest.approx(found[0], rel=1e-6, abs=1e-9)
 
 
-def test_a_teacher_that_mixes_packed_sequences_gets_each_in_a_row_of_its_own(make_trainer, tokenizer, caplog):
+def test_a_teacher_that_mixes_packed_sequences_gets_each_in_its_own_row(make_trainer, tokenizer, caplog):
     shape = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "dropout": 0.0}
     config = OPTConfig(**shape, vocab_size=len(tokenizer), num_attention_heads=2, pad_token_id=0)
     teacher = OPTForCausalLM(config).double().eval()

@@ -1,7 +1,5 @@
 """The loop's promises: one generation per effective batch, one update however it is cut, none at all on an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

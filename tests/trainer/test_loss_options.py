@@ -3,8 +3,6 @@
 The engine's completions depend on the seed alone, so nothing here is left to chance.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every causal LM type of transformers: docs/models.md says what becomes of it, and that is what becomes of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mixture of experts: ten steps are TRL's with the routers' auxiliary loss, also where sequences share rows."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The optimizer of a run is the one that transformers' Trainer makes: its class, options and groups of parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

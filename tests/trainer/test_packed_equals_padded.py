@@ -3,8 +3,6 @@
 The padded side is what a textbook does: right-padded rows with an attention mask, full logits, log_softmax.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -141,7 +139,7 @@ def test_gradient_checkpointing_changes_nothing(name, attention, batch):
 
 
 @pytest.mark.parametrize("name", NOT_PACKED)
-def test_where_sequences_of_a_row_see_each_other_it_is_noticed_and_rows_of_one_are_exact(name, batch, caplog):
+def test_sequences_that_see_each_other_are_noticed_and_rows_of_one_exact(name, batch, caplog):
     model = make(name, NOT_PACKED[name])
     alone = row_layout(model)
     assert alone == {"one_row": False, "share_rows": False}
@@ -151,7 +149,7 @@ def test_where_sequences_of_a_row_see_each_other_it_is_noticed_and_rows_of_one_a
     assert abs(packed_loss(model, batch, {"one_row": True}) - padded_loss(model, batch).detach()) > 1e-4
 
 
-def test_a_model_for_another_machines_attention_is_tried_with_eager_and_gets_it_back():
+def test_a_model_for_another_machines_attention_is_tried_with_eager():
     model = make("Qwen2", {})
     model.config._attn_implementation = "flash_attention_2"
     assert row_layout(model) == {"one_row": True, "share_rows": True}

@@ -1,7 +1,5 @@
 """Truncated sampling: log-probs over the tokens that the sampler kept, through whole steps of the real trainer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -113,7 +111,7 @@ def test_without_supports_a_run_ends_or_says_so_once(make_trainer, caplog):
     assert caplog.text.count("no tokens that the sampler kept") == 1
 
 
-def test_rewards_of_masked_and_skipped_completions_leave_supports_with_their_tokens(make_trainer):
+def test_rewards_of_skipped_completions_leave_supports_with_their_tokens(make_trainer):
     """The order of sequences changes where micro-batches are cut by tokens, and some are in none of them."""
     options = {"mask_truncated_completions": True, "max_tokens_per_micro_batch": 20, "dynamic_sampling": 2}
     batch = {"per_device_train_batch_size": 16, "num_generations": 4, "steps_per_generation": 2}

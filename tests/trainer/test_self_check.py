@@ -1,7 +1,5 @@
 """What a model does is measured: another head, other positions, later tokens and dropout are found."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -76,7 +74,7 @@ def test_a_model_that_sees_later_tokens_is_refused_and_the_fix_works():
     assert not check(model).share_rows
 
 
-def test_a_forward_that_fails_is_refused_by_name_and_memory_is_not_a_reason(make_model):
+def test_a_forward_that_fails_is_refused_by_name_but_not_for_memory(make_model):
     model = changed(make_model(), lambda logits: logits.no_such_method())
     with pytest.raises(UnsupportedError, match=r"Qwen2ForCausalLM whose forward fails .*AttributeError: .*no_such"):
         check(model)

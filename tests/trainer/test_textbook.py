@@ -3,8 +3,6 @@
 In fp64, so that Adam does not turn the rounding of gradients that ought to be zero into updates.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 

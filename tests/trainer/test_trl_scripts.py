@@ -1,7 +1,5 @@
 """Scripts written for TRL run with one line changed: the one that imports `GRPOConfig` and `GRPOTrainer`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import runpy

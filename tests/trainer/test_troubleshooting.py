@@ -1,7 +1,5 @@
 """docs/troubleshooting.md has every error, under the standard exception that it also is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sequences are assigned to ranks: each to one rank, equally many to every rank, and nearly equal work."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """Tokens of a tool in the middle of a completion: the model reads them, and nothing is computed from them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain, pairwise

@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov select from the whole step: its cut into micro-batches changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

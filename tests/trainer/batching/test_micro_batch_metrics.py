@@ -1,7 +1,5 @@
 """The metrics of a step: merged as if there were one micro-batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

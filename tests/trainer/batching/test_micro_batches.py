@@ -1,7 +1,5 @@
 """Cutting a batch into micro-batches, and laying sequences into rows."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest
@@ -66,7 +64,7 @@ def test_rows_are_as_long_as_the_longest_sequence(batch):
     assert packed.targets.tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
 
 
-def test_a_row_is_shared_by_sequences_that_fit_and_only_where_they_may_share():
+def test_a_row_is_shared_by_sequences_that_fit_and_may_share():
     short = batch_of(
         prompt_ids=[[2], [3], [4]],
         completion_ids=[[5], [6, 7, 8, 9], [10]],
@@ -203,7 +201,7 @@ def test_numbers_of_each_token_stay_with_it(batch):
         assert part.advantages.tolist() == [column(batch, "advantage")[i] for i in index]
 
 
-def test_flash_attention_is_told_where_sequences_end_and_asks_the_device_in_no_layer(batch, make_model, monkeypatch):
+def test_flash_attention_knows_where_sequences_end_without_asking_a_gpu(batch, make_model, monkeypatch):
     lengths: list[tuple[object, list[int]]] = []
 
     def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale):

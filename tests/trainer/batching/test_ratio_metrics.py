@@ -1,7 +1,5 @@
 """Metrics of ratios: by hand, and the same however a step is cut. tests/trainer/collect compares them with TRL's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from batches import batch_of

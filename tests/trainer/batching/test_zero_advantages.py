@@ -1,7 +1,5 @@
 """Completions with advantage 0 stay out of the forward pass: the same update, wherever they have no gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -146,7 +144,7 @@ def test_gradients_are_the_same_for_every_loss(make_trainer, loss_type):
     assert_same(given, expected)
 
 
-def test_tokens_of_completions_without_an_advantage_do_not_go_through_the_model(make_trainer):
+def test_completions_without_an_advantage_do_not_go_through_the_model(make_trainer):
     lengths = [len(p) + len(c) for p, c in zip(column(HALF, "prompt_ids"), column(HALF, "completion_ids"), strict=True)]
     left = sum(sample.length for sample in HALF if sample.advantage)
     assert left < 0.6 * sum(lengths)
@@ -178,7 +176,7 @@ def test_a_run_computes_what_is_left_once_and_old_log_probs_of_later_steps(make_
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOLossConfig)])
-def test_every_option_of_the_loss_is_known_to_leave_other_tokens_alone_or_not(name):
+def test_every_loss_option_is_declared_to_leave_other_tokens_alone_or_not(name):
     """The gradient of a loss over two sequences, one of them with advantage 0, against that of the other alone."""
     value = {**OF_EVERY_TOKEN, **OF_SEQUENCES}[name]
     loss_type = "vespo" if name.startswith("vespo") else "sapo" if name.startswith("sapo") else "grpo"

@@ -1,7 +1,5 @@
 """Checkpoints are complete or absent, damage is named, and no file of the user is ever removed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -70,7 +68,7 @@ def test_a_state_dict_is_saved_in_place_of_the_models_own_weights(tmp_path: Path
     assert torch.equal(loaded(ids).logits, trained(ids).logits)
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle_and_all_of_it_is_in_the_manifest(checkpoint: Path) -> None:
+def test_a_checkpoint_has_no_pickle_and_all_of_it_is_in_the_manifest(checkpoint: Path) -> None:
     names = set(everything(checkpoint))
     assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja"}
     assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
@@ -108,7 +106,7 @@ def test_a_manifest_that_is_not_ours_is_an_error_and_not_a_pass(checkpoint: Path
 
 
 @pytest.mark.parametrize("failing", ["first rename", "second rename", "model", "tokenizer"])
-def test_a_failed_save_leaves_the_earlier_checkpoint_and_nothing_half_written(
+def test_a_failed_save_leaves_the_earlier_checkpoint_and_nothing_partial(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     before, calls, rename = everything(checkpoint), [], os.rename
@@ -130,7 +128,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_nothing_half_written(
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
 
 
-def test_a_kill_between_the_two_renames_is_named_and_the_next_save_recovers(
+def test_a_kill_between_two_renames_is_named_and_the_next_save_recovers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, before = os.rename, everything(checkpoint)
@@ -156,7 +154,7 @@ def test_a_kill_between_the_two_renames_is_named_and_the_next_save_recovers(
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
 
 
-def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_by_the_next(checkpoint: Path) -> None:
+def test_a_half_written_save_is_no_checkpoint_and_the_next_removes_it(checkpoint: Path) -> None:
     partial = checkpoint.with_name(".checkpoint-2.partial")
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
@@ -194,7 +192,7 @@ def write_run(directory: Path) -> Path:
     return directory
 
 
-def test_what_killed_runs_left_goes_when_the_next_starts_and_the_only_copy_of_a_checkpoint_stays(
+def test_leftovers_of_killed_runs_go_but_not_a_checkpoints_only_copy(
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path / "run")

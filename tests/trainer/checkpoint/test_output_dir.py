@@ -1,7 +1,5 @@
 """A second run in an output directory: one that has ended is moved aside whole, and one that is alive keeps it out."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -74,7 +72,7 @@ def test_a_run_is_moved_aside_byte_for_byte_and_the_users_files_stay(tmp_path, c
     assert everything(tmp_path / "former-run-1") == first
 
 
-def test_a_directory_without_a_run_and_one_that_is_resumed_are_left_as_they_are(tmp_path, caplog):
+def test_a_directory_without_a_run_or_of_a_resumed_one_stays_as_it_is(tmp_path, caplog):
     write(tmp_path, THEIRS | {"report.html": b"a copy", "trackers/a": b"b", "checkpoint-x/a": b"b"})
     before = everything(tmp_path)
     prepare_output_dir(tmp_path)
@@ -94,7 +92,7 @@ def test_resuming_and_rotation_see_the_present_run_alone(tmp_path):
     assert newest_checkpoint(tmp_path / "former-run-1").name == ".checkpoint-5.previous"
 
 
-def test_checkpoints_of_another_trainer_are_moved_before_a_save_would_meet_them(tmp_path):
+def test_checkpoints_of_another_trainer_are_moved_before_a_save_meets_them(tmp_path):
     write(tmp_path, {"checkpoint-500/model.safetensors": b"trl", "checkpoint-7/notes.md": b"mine"})
     (tmp_path / "checkpoint-9").mkdir()
     model = tmp_path / "checkpoint-7"
@@ -190,7 +188,7 @@ def test_a_second_run_of_a_script_keeps_the_first_and_is_resumed_alone(make_trai
     assert (run / "metrics.jsonl").read_text().count('"rollout_engine"') == 5
 
 
-def test_a_start_that_fails_before_it_has_made_anything_leaves_the_directory_as_it_was(make_trainer, tmp_path):
+def test_a_start_that_fails_at_once_leaves_the_directory_as_it_was(make_trainer, tmp_path):
     run, options = tmp_path / "run", {"overwrite_output_dir": False}
     make_trainer(**options).train()
     first = everything(run)

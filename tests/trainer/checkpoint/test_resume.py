@@ -1,7 +1,5 @@
 """A run that was killed and resumed ends bit for bit as the one that was not; other options are said or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

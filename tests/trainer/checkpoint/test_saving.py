@@ -1,7 +1,5 @@
 """What scripts do with a trainer after `train`: under transformers' names, with TRL's arguments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

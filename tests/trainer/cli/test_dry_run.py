@@ -1,7 +1,5 @@
 """The dry run: the trainer's own arithmetic, options that are a config file, and the measured memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The first run of a user: their own columns, a reward by name, a plan before anything slow, errors that name flags."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line: options, their sources, and errors without a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

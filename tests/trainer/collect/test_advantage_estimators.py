@@ -1,7 +1,5 @@
 """Each estimator of advantages against its paper's formula, one completion at a time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

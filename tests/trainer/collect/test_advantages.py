@@ -1,7 +1,5 @@
 """Advantages of several rewards, against TRL's own lines and against the formula by hand."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import math
@@ -80,7 +78,7 @@ def test_each_function_is_normalised_in_its_group_and_the_sum_in_the_batch():
 
 
 @pytest.mark.parametrize(("aggregation", "heard"), [*zip(ORDERS, [False, True], strict=True)])
-def test_a_small_reward_is_heard_beside_a_large_one_where_each_is_normalised(aggregation, heard):
+def test_a_small_reward_counts_beside_a_large_one_where_each_is_normalised(aggregation, heard):
     large, small = torch.tensor([0.0, 1000.0, 0.0, 1000.0]), torch.tensor([0.0, 0.0, 0.01, 0.01])
     rewards, weights = torch.stack([large, small], dim=1), torch.ones(2)
     given = multi_objective_advantages(rewards, weights, 4, scale="group", aggregation=aggregation)
@@ -97,7 +95,7 @@ def test_advantages_are_those_of_the_group():
 
 
 @pytest.mark.parametrize("aggregation", ORDERS)
-def test_equal_rewards_give_no_advantage_whatever_the_rounding_of_their_mean(aggregation):
+def test_equal_rewards_give_no_advantage_for_any_rounding_of_their_mean(aggregation):
     rewards = torch.tensor([[0.1, 0.7]] * 6 + [[0.1 * index, 0.3] for index in range(6)])
     given = multi_objective_advantages(rewards, torch.tensor([1.0, 0.3]), 6, scale="group", aggregation=aggregation)
     assert given[:6].tolist() == [0.0] * 6

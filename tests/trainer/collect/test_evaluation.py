@@ -1,7 +1,5 @@
 """What `evaluate` takes and returns, and where its numbers go."""
 
-from __future__ import annotations
-
 import json
 import traceback
 

@@ -1,7 +1,5 @@
 """Generation beside training: one generation behind, never more; corrected for; and as restartable as anything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Completions of conversations, parsed by the tokenizer's response template as TRL parses them."""
 
-from __future__ import annotations
-
 import pytest
 from batches import column
 from transformers import PreTrainedTokenizerFast
@@ -91,7 +89,7 @@ def test_the_reasoning_is_a_field_of_its_own(tokenizer):
     assert message == {"role": "assistant", "reasoning_content": "hm", "content": "42"}
 
 
-def test_plain_prompts_and_tokenizers_without_a_template_have_the_whole_text(tokenizer):
+def test_plain_prompts_and_tokenizers_without_template_have_the_whole_text(tokenizer):
     assert handed_out(tokenizer, TEXTS[:1], prompt="hi")[0] == ["<think>hm</think> 42"]
     tokenizer.response_template = None
     whole = {"role": "assistant", "content": "<think>hm</think> 42"}

@@ -1,7 +1,5 @@
 """The arguments that reward functions get from the trainer, and how their values become advantages."""
 
-from __future__ import annotations
-
 import json
 import traceback
 

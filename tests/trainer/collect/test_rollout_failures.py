@@ -1,7 +1,5 @@
 """`rollout_failure`: what becomes of completions that cannot be used, and that all other groups are left alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -53,7 +51,7 @@ def failed(samples: list[Sample]) -> list[int]:
     return [place for place, sample in enumerate(samples) if sample.failure is not None]
 
 
-def test_retry_samples_the_prompt_again_with_other_seeds_and_keeps_all_others(caplog) -> None:
+def test_retry_samples_the_prompt_with_other_seeds_and_keeps_all_others(caplog) -> None:
     engine = Engine(faulty=2)
     rollouts = ask(engine, "retry")
     assert [prompts for prompts, _ in engine.calls] == [PROMPTS, [[4, 5]], [[4, 5]]]
@@ -105,7 +103,7 @@ def learned_by(trainer: Any) -> list[Any]:
     return batches
 
 
-def test_a_dropped_group_reaches_neither_rewards_nor_loss_and_the_others_are_untouched(make_trainer):
+def test_a_dropped_group_reaches_neither_rewards_nor_loss(make_trainer):
     asked: list[str] = []
 
     def reward(prompts, completions, log_extra, **columns):
@@ -165,7 +163,7 @@ def test_dynamic_sampling_replaces_a_dropped_group_and_counts_it(make_trainer):
     assert "0+1=" not in {trainer.processing_class.decode(sample.prompt_ids) for sample in batches[0]}
 
 
-def test_a_batch_of_which_nothing_is_left_ends_the_run_with_the_engines_reason(make_trainer):
+def test_a_batch_with_nothing_left_ends_the_run_with_the_engines_reason(make_trainer):
     trainer = make_trainer(rollout_failure="drop")
     nan_for(trainer, {f"{a}+{b}=" for a in range(4) for b in range(4)})
     with pytest.raises(

@@ -1,7 +1,5 @@
 """From rollouts to what the loss sees: columns, conversations, and whole groups or none."""
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -77,7 +75,7 @@ def test_a_partial_group_never_reaches_the_loss(digits):
     assert [sample.advantage for sample in batch] == advantages[kept].tolist()
 
 
-def test_reward_functions_get_the_engine_s_columns_and_messages_in_conversations():
+def test_reward_functions_get_the_engines_columns_and_messages():
     seen = {}
 
     def reward(prompts, completions, place, completion_ids):

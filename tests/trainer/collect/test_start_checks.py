@@ -1,7 +1,5 @@
 """What can be known at the start is said at the start: before a reward is called, and before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every metric of TRL's name is TRL's: both trainers on one model and the same rollouts, without sampling."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

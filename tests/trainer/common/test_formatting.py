@@ -1,7 +1,5 @@
 """Bytes have three digits at most, and a unit that a reader knows."""
 
-from __future__ import annotations
-
 import pytest
 
 from fused_grpo.trainer.common.formatting import bytes_text

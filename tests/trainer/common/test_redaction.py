@@ -1,7 +1,5 @@
 """Nothing that looks like a secret is published, whatever it is called and wherever it stands; all else is kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import string

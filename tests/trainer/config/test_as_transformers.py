@@ -1,7 +1,5 @@
 """What callbacks of transformers read from the options."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Options out of range are refused by name, with what is allowed."""
 
-from __future__ import annotations
-
 import pytest
 
 from fused_grpo.errors import InputError

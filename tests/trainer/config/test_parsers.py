@@ -1,7 +1,5 @@
 """`GRPOConfig` as the parsers of TRL's scripts read it: every field from text, and from YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The loss and the run declare the options they share once; the loss' own config cannot be changed."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """docs/from-trl.md: its tables are those that the code gives, and have every field of TRL's."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The loaders of TRL's trainer: the batches that a run samples for, in its order, and no effect on the run."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler

@@ -1,7 +1,5 @@
 """Datasets, the two kinds of prompt, and the order in which prompts are used."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Prompts that leave no room for a completion: left out with a count, or an error, and otherwise the same run."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

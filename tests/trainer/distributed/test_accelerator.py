@@ -1,7 +1,5 @@
 """The options that reach Accelerate, PyTorch and the loggers when a run's `Accelerator` is made."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

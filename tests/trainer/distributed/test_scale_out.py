@@ -3,8 +3,6 @@
 All runs of a kind of launch share its processes: starting those takes longer than the runs.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -136,7 +134,7 @@ def test_a_process_without_work_meets_the_other(shared):
     assert any(min(pair) == 0 < max(pair) for pair in pairs), pairs
 
 
-def test_two_processes_leave_completions_without_an_advantage_out_and_make_the_same_update(alone, shared):
+def test_two_processes_skip_completions_without_an_advantage_alike(alone, shared):
     kept, ranks = alone["kept"], shared[1]["half of the groups equal"]
     for key, tensor in kept["parameters"].items():
         torch.testing.assert_close(ranks[0]["parameters"][key], tensor, rtol=0, atol=1e-6)

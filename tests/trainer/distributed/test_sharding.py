@@ -1,7 +1,5 @@
 """What is refused before anything is sharded across ranks; what works is in test_scale_out.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks share evaluations and weight syncs: each row once, the figures of one process, never two models in memory."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -44,7 +42,7 @@ def launched(farm, tmp_path_factory, model) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ["uneven", "sampled", "one row", "stream", "by name"])
-def test_each_row_is_completed_and_scored_once_with_the_figures_of_one_process(launched, name):
+def test_each_row_is_scored_once_with_the_figures_of_one_process(launched, name):
     (one,), two = ([rank["evaluations"][name] for rank in launched[kind]] for kind in ("one", "two"))
     for rank in two:
         assert rank["result"] == pytest.approx(one["result"], rel=1e-6, nan_ok=True)
@@ -76,5 +74,5 @@ def test_fsdp2_has_rank_0_read_the_model_and_send_it_in_the_engines_dtype(launch
         assert sent == [str(dtype), list(weight.shape), weight.to(dtype).double().sum().item()]
 
 
-def test_a_rank_that_fails_while_it_sends_does_not_leave_the_other_in_a_gather(launched):
+def test_a_rank_that_fails_in_sending_does_not_leave_the_other_in_a_gather(launched):
     assert [rank["failed"]["error"] for rank in launched["two"]] == ["no room for it", "PeerError"]

@@ -1,7 +1,5 @@
 """Tiny real models, a tokenizer over their characters, and the log-probs that a plain forward pass gives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

@@ -5,8 +5,6 @@ As a script it prints its URL, then the time (of the monotonic clock) of each fa
     fake_vllm.py FAULT ATTRIBUTES    as JSON: what becomes of each request for completions, attributes of FakeServer
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """A short run in a process of its own, for test_vllm_process: start, sample, close, and say what is left."""
 
-from __future__ import annotations
-
 import sys
 
 import psutil

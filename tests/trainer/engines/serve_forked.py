@@ -5,8 +5,6 @@ from Python's fork server, itself a fork of this process before it has a thread:
 child in dozens waits for ever for a lock whose thread was not forked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Answers of any shape: an error of ours that names the server, or a result that all checks have passed, in time."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """A response of any engine that is not what was asked for is an error that says what it was."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -111,7 +109,7 @@ def test_an_engine_that_does_not_report_the_new_version_is_refused() -> None:
     checked_load_weights(Engine(), [], version=4)
 
 
-def test_a_function_may_omit_log_probs_and_change_prompts_but_not_return_unknown_tokens() -> None:
+def test_a_function_may_omit_log_probs_but_not_return_unknown_tokens() -> None:
     trainer = SimpleNamespace(model=None, processing_class=SimpleNamespace(eos_token_id=1, pad_token_id=0))
     output = {"prompt_ids": [[2]] * 4, "completion_ids": [[9]] * 4, "logprobs": [[None]] * 4}
     seen: list[Any] = []

@@ -1,7 +1,5 @@
 """What the loop relies on, for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The engine is named once, from the options and what is installed, and everything else depends on that name."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from typing import Any
@@ -53,7 +51,7 @@ def test_without_an_option_vllm_is_chosen_where_it_is_installed() -> None:
 
 @pytest.mark.parametrize("rows", [lambda: ROWS, stream])
 @pytest.mark.usefixtures("without_vllm")
-def test_without_vllm_a_run_samples_from_its_own_model_and_needs_nothing_for_another_engine(
+def test_without_vllm_a_run_samples_from_its_own_model_and_needs_no_other(
     build_model, tokenizer, tmp_path, caplog, rows
 ) -> None:
     shape = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}

@@ -1,7 +1,5 @@
 """The server engine with servers that fail: no completion is counted twice or stale, and no call hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import traceback
@@ -56,7 +54,7 @@ def test_prompts_are_spread_over_replicas_each_with_its_own_seed(connect, server
     assert len({body["seed"] for server in servers for body in server.seen}) == len(PROMPTS)
 
 
-def test_a_request_sets_all_options_that_a_server_would_otherwise_take_from_the_model(connect, servers) -> None:
+def test_a_request_sets_all_options_that_a_server_takes_from_the_model(connect, servers) -> None:
     sampling = SamplingParams(
         n=2, max_tokens=8, temperature=0.7, top_p=0.9, structured_outputs_regex="a+", extra={"stop": ["."]}
     )
@@ -149,7 +147,7 @@ def test_a_server_that_never_comes_up_is_an_error_at_the_deadline(model, tokeniz
         VLLMServerEngine(model, tokenizer, base_urls=["http://127.0.0.1:9"], timeout=1.0)
 
 
-def test_what_a_server_restarted_since_the_sync_sampled_is_sampled_again_elsewhere(connect, servers) -> None:
+def test_completions_of_a_server_restarted_since_sync_are_sampled_again(connect, servers) -> None:
     engine = connect()
     servers[0].weight_version = "default"
     assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
@@ -160,7 +158,7 @@ def test_what_a_server_restarted_since_the_sync_sampled_is_sampled_again_elsewhe
 
 
 @pytest.mark.parametrize("then", [500, None], ids=["then it fails", "then it goes on"])
-def test_what_a_server_sampled_while_its_weights_changed_is_sampled_again_elsewhere(connect, servers, then) -> None:
+def test_completions_sampled_while_weights_changed_are_sampled_again(connect, servers, then) -> None:
     engine = connect(max_concurrency=4)
     servers[0].faults = iter([None, "new weights", None, *[then] * 99])
     assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
@@ -168,7 +166,7 @@ def test_what_a_server_sampled_while_its_weights_changed_is_sampled_again_elsewh
     assert sorted(body["prompt"] for body in servers[1].seen) == PROMPTS
 
 
-def test_a_server_that_fails_is_out_for_the_generation_and_asked_again_in_the_next(connect, servers, caplog) -> None:
+def test_a_server_that_fails_is_out_for_this_generation_alone(connect, servers, caplog) -> None:
     engine = connect(max_concurrency=1)
     servers[0].faults = iter([500] * 3)
     for served in ([3, 4], [7, 4]):

@@ -1,7 +1,5 @@
 """rollout_func: TRL's shapes in, our rollouts out, and an error that explains everything else."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

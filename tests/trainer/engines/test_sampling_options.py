@@ -1,7 +1,5 @@
 """Sampling options: what each engine makes of them, and which of them make a distribution that is not plain."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

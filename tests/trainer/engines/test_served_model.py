@@ -1,7 +1,5 @@
 """A server with another model is refused before it gets weights. What vLLM prints is compared with real models."""
 
-from __future__ import annotations
-
 import functools
 import re
 import time

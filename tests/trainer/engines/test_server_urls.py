@@ -1,7 +1,5 @@
 """The server URLs that a trainer calls, and the parts of a URL that errors show."""
 
-from __future__ import annotations
-
 import pytest
 
 from fused_grpo.errors import InputError

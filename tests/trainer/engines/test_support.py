@@ -1,7 +1,5 @@
 """Supports from what engines return; and those that cannot be right are refused before anything is learnt from them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -81,7 +79,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG)
-def test_a_support_that_cannot_be_one_is_that_of_a_completion_that_cannot_be_used(wrong, message) -> None:
+def test_a_support_that_cannot_be_one_makes_a_completion_unusable(wrong, message) -> None:
     bad = rollouts_of([GOOD[0], wrong])
     with pytest.raises(UnavailableError, match=rf"got {message}.* in completion 1 of prompt 0 .*fix:"):
         checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V)
@@ -105,7 +103,7 @@ def test_a_recorder_sorts_steps_of_a_batch_by_sequence(kept, batch) -> None:
         assert support.ids.tolist() == torch.cat([torch.zeros(0, dtype=torch.int64), *ids]).tolist()
 
 
-def test_a_list_of_likely_tokens_is_a_support_only_if_it_has_all_that_were_kept() -> None:
+def test_a_list_of_likely_tokens_is_a_support_only_with_all_kept_ones() -> None:
     even = {5: math.log(0.5), 3: math.log(0.5)}
     support = listed_support([even | {7: -math.inf}, even | {7: -9999.0}])
     assert (support.ids.tolist(), support.sizes.tolist()) == ([3, 5, 3, 5], [2, 2])

@@ -1,7 +1,5 @@
 """The transformers engine with a `generate` that is not the library's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 
@@ -14,7 +12,7 @@ from fused_grpo.trainer.engines.transformers_generate import _EXTRAS, Transforme
 from fused_grpo.trainer.types import SamplingParams
 
 
-def test_a_generate_that_returns_plain_tokens_gives_completions_without_logprobs(build_model, tokenizer) -> None:
+def test_a_generate_that_returns_plain_tokens_gives_no_logprobs(build_model, tokenizer) -> None:
     model, stop = build_model(), tokenizer.eos_token_id
     tails = torch.tensor([[9, stop, 0], [8, 8, 8], [stop, 5, 5], [6, 6, stop]])
     engine = TransformersEngine(model, tokenizer)
@@ -67,7 +65,7 @@ def test_an_error_of_the_model_is_not_taken_for_one_of_the_options(build_model, 
         TransformersEngine(model, tokenizer).generate([[4, 5]], SamplingParams(n=2, max_tokens=3))
 
 
-def test_a_prompt_for_which_the_model_gives_nan_is_named_and_the_others_are_sampled(build_model, tokenizer) -> None:
+def test_a_prompt_that_gives_nan_is_named_and_the_others_are_sampled(build_model, tokenizer) -> None:
     model, sampling = build_model(), SamplingParams(n=2, max_tokens=3, seed=1)
     sound = TransformersEngine(model, tokenizer).generate([[4, 5], [6]], sampling)
     model.get_input_embeddings().register_forward_hook(

@@ -1,7 +1,5 @@
 """Models that vLLM in process runs in a way of their own: mixtures of experts, and those that it has no code for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +99,7 @@ def test_a_model_that_vllm_runs_with_the_code_of_transformers_still_trains(build
     build(name, **heads)(torch.tensor([[3, 4]])).logits.sum().backward()
 
 
-def test_weights_that_vllm_has_no_place_for_at_the_start_are_refused_with_the_other_engine(build, start) -> None:
+def test_weights_without_a_place_in_vllm_are_refused_with_the_other_engine(build, start) -> None:
     sizes = {name: SIZES[name] for name in ("hidden_size", "tie_word_embeddings", "eos_token_id")}
     with pytest.raises(WeightSyncError, match=r"weight version 0.*lm_head.*use_vllm=False where vLLM cannot load"):
         start(build("Bloom", **sizes, n_layer=2, n_head=2))

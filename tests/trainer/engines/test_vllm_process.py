@@ -1,7 +1,5 @@
 """vLLM in the trainer's process: the state of the process is restored, and nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -145,7 +143,7 @@ def test_a_prompt_without_room_is_refused_instead_of_cut_short(engine) -> None:
     assert len(engine.generate([[3] * 60], SAMPLING).completion_ids) == 2
 
 
-def test_a_call_that_vllm_fails_closes_the_engine_instead_of_leaving_requests(engine, monkeypatch) -> None:
+def test_a_call_that_vllm_fails_closes_the_engine_and_leaves_no_requests(engine, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -181,7 +179,7 @@ def test_completions_stop_at_a_string(engine, tokenizer) -> None:
     assert not any(five in completion[:-1] for completion in rollouts.completion_ids)
 
 
-def test_an_option_with_a_value_that_vllm_refuses_is_an_error_of_the_option(engine) -> None:
+def test_an_option_whose_value_vllm_refuses_is_an_error_of_the_option(engine) -> None:
     with pytest.raises(InputError, match=r"that vLLM refuses: .*min_p.*fix:"):
         engine.generate([[3, 4]], replace(SAMPLING, min_p=2.0))
     assert len(engine.generate([[3, 4]], SAMPLING).completion_ids) == 2

@@ -3,8 +3,6 @@
 One file has all of it, in an order that needs two: a start takes seconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -193,7 +191,7 @@ def test_a_server_started_again_needs_a_sync_before_it_is_sampled_from(
     assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
 
 
-def test_the_run_goes_on_with_the_new_server_and_ends_as_if_nothing_had_happened(make_trainer, whole) -> None:
+def test_the_run_goes_on_with_the_new_server_to_the_same_end(make_trainer, whole) -> None:
     resumed = make_trainer("cut", resume_from_checkpoint=True)
     assert resumed.train().steps == 5
     for name, value in whole.model.state_dict().items():

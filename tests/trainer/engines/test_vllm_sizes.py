@@ -4,8 +4,6 @@ One engine serves all tests. Its KV cache is smaller than the default one, so th
 is as a run has it.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """check_same_weights: accepts rounding, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Weights for an engine: their checkpoint names, a tied head, and files that are removed after use."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,7 +37,7 @@ def test_checkpoint_weights_are_those_that_save_pretrained_writes(build_model, t
     assert all(torch.equal(given[name], saved[name]) for name in saved)
 
 
-def test_views_ties_and_strides_arrive_as_they_are_and_the_files_are_removed(tmp_path) -> None:
+def test_views_ties_and_strides_arrive_unchanged_and_the_files_are_removed(tmp_path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     given = {"a": matrix, "tied": matrix, "row": matrix[1], "transposed": matrix.T, "half": matrix.bfloat16()}
     with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:

@@ -1,7 +1,5 @@
 """After every sync vLLM samples from the trainer's weights, whatever family and whether the head is tied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Weights for servers: through files or by NCCL."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

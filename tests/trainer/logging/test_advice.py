@@ -1,7 +1,5 @@
 """Warnings with a fix: each exactly once, and none in a healthy run."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The console: lines that fit, an estimate without the first step, and model output that cannot touch the terminal."""
 
-from __future__ import annotations
-
 import io
 import math
 
@@ -122,7 +120,7 @@ def test_hostile_completions_cannot_reach_the_terminal(terminal: Terminal) -> No
     assert "\x1b]0" not in terminal.getvalue()
 
 
-def test_completions_show_no_more_than_the_limit_and_keep_both_ends_of_long_ones() -> None:
+def test_completions_keep_to_the_limit_and_show_both_ends_of_long_ones() -> None:
     out = io.StringIO()
     rows = [{"prompt": "p", "completion": "START" + "x" * 5000 + "END", "reward": 0.5, "finish_reason": "length"}]
     Console(5, file=out).completions(3, rows * 9, limit=2)

@@ -1,7 +1,5 @@
 """Names of a log: what a reward function logs is never in the place of the log's own, whatever its name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The logs of a run: whole lines, strict JSON, nothing private."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -27,7 +25,7 @@ def test_a_value_that_is_not_finite_is_null_because_nan_is_not_json(tmp_path: Pa
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "kl": None}
 
 
-def test_a_second_log_appends_and_does_not_continue_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+def test_a_second_log_does_not_continue_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
     RunLog(tmp_path).log_metrics({"step": 1})
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "rew')
@@ -35,7 +33,7 @@ def test_a_second_log_appends_and_does_not_continue_a_line_that_a_kill_cut_short
     assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1}, {"step": 3}]
 
 
-def test_reading_leaves_out_a_last_line_cut_short_but_names_a_broken_one_before_it(tmp_path: Path) -> None:
+def test_reading_skips_a_last_line_cut_short_but_names_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1}]
@@ -88,7 +86,7 @@ def test_settings_that_only_look_like_secrets_are_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN_FILE).read_text())["config"] == config
 
 
-def test_readers_find_a_metric_under_the_spelling_of_trl_and_of_the_loss_op() -> None:
+def test_readers_find_a_metric_under_the_names_of_trl_and_of_the_loss_op() -> None:
     assert metric({"clip_ratio/region_mean": 0.1}, "clip_ratio") == 0.1
     assert metric({"clip_ratio_region": 0.2}, "clip_ratio") == 0.2
     assert metric({"kl": None}, "kl") is None

@@ -1,7 +1,5 @@
 """The model card: what the hub reads, what a person reads, and nothing private; and the upload."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +58,7 @@ def test_secrets_among_the_options_do_not_get_into_a_card():
     assert "hf_aaa" not in card
 
 
-def test_an_adapter_is_loaded_with_peft_and_a_card_without_numbers_has_no_table():
+def test_an_adapters_card_loads_it_with_peft_and_has_no_empty_table():
     facts = FACTS | {"adapter": True, "metrics": {}, "eval_before": None, "eval_after": None}
     card = model_card(CardFacts(**facts), GRPOConfig())
     assert front_matter(card)["library_name"] == "peft"

@@ -1,7 +1,5 @@
 """Progress: plain lines in a file, one live line on a terminal, nothing for what is quick or on other processes."""
 
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -24,7 +22,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(module, "REFRESH", 0.02)
 
 
-def test_a_file_gets_a_line_at_the_start_and_one_at_the_end_of_what_is_slow():
+def test_a_file_gets_a_line_at_the_start_and_the_end_of_what_is_slow():
     with redirect_stdout(io.StringIO()) as out:
         with progress("loading\x1b it"):
             time.sleep(0.1)

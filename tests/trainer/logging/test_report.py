@@ -1,7 +1,5 @@
 """The report: one file that needs nothing, shows the right numbers, and cannot be written into by a completion."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -148,7 +146,7 @@ def test_accuracy_is_the_headline_and_one_evaluation_is_said_to_be_one(tmp_path:
     assert "GRPO run: held-out a_accuracy 0.500 → 0.750" in Page(write_report(tmp_path).read_text()).shown
 
 
-def test_without_held_out_prompts_the_headline_compares_the_tenths_of_training(tmp_path: Path) -> None:
+def test_without_held_out_prompts_the_headline_compares_tenths_of_training(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for step in range(1, 21):
         log.log_metrics({"step": step, "reward": step / 20})

@@ -1,7 +1,5 @@
 """What the console shows of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trackers: every step reaches them, nothing private does, and one that is missing is known at once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -40,7 +38,7 @@ def accelerator_for(args):
     return Accelerator(cpu=True, **tracker_arguments(args))
 
 
-def test_a_tracker_gets_the_configuration_without_secrets_and_each_number_of_a_step(tmp_path):
+def test_a_tracker_gets_options_without_secrets_and_each_number_of_a_step(tmp_path):
     memory = Memory()
     args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], generation_kwargs={"api_key": "secret-value"})
     trackers = Trackers(accelerator_for(args), args, {"task": "sums"})
@@ -54,7 +52,7 @@ def test_a_tracker_gets_the_configuration_without_secrets_and_each_number_of_a_s
     assert memory.finished == 1
 
 
-def test_the_output_of_a_run_reaches_its_trackers_whatever_the_console_leaves_out(tmp_path):
+def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path):
     memory = Memory()
     args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], logging_steps=100)
     output = RunOutput(args, 9, is_main=True, facts={}, accelerator=accelerator_for(args))

@@ -1,7 +1,5 @@
 """LoRA: the adapter learns, nothing else does, by the gradients of PEFT's own logits; engines get its sum."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """A model that was compiled before it is passed: it is saved and sent under its own names, and trained compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +68,7 @@ def train(tokenizer, tmp_path):
     "kind", ["whole", "layers", *(pytest.param(k, marks=pytest.mark.full) for k in list(KINDS)[2:])]
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch hides from its own access
-def test_a_compiled_model_is_trained_compiled_and_saved_under_its_own_names(make_model, train, kind):
+def test_a_compiled_model_is_trained_so_and_saved_under_its_own_names(make_model, train, kind):
     counting, ids = Counting(), torch.tensor([[2, 3, 4]])
     trainer, result = train(KINDS[kind](make_model(), counting), beta=0.1 if kind == "twice" else 0.0)
     assert 0 < counting.graphs <= 4  # none for the lengths of a KV cache

@@ -1,7 +1,5 @@
 """Where a model is loaded to."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt tuning: packed rows and left-padded generation are PEFT's own forward on each sequence alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

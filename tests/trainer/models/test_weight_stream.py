@@ -1,7 +1,5 @@
 """Weights on their way to an engine: the layout of a checkpoint, their dtype, and no more of them than one layer."""
 
-from __future__ import annotations
-
 import torch
 from live_bytes import LiveBytes
 from transformers.core_model_loading import Chunk, WeightConverter, revert_weight_conversion
@@ -26,7 +24,7 @@ def test_what_a_checkpoint_has_in_one_is_joined_a_layer_at_a_time(make_model):
     assert fused.nbytes <= live.most < 2 * fused.nbytes
 
 
-def test_matrices_are_cast_where_it_makes_them_smaller_and_what_the_model_keeps_in_fp32_is_not(make_model):
+def test_matrices_are_cast_where_smaller_but_not_those_that_stay_fp32(make_model):
     model = make_model()
     model._keep_in_fp32_modules_strict = {"gate_proj"}
     stream = checkpoint_weights(model, torch.bfloat16)

@@ -1,7 +1,5 @@
 """The built-in task: splits that do not leak, a reward that is exact, and a base model with room to learn."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 

@@ -1,7 +1,5 @@
 """The recipe gsm8k with vLLM on this CPU and a tiny model: prompts are as long as its own, completions are short."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

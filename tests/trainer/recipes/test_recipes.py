@@ -1,7 +1,5 @@
 """The packaged recipes: each is parsed, divides, and is dry-run with a small model in place of the hub's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of two groups of two, and a tiny reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

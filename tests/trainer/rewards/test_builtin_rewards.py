@@ -1,7 +1,5 @@
 """The ready-made rewards equal TRL's."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 from pathlib import Path

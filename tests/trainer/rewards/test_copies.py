@@ -1,7 +1,5 @@
 """What user code is handed: equal to the original, and nothing in it that an edit would reach the original through."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A reward function may edit all that it is given: nothing of the run, and no other call, is changed by it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Each failure policy. Whatever fails, and however: a partial group never reaches the loss."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The rule of the reward `accuracy`, case by case."""
 
-from __future__ import annotations
-
 import pytest
 
 from fused_grpo.trainer.rewards import accuracy

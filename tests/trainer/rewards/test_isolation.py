@@ -1,7 +1,5 @@
 """What a reward function does in a process of its own stays there."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -167,7 +165,7 @@ def test_what_a_process_said_before_it_ended_is_read_however_late(monkeypatch):
         IsolatedReward("no.such:module", timeout=1.0, memory=None, on_failure=0.0)(completions=["a"])
 
 
-def test_arguments_that_are_not_json_and_functions_that_are_not_there_are_named(source):
+def test_arguments_that_are_not_json_and_missing_functions_are_named(source):
     with pytest.raises(RewardError, match=r"arguments .* not JSON: Object of type set .*name the arguments"):
         isolated(f"{source}behaves", timeout=30)(completions=["a"], answer=[{1}])
     gone = IsolatedReward("no.such:module", timeout=1.0, memory=None, on_failure=0.0)

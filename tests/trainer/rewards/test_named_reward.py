@@ -1,7 +1,5 @@
 """Reward functions by name."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The arguments of a reward function, and the values that it may return."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import functools

@@ -1,7 +1,5 @@
 """All functions of a run together: names, weights, times, logs, options."""
 
-from __future__ import annotations
-
 import math
 import time
 

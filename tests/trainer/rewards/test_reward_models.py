@@ -1,7 +1,5 @@
 """Reward models score what a hand-made forward pass scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM

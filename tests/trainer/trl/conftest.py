@@ -4,8 +4,6 @@
 `library` is TRL's trainer or ours. Cases with TRL's are marked `full`: they show that the case itself is right.
 """
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What TRL's own tests of `GRPOTrainer` ask for: cases of one form, which TRL's trainer passes too (`--full`)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

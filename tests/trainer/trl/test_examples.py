@@ -1,8 +1,6 @@
 """The examples of TRL's documentation for GRPO that need no tool, no image and no vLLM, in `examples/`: each runs to
 its end with the line changed that imports `GRPOConfig` and `GRPOTrainer`. So do the settings of its index of papers."""
 
-from __future__ import annotations
-
 import runpy
 import types
 from pathlib import Path

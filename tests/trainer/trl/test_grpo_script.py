@@ -1,7 +1,5 @@
 """`trl/scripts/grpo.py` of the installed TRL, from its parser to its end, with our trainer in the place of TRL's."""
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Callable

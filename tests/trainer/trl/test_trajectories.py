@@ -4,8 +4,6 @@ TRL logs, under the same name and with the same value. What differs by design is
 `-rP` shows the largest differences of each case.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
