@@ -121,7 +121,7 @@ def check_loss_tokens(logprobs: Tensor, entropy: Tensor | None, config: GRPOLoss
     Raises:
         InputError: dtypes, shapes or devices that cannot be right, or no entropy where the config needs it.
     """
-    check_tensors(logprobs=logprobs, entropy=entropy)
+    check_tensors({"entropy": entropy}, logprobs=logprobs)
     for name, tensor in (("logprobs", logprobs), ("entropy", entropy)):
         if tensor is not None and not tensor.is_floating_point():
             raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
@@ -162,7 +162,7 @@ def loss_inputs(
     """Check the arguments against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
     named = given._asdict()
     per_token = {name: named[name] for name in ("mask", *FLOATING, "covariance_selected")}
-    check_tensors(advantages=given.advantages, cu_seqlens=given.cu_seqlens, **per_token)
+    check_tensors(per_token | {"cu_seqlens": given.cu_seqlens}, advantages=given.advantages)
     for name, tensor in per_token.items():
         if tensor is not None and tensor.shape != shape:
             raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")

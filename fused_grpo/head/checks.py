@@ -11,7 +11,7 @@ called by `torch.compile` without being traced: `outside_graphs`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -75,7 +75,7 @@ def check_head(
     `targets` has the leading shape of `hidden`, or with `several` that and a last dimension of at least 1.
     """
     bias, temperature, logit_scale, softcap = options
-    check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
+    check_tensors({"bias": bias}, hidden=hidden, weight=weight, targets=targets)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             raise InputError(f"got {name} of dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATS))}")
@@ -115,9 +115,9 @@ def is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and low <= value <= high and abs(value) <= _MOST[isinstance(value, int)]
 
 
-def check_tensors(**tensors: Any) -> None:
-    """Check that all are dense local tensors with values on one device; those that are None are not there."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
+    """Check that all are dense local tensors with values on one device; those in `optional` may be None."""
+    given = tensors | {name: tensor for name, tensor in (optional or {}).items() if tensor is not None}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
