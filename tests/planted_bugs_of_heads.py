@@ -138,6 +138,12 @@ BUGS = {
         "torch.cat(sizes).roll(-1).cumsum(0)",
         PACKED_SUPPORTS,
     ),
+    "answers of a tool are learned from": (
+        "trainer/types.py",
+        "values if self.completion_mask is None else list(compress(values, self.completion_mask))",
+        "values",
+        ["tests/trainer/batching/test_completion_mask.py", "-k", "rows_hold"],
+    ),
     "kept tokens of a step stay with the step": (
         "trainer/engines/sampling.py",
         "torch.cat(self._ids)[sequences.argsort(stable=True)]",

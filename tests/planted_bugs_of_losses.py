@@ -57,7 +57,7 @@ BUGS = {
     ),
     "a rank selects by its own tokens": (
         "trainer/batching/micro_batch_metrics.py",
-        "parts = mine.split([len(part.targets) for part in packed])",
+        "parts = of_rank.split([len(part.targets) for part in packed])",
         "parts = [select_by_covariance(fact[0], fact[1], fact[2] != 0, config) for fact in facts]",
         COVARIANCE,
     ),

@@ -137,9 +137,9 @@ class Learner:
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
-        # Found by rank 0: under FSDP2 it may be the only one that has read the weights.
-        found = [list(map(self_check, policies)) if self.accelerator.is_main_process else []]
-        measured = broadcast_object_list(found)[0]
+        # By rank 0: under FSDP2 it may be the only one that has read the weights.
+        of_rank = list(map(self_check, policies)) if self.accelerator.is_main_process else []
+        measured = broadcast_object_list([of_rank])[0]
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
@@ -150,9 +150,9 @@ class Learner:
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
         if alone is None:
             return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
-        found = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+        identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
         module = shard_by_its_layers(self.accelerator, alone.eval())
-        return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=found)
+        return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
@@ -163,6 +163,16 @@ class Learner:
         for group, first in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(first)
         self.scheduler.load_state_dict(schedule)
+
+    def load_state(
+        self, *, step: int, scheduler: dict[str, Any], skipped: dict[str, int], entropy: dict[str, float | None]
+    ) -> None:
+        """Go on from a checkpoint: its step, and the states of its schedule and counters."""
+        self.scheduler.load_state_dict(scheduler)
+        self.nonfinite.load_state(skipped)
+        if self.args.use_adaptive_entropy:
+            self.entropy.load_state(entropy)
+        self.step = step
 
     def learn(
         self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None
@@ -220,7 +230,7 @@ class Learner:
     def evaluate(self, batch: list[Sample]) -> float:
         """The loss of a step with this batch, without gradients and without dropout. A collective."""
         batch, packed, options, _ = self._prepared(batch)
-        outputs = self._measured(self.accelerator.unwrap_model(self.policy), "loss", packed, **options)
+        outputs = self._measured(self._unwrapped, "loss", packed, **options)
         return self._metrics(batch, packed, outputs)["loss"]
 
     def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
@@ -231,15 +241,13 @@ class Learner:
             packed = [dataclasses.replace(part, ref_logprobs=part.advantages.new_zeros(0)) for part in packed]
         options, of_uncertain = self._entropy_options(packed)
         if self.loss_config.selects_by_covariance:
-            measured = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
+            measured = self._measured(self._unwrapped, "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
         return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
 
     def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
-        packed = self._pack(batch)
-        values = self._measured(self.accelerator.unwrap_model(self.policy), "logprobs", packed)
-        return with_fields(batch, {"old_logprobs": per_sequence(packed, values, len(batch))})
+        return self._with_logprobs(batch, "old_logprobs", self._unwrapped)
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
@@ -249,9 +257,13 @@ class Learner:
         if not any_rank(self.accelerator, any(sample.ref_logprobs is None for sample in batch)):
             return batch
         with self._reference_policy() as reference:
-            packed = self._pack(batch)  # in here, because the reference has no virtual tokens
-            values = self._measured(reference, "logprobs", packed)
-        return with_fields(batch, {"ref_logprobs": per_sequence(packed, values, len(batch))})
+            return self._with_logprobs(batch, "ref_logprobs", reference)
+
+    def _with_logprobs(self, batch: list[Sample], name: str, policy: PolicyLoss) -> list[Sample]:
+        """The batch with the log-probs of a policy in the field `name`. The reference packs without virtual tokens."""
+        packed = self._pack(batch)
+        values = self._measured(policy, "logprobs", packed)
+        return with_fields(batch, {name: per_sequence(packed, values, len(batch))})
 
     def weights(self) -> dict[str, Tensor]:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
@@ -259,7 +271,7 @@ class Learner:
 
     def served_weights(self, dtype: torch.dtype | None = None) -> WeightStream:
         """The weights for an engine of that dtype: full tensors under the names of a checkpoint, adapters merged."""
-        return checkpoint_weights(self.accelerator.unwrap_model(self.policy).model, dtype)
+        return checkpoint_weights(self._unwrapped.model, dtype)
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:
@@ -267,13 +279,17 @@ class Learner:
         if self.reference is not None:
             yield self.reference
             return
-        policy = self.accelerator.unwrap_model(self.policy)
+        policy = self._unwrapped
         with as_reference(policy.model):
             yield policy
 
+    @property
+    def _unwrapped(self) -> PolicyLoss:
+        policy: PolicyLoss = self.accelerator.unwrap_model(self.policy)
+        return policy
+
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
-        model = self.accelerator.unwrap_model(self.policy).model
-        prompts = with_virtual_places([sample.prompt_ids for sample in batch], model)
+        prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
         return micro_batches(
             with_fields(batch, {"prompt_ids": prompts}),
             self.args.per_device_train_batch_size,
@@ -284,9 +300,9 @@ class Learner:
             agree=self._max_over_ranks,
         )
 
-    def _max_over_ranks(self, mine: int) -> int:
+    def _max_over_ranks(self, number: int) -> int:
         """The largest number of all ranks: each runs as many micro-batches, or their collectives would not match."""
-        numbers = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
+        numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
         return int(numbers.max().item())
 
     def _measured(self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
@@ -305,8 +321,7 @@ class Learner:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         tokens = sum(len(part.targets) for part in packed) + sum(sample.num_own for sample in batch if sample.skipped)
-        mine = [tokens, len(batch), filled]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        totals = torch.tensor([tokens, len(batch), filled], dtype=torch.float64, device=self.accelerator.device)
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
@@ -332,8 +347,8 @@ class Learner:
         options: dict[str, Any] = {"config": config}
         if config.top_entropy_quantile == 1.0:
             return options, None
-        mine = self._measured(self.accelerator.unwrap_model(self.policy), "entropies", packed)
-        entropies = torch.cat(gather_object([torch.cat(mine).cpu()]))
+        of_rank = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
+        entropies = torch.cat(gather_object([of_rank]))
         threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
         options["entropy_threshold"] = threshold.to(self.accelerator.device)
@@ -352,11 +367,11 @@ class Learner:
         """Move the reference towards the policy (TR-DPO), every so many steps."""
         if self.reference is None or not self.args.sync_ref_model or self.step % self.args.ref_model_sync_steps:
             return
-        share, policy = self.args.ref_model_mixup_alpha, self.accelerator.unwrap_model(self.policy)
+        share, policy = self.args.ref_model_mixup_alpha, self._unwrapped
         with torch.no_grad():
             # A tied tensor once; where parameters are sharded, each rank updates its shard.
-            for mine, theirs in zip(self.reference.parameters(), policy.parameters(), strict=True):
-                mine.lerp_(theirs.to(mine), share)
+            for frozen, trained in zip(self.reference.parameters(), policy.parameters(), strict=True):
+                frozen.lerp_(trained.to(frozen), share)
 
 
 class EntropyController:
@@ -410,12 +425,12 @@ def quantile(values: Tensor, share: float) -> Tensor:
 
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
     """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in no batch."""
-    found = [torch.zeros(0)] * total
+    rows = [torch.zeros(0)] * total
     for part, flat in zip(packed, values, strict=True):
         pieces = flat.detach().float().cpu().split(part.cu_seqlens.diff().tolist())
         for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
-            found[index] = piece.clone()
-    return found
+            rows[index] = piece.clone()
+    return rows
 
 
 def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, Tensor]:

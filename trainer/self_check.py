@@ -138,12 +138,14 @@ def _apart(policy: PolicyLoss, row: MicroBatch, own: Sequence[Tensor]) -> list[t
     # A variable-length kernel computes in 16 bits, whatever the model does.
     least: Any = torch.bfloat16 if row.row_cu_seqlens is not None else torch.float32
     eps = max(torch.finfo(dtype).eps for dtype in (policy.model.dtype, least))
-    lengths, found = [len(logits) for logits in own], []
+    lengths, differences = [len(logits) for logits in own], []
     parts = zip(policy.measure(row, "logprobs").split(lengths), row.targets.split(lengths), own, strict=True)
-    for ours, targets, logits in parts:
-        theirs = (logits / policy.temperature).log_softmax(-1).gather(1, targets[:, None].to(logits.device))[:, 0]
+    for logprobs, targets, logits in parts:
+        expected = (logits / policy.temperature).log_softmax(-1).gather(1, targets[:, None].to(logits.device))[:, 0]
         # On a GPU fp32 may be TF32.
         share = max(1e-2 if logits.device.type == "cuda" else 1e-3, eps**0.5)
         allowed = share * logits.std() + 2 * eps * logits.abs().max()
-        found.append(((ours.to(theirs) - theirs).abs().max().item(), allowed.item() / policy.temperature + 1e-5))
-    return found
+        differences.append(
+            ((logprobs.to(expected) - expected).abs().max().item(), allowed.item() / policy.temperature + 1e-5)
+        )
+    return differences

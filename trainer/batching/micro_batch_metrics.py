@@ -114,19 +114,19 @@ def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
 
 
 def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
-    difference, known = (old - sampling).abs(), ~sampling.isnan()
-    known_difference = torch.where(known, difference, 0.0)
+    difference, is_known = (old - sampling).abs(), ~sampling.isnan()
+    known_difference = torch.where(is_known, difference, 0.0)
     sums = {
         "difference_sum": known_difference.sum(),
         "difference_max": known_difference.amax(),
-        "known_sum": known.sum(),
+        "known_sum": is_known.sum(),
     }
     if config.sampling_correction is None:
         return sums
     if config.sampling_correction.startswith("sequence"):
-        how = config.sampling_correction.removeprefix("sequence_")
+        treatment = config.sampling_correction.removeprefix("sequence_")
         bounds = (config.sampling_clip_min, config.sampling_clip_max)
-        rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), how, *bounds)
+        rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), treatment, *bounds)
     else:
         rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
     rhos = torch.tensor(float(len(rho)), device=rho.device)
@@ -182,8 +182,8 @@ def with_covariance_selection(
     ranks: list[Tensor] = gather_object([torch.cat(facts, dim=1)])
     current, advantages, clipped = torch.cat(ranks, dim=1)
     selected = select_by_covariance(current, advantages, clipped != 0, config)
-    mine = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
-    parts = mine.split([len(part.targets) for part in packed])
+    of_rank = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
+    parts = of_rank.split([len(part.targets) for part in packed])
     return [
         dataclasses.replace(part, covariance_selected=values.to(part.targets.device))
         for part, values in zip(packed, parts, strict=True)

@@ -167,15 +167,15 @@ def pack(
     predicted: they are in no loss, count or metric. Without sequences it is one place that predicts nothing, so that a
     rank without work takes part in the collectives.
     """
-    some = [batch[index] for index in chosen]
-    lengths = [sample.length for sample in some]
+    samples = [batch[index] for index in chosen]
+    lengths = [sample.length for sample in samples]
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
     starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
     # Padding continues the sequence before it, which never attends to it: rows of one sequence need no mask.
     position_ids = torch.arange(row_length).repeat(num_rows)
     attention_mask = torch.zeros_like(input_ids)
-    for start, sample in sorted(zip(starts, some, strict=True), key=itemgetter(0)):
+    for start, sample in sorted(zip(starts, samples, strict=True), key=itemgetter(0)):
         input_ids[start : start + sample.length] = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
         attention_mask[start : start + sample.length] = 1
         row_end = start - start % row_length + row_length
@@ -183,9 +183,9 @@ def pack(
     # The hidden state of a token predicts the next one: completions are predicted from one place earlier.
     predictors = (
         sample.own(range(start + len(sample.prompt_ids) - 1, start + sample.length - 1))
-        for start, sample in zip(starts, some, strict=True)
+        for start, sample in zip(starts, samples, strict=True)
     )
-    targets = (sample.own(sample.completion_ids) for sample in some)
+    targets = (sample.own(sample.completion_ids) for sample in samples)
     row_cu_seqlens = torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None
 
     def per_token(name: str) -> Tensor | None:
@@ -194,7 +194,7 @@ def pack(
             return None
         # The log-probs of the trainer's models are those of the model's own tokens already.
         whole = name == "sampling_logprobs"
-        rows = (sample.own(getattr(sample, name)) if whole else getattr(sample, name) for sample in some)
+        rows = (sample.own(getattr(sample, name)) if whole else getattr(sample, name) for sample in samples)
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)]).to(device)
 
     return MicroBatch(
@@ -203,25 +203,25 @@ def pack(
         attention_mask=attention_mask.view(num_rows, row_length).to(device),
         predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
         targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64, device=device),
-        cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in some)], dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32, device=device),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
-        advantages=torch.tensor([sample.advantage for sample in some], dtype=torch.float32, device=device),
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32, device=device),
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
-        support=_support(batch, some, device),
+        support=_support(batch, samples, device),
         row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
         longest=max(lengths, default=1),
     )
 
 
-def _support(batch: Sequence[Sample], some: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
+def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
     """The supports of all predicted tokens, end to end: token ids [K] int32 and offsets [N+1] int64."""
     if not batch or any(sample.support_ids is None for sample in batch):
         return None
     zero = torch.zeros(1, dtype=torch.int32)
     ids, sizes = [zero[:0]], [zero]
-    for sample in some:
+    for sample in samples:
         assert sample.support_ids is not None
         assert sample.support_sizes is not None  # as of the ids
         own = torch.ones(len(sample.completion_ids), dtype=torch.bool)
@@ -245,7 +245,7 @@ class _Rows:
 
     def __init__(self, length: int, *, share: bool) -> None:
         self.length, self.share, self.count = length, share, 0
-        self._free: list[tuple[int, int]] = []  # (places left, row), ascending
+        self._free: list[tuple[int, int]] = []  # (free places, row), ascending
 
     def needs_another(self, length: int) -> bool:
         """Whether a sequence fits no row that is there."""
@@ -254,12 +254,12 @@ class _Rows:
     def take(self, length: int) -> int:
         """Put a sequence into its row; its first place."""
         if self.needs_another(length):
-            left, row = self.length, self.count
+            free, row = self.length, self.count
             self.count += 1
         else:
-            left, row = self._free.pop(bisect_left(self._free, (length, 0)))
-        insort(self._free, (left - length, row))
-        return (row + 1) * self.length - left
+            free, row = self._free.pop(bisect_left(self._free, (length, 0)))
+        insort(self._free, (free - length, row))
+        return (row + 1) * self.length - free
 
 
 def balanced(batch: list[Sample], accelerator: Accelerator, *, attention: float = 0.0) -> list[Sample]:

@@ -206,17 +206,15 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             # Of a stream it may still be refused: before anything else changes.
             collector.load_state(numbers["collector"], _group(rank_tensors, "prefetched"))
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            learner.scheduler.load_state_dict(files.known_part(here["scheduler"], numbers["scheduler"]))
-            learner.nonfinite.load_state(numbers["skipped"])
-            if learner.args.use_adaptive_entropy:
-                learner.entropy.load_state(numbers["entropy"])
+            schedule = files.known_part(here["scheduler"], numbers["scheduler"])
+            counters = {name: numbers[name] for name in ("step", "skipped", "entropy")}
+            learner.load_state(scheduler=schedule, **counters)
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
         files.load_optimizer_state(learner.policy, optimizer, tensors, numbers["optimizer"])
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
-    learner.step = numbers["step"]
     accelerator.wait_for_everyone()
     with refuse_unusable(checkpoint, files.process_file(rank)):
         files.set_random_state(_group(rank_tensors, "random"))

@@ -177,17 +177,17 @@ class Collector:
         """
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         count, seed = self.args.num_generations_eval, self.args.seed
-        how: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
-        sampling = replace(self.sampling(seed=seed, **how), sampling_support="off")  # nothing is learnt from these
+        changes: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
+        sampling = replace(self.sampling(seed=seed, **changes), sampling_support="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"):
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
-            facts, mine, scored = RolloutFacts.none(len(self.rewards.names)), rows[first:end], None
-            if mine:
+            facts, own, scored = RolloutFacts.none(len(self.rewards.names)), rows[first:end], None
+            if own:
                 placed = replace(sampling, first_prompt=first)
-                samples = self._complete(engine, mine, placed, range(first, end))
-                scored = score_rollouts(samples, mine, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                samples = self._complete(engine, own, placed, range(first, end))
+                scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=trainer_state)
                 facts = RolloutFacts.of(scored)
         everywhere = gather_object([facts])
         metrics = self._metrics(everywhere, sampling.n) | {"num_tokens": float(self.num_tokens)}
@@ -281,12 +281,12 @@ class Collector:
         if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
         parts = gather_object([scored.dropped])
-        dropped = self._mine(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts).tolist()
+        dropped = self._own_part(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts).tolist()
         nothing: dict[str, Any] = {"dropped": True, "reward": math.nan, "rewards": [math.nan] * len(self.rewards.names)}
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[replace(one, **nothing) if drop else one for one, drop in pairs])
 
-    def _mine(self, values: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def _own_part(self, values: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """This rank's part of the values of all ranks, each of which has as many as it has in `parts`."""
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
         return values[first : first + len(parts[self.accelerator.process_index])]
@@ -332,7 +332,7 @@ class Collector:
             aggregation=self.args.multi_objective_aggregation,
             estimator=self.args.advantage_estimator,
         )
-        return self._mine(advantages, parts)
+        return self._own_part(advantages, parts)
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""

@@ -265,21 +265,24 @@ def rollout_metrics(
     groups = rewards.view(-1, num_generations)
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
-    known = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
+    comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
     metrics = {
         "reward": rewards.nanmean(),
         "reward_std": overall,
         "reward_std_within_groups": within.mean(),
-        "frac_reward_zero_std": ((overall if of_batch else within) < EQUAL_REWARDS).logical_and(known).float().mean(),
+        "frac_reward_zero_std": ((overall if of_batch else within) < EQUAL_REWARDS)
+        .logical_and(comparable)
+        .float()
+        .mean(),
         "groups_with_equal_rewards": (within < EQUAL_REWARDS).float().mean(),
     }
     for name, values in zip(reward_names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
         metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
-    for kind, some in (("length", lengths), ("terminated_length", lengths[ended])):
-        some = some if len(some) else torch.zeros(1)
-        metrics |= {f"completions/{stat}_{kind}": getattr(some, stat)() for stat in ("mean", "min", "max")}
+    for kind, counts in (("length", lengths), ("terminated_length", lengths[ended])):
+        counts = counts if len(counts) else torch.zeros(1)
+        metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
     # What a function logs is taken for a mean over the completions that it was given.
     logged: dict[str, list[tuple[float, float]]] = {}
@@ -342,8 +345,8 @@ class Evaluation(NamedTuple):
 def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
     """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_"."""
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
-        some = ", ".join(known for known in metrics if "reward" in known or "length" in known)
+        choice = ", ".join(one for one in metrics if "reward" in one or "length" in one)
         raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {some}; "
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; "
             "fix: metric_for_best_model='eval_reward', greater_is_better=True"
         )
