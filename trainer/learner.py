@@ -43,8 +43,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import any_rank
-from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
+from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
     frozen_copy,

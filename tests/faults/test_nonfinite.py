@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import NonFiniteError
 from fused_grpo.trainer.batching.rollout_buffer import from_tensors
-from fused_grpo.trainer.distributed.nonfinite import NonFiniteSteps
+from fused_grpo.trainer.distributed.failures import NonFiniteSteps
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -53,7 +53,7 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, m
     def full(*_: object) -> dict:
         raise SafetensorError("I/O error: No space left on device") if fails == "writing" else MemoryError("20 GiB")
 
-    monkeypatch.setattr("fused_grpo.trainer.distributed.nonfinite.save_file", full)
+    monkeypatch.setattr("fused_grpo.trainer.distributed.failures.save_file", full)
     steps, metrics = NonFiniteSteps(tmp_path, rank=0, limit=1), {"loss": float("nan"), "grad_norm": 1.0}
     evidence = full if fails == "evidence" else lambda: {"rewards": torch.ones(2)}
     assert steps.may_update(metrics, 1, evidence) is False
