@@ -258,9 +258,7 @@ def test_the_models_own_logits_are_those_of_the_policy(family, options):
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     prompt, completion = [3, 5, 7], [23, 4, 9, 1]
-    batch = batch_of(
-        prompt_ids=[prompt], completion_ids=[completion], sampling_logprobs=[[0.0] * 4], advantage=[1.0]
-    )
+    batch = batch_of(prompt_ids=[prompt], completion_ids=[completion], sampling_logprobs=[[0.0] * 4], advantage=[1.0])
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
     expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].detach()
     micro_batch = pack(batch, [0], one_row=False, device=torch.device("cpu"))
