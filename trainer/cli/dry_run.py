@@ -19,13 +19,13 @@ import yaml
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
-from fused_grpo.trainer.collect.plan import teacher_shape, warnings_of
+from fused_grpo.trainer.collect.plan import planned_memory, teacher_shape, warnings_of
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.common.formatting import bytes_text
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
 from fused_grpo.trainer.data.prompt_sampler import planned_steps
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, memory_terms
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
@@ -43,8 +43,7 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
     if start.shape is None:
         yield "memory: unknown, the model cannot be built from its config alone\n"
     else:
-        how: dict[str, Any] = {"processes": processes, "engine": start.engine_name, "teacher": teacher_shape(start)}
-        terms = memory_terms(start.shape, options, prompt_tokens=start.limit.longest, **how)
+        terms = planned_memory(start, start.shape, start.engine_name, teacher_shape(start))
         yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
     advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
     if start.replaced:

@@ -21,7 +21,7 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF
-from fused_grpo.trainer.models.memory_estimate import ModelShape, memory_terms
+from fused_grpo.trainer.models.memory_estimate import ModelShape, Term, memory_terms
 
 
 def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
@@ -44,7 +44,7 @@ def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
         name = "the reference model" if start.teacher == SELF else described
         facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
     if shape is not None and is_known:
-        facts["memory"] = _memory(start, shape, engine, teacher)
+        facts["memory"] = _memory(planned_memory(start, shape, engine, teacher), args, engine)
     facts["output"] = args.output_dir
     console = Console(0, quiet=not accelerator.is_main_process)
     console.banner(facts)
@@ -109,9 +109,9 @@ def _batch(args: GRPOConfig, processes: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> str:
-    """The sum of the estimate of `--dry-run`, for one device."""
-    terms = memory_terms(
+def planned_memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> list[Term]:
+    """The estimate for one device; `teacher` as of `teacher_shape`."""
+    return memory_terms(
         shape,
         start.args,
         prompt_tokens=start.limit.longest,
@@ -119,9 +119,13 @@ def _memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | 
         engine=engine if engine in get_args(EngineName) else "server",  # the memory of the user's own is unknown
         teacher=teacher,
     )
+
+
+def _memory(terms: list[Term], args: GRPOConfig, engine: str) -> str:
+    """The sum of the estimate, whose terms `--dry-run` prints."""
     known = bytes_text(sum(term.size or 0 for term in terms))
     without = "" if all(term.size is not None for term in terms) else f" and {engine}'s"
     has = ""
-    if torch.cuda.is_available() and not start.args.use_cpu:
+    if torch.cuda.is_available() and not args.use_cpu:
         has = f" of {bytes_text(torch.cuda.get_device_properties(0).total_memory)}"
     return f"about {known}{without}{has} per device, an estimate (see --dry-run)"

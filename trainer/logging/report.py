@@ -2,7 +2,8 @@
 
 It is made from the files of the run alone, so the report of a killed run, or of one from another machine, can be made
 too. The page needs no other file: no script, font or request, and its content security policy forbids them. Charts are
-SVG inside the page; `Chart` has their data and its places on the picture that `templates/chart.svg` draws.
+SVG inside the page, whose points say their value under a pointer; `Chart` has their data and its places on the picture
+that `templates/chart.svg` draws.
 
 `render` fills the Jinja templates of the report and of the model card. Every value in HTML and SVG is escaped, so a
 completion cannot add markup to a page; `visible` shows its control characters as escape sequences.
@@ -261,6 +262,14 @@ class Chart:
         low, high = self.value_range
         share = ((math.log10(value) if self.is_log else value) - low) / (high - low)
         return round(self.bottom - (self.bottom - self.top) * share, 1)
+
+    def points(self, label: str) -> list[tuple[float, float, str]]:
+        """Points of a line and what a pointer over them shows: the last, and evenly spaced ones before it."""
+        steps, values = self.lines[label]
+        apart = math.ceil(len(steps) / (self.width // 8)) or 1
+        name = f"{label}: " if label else ""
+        points = list(zip(steps, values, strict=True))[::-apart]
+        return [(step, value, f"step {step:.0f}: {name}{short_number(value)}") for step, value in points]
 
     @property
     def step_ticks(self) -> list[float]:

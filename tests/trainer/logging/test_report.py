@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.common.formatting import duration
+from fused_grpo.trainer.common.formatting import duration, short_number
 from fused_grpo.trainer.logging.report import (
     PHASE,
     REWARD_FUNCTION,
@@ -163,6 +163,17 @@ def test_runs_of_any_length_give_charts(tmp_path: Path, steps: int) -> None:
     alone = ElementTree.parse(tmp_path / "reward.svg").getroot()
     for chart in (*charts, alone):
         assert "nan" not in ElementTree.tostring(chart, encoding="unicode")
+
+
+@pytest.mark.parametrize("steps", [1, 19, 20, 2000])
+def test_points_of_charts_say_their_step_and_value_and_are_few(steps: int) -> None:
+    chart = reward_chart([{"step": step, "reward": step / 4} for step in range(1, steps + 1)])
+    points = chart.points("mean reward of the step")
+    assert points[0] == (steps, steps / 4, f"step {steps}: mean reward of the step: {short_number(steps / 4)}")
+    assert len(points) == min(steps, 112)  # 2000 steps: every 18th, of at most 115
+    drawn = ElementTree.fromstring(render("chart.svg", chart=chart).strip())
+    titles = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[: len(points)] == [text for _, _, text in points]
 
 
 def test_a_run_with_nothing_but_one_bad_step_still_gets_a_report(tmp_path: Path) -> None:
