@@ -315,7 +315,10 @@ BUGS = {
         LOSS_KERNEL,
     ),
     "the kernel's KL slope without the ratio": Bug(
-        f"{KERNELS}/grpo_loss.py", "of_logprob += beta * kl_slope * times", "of_logprob += beta * kl_slope", LOSS_KERNEL
+        f"{KERNELS}/grpo_loss.py",
+        "of_logprob += strength * kl_slope * times",
+        "of_logprob += strength * kl_slope",
+        LOSS_KERNEL,
     ),
     "columns past the end enter the log-sum-exp": Bug(
         f"{KERNELS}/_tiles.py",
@@ -381,7 +384,10 @@ BUGS = {
         f"{KERNELS}/softmax_weights.py", "sums *= factor", "sums *= 1.0", KERNEL_RISING
     ),
     "the kernel's weights do not follow a raised shift": Bug(
-        f"{KERNELS}/softmax_weights.py", "first, tl.exp(m - top), BLOCK_V)", "first, 1.0, BLOCK_V)", KERNEL_RISING
+        f"{KERNELS}/softmax_weights.py",
+        "written, first, tl.exp(m - top), BLOCK_V)",
+        "written, first, 1.0, BLOCK_V)",
+        KERNEL_RISING,
     ),
     "the kernel's scale forgets the temperature": Bug(
         f"{KERNELS}/softmax_weights.py",

@@ -121,6 +121,32 @@ def test_a_word_that_is_the_fields_is_not(breaches, text):
     assert breaches(**{"trainer/types.py": f'"""Types: {text}."""\n'}) == ""
 
 
+def kernel(*, lines=2, arguments=1, decorator="@triton.jit"):
+    """A module with a jit function of so many lines, its signature and docstring among them."""
+    names = ", ".join(f"a{i}" for i in range(arguments - 1)) + ", *, LAST: tl.constexpr"
+    body = ["    pass"] * (lines - 2)
+    return "\n".join(
+        ['"""A pass."""', decorator, f"def _kernel({names.lstrip(', ')}):", '    """Grid: rows."""', *body, ""]
+    )
+
+
+KERNEL_FILE = "kernels/torch-ext/fused_grpo_kernels/rows.py"
+
+
+@pytest.mark.parametrize("decorator", ["@triton.jit", "@triton.jit(do_not_specialize=['N'])"])
+@pytest.mark.parametrize(
+    ("size", "says"), [({"lines": 91}, "91 lines, at most 90"), ({"arguments": 25}, "25 arguments, at most 24")]
+)
+def test_a_kernel_that_is_too_long_is_not_accepted(breaches, decorator, size, says):
+    assert f"_kernel is a kernel {'of' if 'lines' in size else 'with'} {says}" in breaches(
+        **{KERNEL_FILE: kernel(decorator=decorator, **size)}
+    )
+
+
+def test_a_kernel_of_a_page_passes(breaches):
+    assert breaches(**{KERNEL_FILE: kernel(lines=90, arguments=24)}) == ""
+
+
 @pytest.mark.parametrize(
     ("page", "says"),
     [

@@ -32,11 +32,11 @@ def _finish_rows_kernel(
     merged_weighted,
     N,
     splits,
-    ENTROPY: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Grid: tiles of ROWS rows. A program reads all splits of its rows, and no other program writes their results."""
+    ENTROPY: tl.constexpr = weighted is not None
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_exists = rows < N
     split = tl.arange(0, SPLITS)[:, None]
@@ -94,7 +94,7 @@ def finish_splits(
     results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
     if N == 0:
         return results
-    options = {"ENTROPY": entropies is not None, "SPLITS": 1 << (parts - 1).bit_length(), "ROWS": ROWS_PER_PROGRAM}
+    options = {"SPLITS": 1 << (parts - 1).bit_length(), "ROWS": ROWS_PER_PROGRAM}
     inputs = target_logit, maximum, total, weighted
     outputs = logprobs, entropies, shift, merged_total, merged_weighted
     # If a product were fused into the sum over two threads, the two threads would round differently.

@@ -49,6 +49,7 @@ SUMS = (
 LARGEST = ("sampling_difference_max", "ratio_max")
 SMALLEST = ("ratio_min",)
 STATISTICS = len(SUMS + LARGEST + SMALLEST)
+PARTIALS = tl.constexpr(STATISTICS)  # of a program
 INPUTS = (
     "advantages",
     "weights",
@@ -98,8 +99,12 @@ def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.con
 
 
 @triton.jit
-def _policy(ratio, advantage, current, old, lowest, highest, delta, tau_pos, tau_neg, FORM: tl.constexpr):
+def _policy(ratio, advantage, current, old, bounds, FORM: tl.constexpr):
     """(policy term, its derivative in log r, its derivative in log p, clipped below, clipped above)."""
+    lowest, highest, delta, tau_pos, tau_neg = bounds
+    # Floats of a tuple cannot be annotated, and without annotation they may be fp64.
+    lowest, highest, delta = tl.cast(lowest, tl.float32), tl.cast(highest, tl.float32), tl.cast(delta, tl.float32)
+    tau_pos, tau_neg = tl.cast(tau_pos, tl.float32), tl.cast(tau_neg, tl.float32)
     nothing = tl.zeros(ratio.shape, tl.float32)
     never = nothing > 0.0
     if FORM == "clipped":
@@ -142,6 +147,39 @@ def _kl(q, KL: tl.constexpr):
         return expm1_minus_x(q), -expm1(q)
 
 
+@triton.jit
+def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: tl.constexpr):
+    """(rho within its bounds, |log p - log p_sampling|); NaN is a missing log-prob, which changes neither."""
+    clip_min, clip_max = correction_bounds
+    clip_min, clip_max = tl.cast(clip_min, tl.float32), tl.cast(clip_max, tl.float32)
+    rho = tl.full(current.shape, 1.0, tl.float32)
+    if CORRECTION == "truncate" or CORRECTION == "mask":
+        rho = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
+    if CORRECTION == "truncate":
+        rho = tl.minimum(tl.maximum(rho, clip_min), clip_max)
+    if CORRECTION == "mask":
+        rho = tl.where((rho < clip_min) | (rho > clip_max), 0.0, rho)
+    return rho, tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
+
+
+@triton.jit
+def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho, difference):
+    """The numbers of a program in the order of SUMS, LARGEST and SMALLEST."""
+    tl.store(row + 0, tl.sum(total))
+    tl.store(row + 1, tl.sum(policy))
+    tl.store(row + 2, tl.sum(on.to(tl.float32)))
+    tl.store(row + 3, tl.sum(kl))
+    tl.store(row + 4, tl.sum(entropies))
+    tl.store(row + 5, tl.sum(tl.where(on, ratio, 0.0)))
+    tl.store(row + 6, tl.sum((on & low).to(tl.float32)))
+    tl.store(row + 7, tl.sum((on & high).to(tl.float32)))
+    tl.store(row + 8, tl.sum(tl.where(on, rho, 0.0)))
+    tl.store(row + 9, tl.sum(difference))
+    tl.store(row + 10, tl.max(difference))
+    tl.store(row + 11, tl.max(tl.where(on, ratio, float("-inf"))))
+    tl.store(row + 12, tl.min(tl.where(on, ratio, float("inf"))))
+
+
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=TOKEN_VECTORS)
 def _grpo_loss_kernel(
     logprobs,
@@ -160,23 +198,20 @@ def _grpo_loss_kernel(
     grad_log_ratio,
     partials,
     N,
-    lowest: tl.float32,
-    highest: tl.float32,
-    delta: tl.float32,
-    tau_pos: tl.float32,
-    tau_neg: tl.float32,
-    beta: tl.float32,
-    clip_min: tl.float32,
-    clip_max: tl.float32,
+    bounds,
+    beta,
+    correction_bounds,
     FORM: tl.constexpr,
     KL: tl.constexpr,
-    REGULARISED: tl.constexpr,
     BIAS_CORRECTION_KL: tl.constexpr,
     CORRECTION: tl.constexpr,
-    STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: tiles of BLOCK tokens. A program alone writes the gradients of its tokens and one row of partials."""
+    """Grid: tiles of BLOCK tokens. A program alone writes the gradients of its tokens and one row of partials.
+
+    `bounds` are (lowest, highest, delta, tau for A > 0, tau elsewhere), `correction_bounds` those of rho. Without
+    `beta` the KL is only a metric.
+    """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = tokens < N
     on = tl.load(mask + tokens, mask=exists, other=0) != 0
@@ -185,7 +220,6 @@ def _grpo_loss_kernel(
     old = current
     if old_logprobs is not None:
         old = _load_masked(old_logprobs, tokens, on)
-    # NaN stands for a missing log-prob: nothing is corrected or measured.
     sampled = _load_masked(sampling_logprobs, tokens, on)
     if CORRECTION == "sampler":
         old = tl.where(sampled == sampled, sampled, old)
@@ -193,27 +227,18 @@ def _grpo_loss_kernel(
     if log_ratio is not None:
         ratio = tl.exp(_load_masked(log_ratio, tokens, on))
     advantage = _load_masked(advantages, tokens, on)
-    policy, of_ratio, of_logprob, low, high = _policy(
-        ratio, advantage, current, old, lowest, highest, delta, tau_pos, tau_neg, FORM
-    )
+    policy, of_ratio, of_logprob, low, high = _policy(ratio, advantage, current, old, bounds, FORM)
 
-    left = tl.full([BLOCK], 1.0, tl.float32)
-    difference = tl.zeros([BLOCK], tl.float32)
+    rho, difference = tl.full([BLOCK], 1.0, tl.float32), tl.zeros([BLOCK], tl.float32)
     if sampling_logprobs is not None:
-        difference = tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
-        if CORRECTION == "truncate" or CORRECTION == "mask":
-            left = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
-        if CORRECTION == "truncate":
-            left = tl.minimum(tl.maximum(left, clip_min), clip_max)
-        if CORRECTION == "mask":
-            left = tl.where((left < clip_min) | (left > clip_max), 0.0, left)
+        rho, difference = _sampling_correction(current, old, sampled, correction_bounds, CORRECTION)
     if policy_weights is not None:
-        left *= _load_masked(policy_weights, tokens, on)
+        rho *= _load_masked(policy_weights, tokens, on)
     # A weight of 0 leaves a token out, even where its term is infinite.
-    gone = left == 0.0
-    policy = tl.where(gone, 0.0, policy * left)
-    of_ratio = tl.where(gone, 0.0, of_ratio * left)
-    of_logprob = tl.where(gone, 0.0, of_logprob * left)
+    gone = rho == 0.0
+    policy = tl.where(gone, 0.0, policy * rho)
+    of_ratio = tl.where(gone, 0.0, of_ratio * rho)
+    of_logprob = tl.where(gone, 0.0, of_logprob * rho)
 
     kl = tl.zeros([BLOCK], tl.float32)
     cost = policy
@@ -223,13 +248,13 @@ def _grpo_loss_kernel(
         of_logprob += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
     if ref_logprobs is not None:
         kl, kl_slope = _kl(_load_masked(ref_logprobs, tokens, on) - current, KL)
-        # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
-        if REGULARISED:
+        if beta is not None:
+            strength = tl.cast(beta, tl.float32)
             times = ratio if BIAS_CORRECTION_KL else tl.full([BLOCK], 1.0, tl.float32)
-            cost += beta * kl * times
-            of_logprob += beta * kl_slope * times
+            cost += strength * kl * times
+            of_logprob += strength * kl_slope * times
             if BIAS_CORRECTION_KL:
-                of_ratio += beta * kl * ratio
+                of_ratio += strength * kl * ratio
     if log_ratio is None:
         of_logprob += of_ratio
     else:
@@ -238,20 +263,8 @@ def _grpo_loss_kernel(
 
     entropies = _load_masked(entropy, tokens, on)
     total = weight * cost - _load_masked(entropy_weights, tokens, on) * entropies
-    row = partials + tl.program_id(0).to(tl.int64) * STATISTICS
-    tl.store(row + 0, tl.sum(total))
-    tl.store(row + 1, tl.sum(weight * policy))
-    tl.store(row + 2, tl.sum(on.to(tl.float32)))
-    tl.store(row + 3, tl.sum(kl))
-    tl.store(row + 4, tl.sum(entropies))
-    tl.store(row + 5, tl.sum(tl.where(on, ratio, 0.0)))
-    tl.store(row + 6, tl.sum((on & low).to(tl.float32)))
-    tl.store(row + 7, tl.sum((on & high).to(tl.float32)))
-    tl.store(row + 8, tl.sum(tl.where(on, left, 0.0)))
-    tl.store(row + 9, tl.sum(difference))
-    tl.store(row + 10, tl.max(difference))
-    tl.store(row + 11, tl.max(tl.where(on, ratio, float("-inf"))))
-    tl.store(row + 12, tl.min(tl.where(on, ratio, float("inf"))))
+    row = partials + tl.program_id(0).to(tl.int64) * PARTIALS
+    _store_partials(row, on, total, weight * policy, kl, entropies, ratio, low, high, rho, difference)
 
 
 def grpo_token_loss(
@@ -295,18 +308,13 @@ def grpo_token_loss(
             grad_log_ratio,
             partials,
             N,
-            *bounds.get(form, (epsilon_low, epsilon_high)),
-            float("inf") if delta is None else delta,
-            *taus,
-            beta,
-            0.0 if clip_min is None else clip_min,
-            float("inf") if clip_max is None else clip_max,
+            (*bounds.get(form, (epsilon_low, epsilon_high)), float("inf") if delta is None else delta, *taus),
+            beta or None,  # 0 times an infinite KL must not be in the loss
+            (0.0 if clip_min is None else clip_min, float("inf") if clip_max is None else clip_max),
             FORM=form,
             KL=estimator,
-            REGULARISED=beta != 0.0,
             BIAS_CORRECTION_KL=corrected,
             CORRECTION=correction if inputs.get("sampling_logprobs") is not None else None,
-            STATISTICS=STATISTICS,
             BLOCK=TOKENS_PER_PROGRAM,
             num_warps=LOSS_WARPS,
             **FUSED_MULTIPLY_ADD,

@@ -46,7 +46,6 @@ def _logits_gradient_kernel(
     gradient_row,
     logit_scale: tl.float32,
     softcap,
-    ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Grid: rows. A program owns the memory of one row: it reads logits there and writes the gradient over them.
@@ -68,7 +67,7 @@ def _logits_gradient_kernel(
     others = -expm1(row_logprob)
     share = others / tl.where(row_total == 0.0, 1.0, row_total)
     g_entropy, mean, of_target, surprise = 0.0, 0.0, 0.0, 0.0
-    if ENTROPY:
+    if grad_entropy is not None:
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0.
         g_entropy, mean = tl.load(grad_entropy + row), tl.load(entropy + row)
         of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
@@ -84,7 +83,7 @@ def _logits_gradient_kernel(
         centred = tl.minimum(logit(x, logit_scale, softcap, inverse_temperature) - m, 32.0)
         p = share * exp(centred)
         dz = tl.where(is_target, g * others, -g * p)
-        if ENTROPY:
+        if grad_entropy is not None:
             dz -= g_entropy * tl.where(is_target, of_target, p * (tl.maximum(centred, -128.0) + surprise))
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
         # A row without a gradient is 0, even if its logits are NaN.
@@ -142,7 +141,6 @@ def logits_gradient_(
             gradient.stride(0),
             logit_scale,
             softcap,
-            ENTROPY=grad_entropy is not None,
             **row_tile(logits.device).launch_options(),
         )
     return gradient

@@ -37,13 +37,12 @@ def _load_block(
     D,
     row_stride,
     d_stride,
-    TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """The block [BLOCK, BLOCK_D] of a matrix [ROWS, D] at (row, d), zero past the last feature."""
-    if TMA:
+    if row_stride is None:  # a descriptor
         return matrix.load([row, d])
     else:
         # int64 for the start of a block, int32 inside it: 64-bit addresses per element would take too many registers.
@@ -62,10 +61,7 @@ def _load_block(
 def _logprob_forward_kernel(
     hidden,
     weight,
-    hidden_row,
-    hidden_column,
-    weight_row,
-    weight_column,
+    strides,
     targets,
     bias,
     temperature,
@@ -78,11 +74,8 @@ def _logprob_forward_kernel(
     V,
     logit_scale: tl.float32,
     softcap,
-    splits,
-    tiles_per_split,
-    ENTROPY: tl.constexpr,
+    cut,
     POSITIVE: tl.constexpr,
-    TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -95,7 +88,11 @@ def _logprob_forward_kernel(
 
     A program owns BLOCK_N rows of one split: it alone writes their statistics [split, rows], and it alone writes
     target_logit for those rows whose target lies in its split; the first split also for those without a target.
+    `strides` are those of `hidden` and of `weight`, `cut` is (splits, tiles in each).
     """
+    ENTROPY: tl.constexpr = weighted is not None
+    splits, tiles_per_split = cut
+    hidden_row, hidden_column, weight_row, weight_column = strides
     row_tiles = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_N * splits)
     group_size = tl.minimum(row_tiles - group * GROUP_N, GROUP_N)
@@ -120,8 +117,8 @@ def _logprob_forward_kernel(
         first_column = tile * BLOCK_V
         raw = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         for d in range(0, D, BLOCK_D):
-            h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, TMA, EVEN_D, BLOCK_N, BLOCK_D)
-            w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, TMA, EVEN_D, BLOCK_V, BLOCK_D)
+            h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, EVEN_D, BLOCK_N, BLOCK_D)
+            w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, EVEN_D, BLOCK_V, BLOCK_D)
             raw = tl.dot(h, tl.trans(w), raw, input_precision="ieee")
         # Masks cost more than the exponential, and most tiles need none.
         here = (target >= first_column) & (target < first_column + BLOCK_V)
@@ -184,7 +181,7 @@ def logprob_forward(
     if N == 1 and hidden.stride(1) == 1:  # the row stride is meaningless here, and must not select the tile
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
     tile = gemm_tile(device, hidden.dtype, aligned=_is_aligned(hidden) and _is_aligned(weight))
-    splits, tiles_per_split = _splits(V, tile)
+    cut = splits, _ = _splits(V, tile)
     target_logit = torch.empty(N, dtype=torch.float32, device=device)
     maximum, total, weighted = (target_logit.new_empty((splits, N)) if x else None for x in (True, True, entropy))
     statistics = target_logit, maximum, total, weighted
@@ -201,9 +198,7 @@ def logprob_forward(
                 V,
                 logit_scale,
                 softcap,
-                splits,
-                tiles_per_split,
-                ENTROPY=entropy,
+                cut,
                 POSITIVE=softcap is None and logit_scale > 0,
                 EVEN_D=hidden.shape[1] % tile.block_d == 0,
                 **tile.launch_options(),
@@ -225,19 +220,21 @@ def _is_aligned(matrix: Tensor) -> bool:
     return matrix.element_size() == 2 and matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
 
 
-def _operands(hidden: Tensor, weight: Tensor, tile: GemmTile) -> tuple[Tensor | TensorDescriptor | int | None, ...]:
-    """Both matrices, and their strides where the kernel reads them through pointers."""
+def _operands(
+    hidden: Tensor, weight: Tensor, tile: GemmTile
+) -> tuple[Tensor | TensorDescriptor | tuple[int | None, ...], ...]:
+    """Both matrices, and their four strides: None where the kernel reads them through descriptors."""
     if tile.tma:
         descriptors = (
             TensorDescriptor.from_tensor(matrix, [rows, tile.block_d])
             for matrix, rows in ((hidden, tile.block_n), (weight, tile.block_v))
         )
-        return *descriptors, None, None, None, None
+        return *descriptors, (None, None, None, None)
     hidden, weight = (
         _within_int32(hidden, tile.block_n, tile.block_d),
         _within_int32(weight, tile.block_v, tile.block_d),
     )
-    return hidden, weight, *hidden.stride(), *weight.stride()
+    return hidden, weight, (*hidden.stride(), *weight.stride())
 
 
 def _within_int32(matrix: Tensor, block_rows: int, block_columns: int) -> Tensor:

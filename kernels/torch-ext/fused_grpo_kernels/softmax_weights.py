@@ -55,6 +55,28 @@ def _store(start, columns, values, C, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _logits(start, bias, target, columns, C, logit_scale, softcap, inverse_temperature, MASKED: tl.constexpr):
+    """(h.w + bias, the transformed logits) of a tile; with MASKED, -inf at the target and past the end."""
+    x = _load(start, bias, columns, C, MASKED)
+    z = logit(x, logit_scale, softcap, inverse_temperature)
+    if MASKED:
+        z = tl.where((columns < C) & (columns != target), z, float("-inf"))
+    return x, z
+
+
+@triton.jit
+def _write(written, columns, x, e, C, masked, logit_scale, softcap):
+    """The weights of a tile from e = e^(z - m)."""
+    if softcap is not None:
+        e = e * softcap_slope(x, logit_scale, softcap)
+    tl.debug_barrier()
+    if masked:
+        _store(written, columns, e, C, True)
+    else:
+        _store(written, columns, e, C, False)
+
+
+@triton.jit
 def _rescale(start, end, factor, BLOCK_V: tl.constexpr):
     """Multiply the weights before `end`, a multiple of BLOCK_V."""
     tl.debug_barrier()
@@ -62,6 +84,48 @@ def _rescale(start, end, factor, BLOCK_V: tl.constexpr):
         columns = first + tl.arange(0, BLOCK_V)
         _store(start, columns, tl.load(start + columns).to(tl.float32) * factor, end, False)
     tl.debug_barrier()
+
+
+@triton.jit
+def _at_target(start, bias, target, C, logit_scale, softcap, inverse_temperature):
+    """(the target's logit, dsoftcap there); (-inf, 1) without a target."""
+    row_target, slope = float("-inf"), 1.0
+    if target >= 0:
+        at_target = _load(start, bias, target, C, False)
+        row_target = logit(at_target, logit_scale, softcap, inverse_temperature)
+        if softcap is not None:
+            slope = softcap_slope(at_target, logit_scale, softcap)
+    return row_target, slope
+
+
+@triton.jit
+def _raise_shift(top, m, centre, times, sums, products, written, first, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr):
+    """(m, centre, times, sums, products) after a tile with largest logit `top`; `written` are the weights so far."""
+    if top > centre + CLOSE:
+        drop = centre - top
+        factor = tl.exp(drop)
+        if ENTROPY:
+            products = factor * (products + tl.maximum(drop, -128.0) * sums)
+        sums *= factor
+        centre = top
+        if top > m + HEADROOM:
+            if written is not None:
+                _rescale(written, first, tl.exp(m - top), BLOCK_V)
+            m = top
+        times = tl.exp(m - top)
+    return m, centre, times, sums, products
+
+
+@triton.jit
+def _write_target(written, target, row_total, slope, C, BLOCK_V: tl.constexpr):
+    """The weight of the target; weights of 0 for a row without a finite total."""
+    tl.debug_barrier()
+    # So that such a row does not affect products with other rows.
+    if (row_total < float("inf")) == 0:
+        for first in range(0, C, BLOCK_V):
+            _store(written, first + tl.arange(0, BLOCK_V), tl.zeros([BLOCK_V], tl.float32), C, True)
+    elif target >= 0:
+        tl.store(written + target, (-row_total * slope).to(written.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
@@ -84,26 +148,23 @@ def _softmax_weights_kernel(
     logit_scale: tl.float32,
     softcap,
     KNOWN: tl.constexpr,
-    ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Grid: rows. A program owns the memory of one row and its statistics: no other program reads or writes them.
 
     `weights` is the same memory as `logits`, in elements of the same or of half the size. Walking left to right, tile i
     is written to bytes from which tiles <= i were read. But threads that write it may be faster than threads that still
-    read, so there is a barrier between. Without `weights`, `weighted` and `target_logit` are written instead.
+    read, so there is a barrier between. Without `weights`, `weighted` and `target_logit` are written instead. The
+    entropy's sum is computed where `weighted` or `entropy` is given.
     """
+    ENTROPY: tl.constexpr = weighted is not None or entropy is not None
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
     target = tl.load(targets + row).to(tl.int32)
     target = tl.where(target < C, target, -1)
     inverse_temperature = inverse(tl.load(temperature + row))
-    row_target, slope = float("-inf"), 1.0
-    if target >= 0:
-        at_target = _load(start, bias, target, C, False)
-        row_target = logit(at_target, logit_scale, softcap, inverse_temperature)
-        if softcap is not None:
-            slope = softcap_slope(at_target, logit_scale, softcap)
+    row_target, slope = _at_target(start, bias, target, C, logit_scale, softcap, inverse_temperature)
+    written = None if weights is None else weights + row * weights_row
     m = tl.full([], float("-inf"), tl.float32)
     if KNOWN:
         m = tl.load(shift + row)
@@ -115,26 +176,13 @@ def _softmax_weights_kernel(
         # Masks cost more than the exponential, and only one or two tiles need one.
         masked = (first + BLOCK_V > C) | ((target >= first) & (target < first + BLOCK_V))
         if masked:
-            x = _load(start, bias, columns, C, True)
-            z = logit(x, logit_scale, softcap, inverse_temperature)
-            z = tl.where((columns < C) & (columns != target), z, float("-inf"))
+            x, z = _logits(start, bias, target, columns, C, logit_scale, softcap, inverse_temperature, True)
         else:
-            x = _load(start, bias, columns, C, False)
-            z = logit(x, logit_scale, softcap, inverse_temperature)
+            x, z = _logits(start, bias, target, columns, C, logit_scale, softcap, inverse_temperature, False)
         if not KNOWN:
-            top = tl.max(z, 0)
-            if top > centre + CLOSE:
-                drop = centre - top
-                factor = tl.exp(drop)
-                if ENTROPY:
-                    products = factor * (products + tl.maximum(drop, -128.0) * sums)
-                sums *= factor
-                centre = top
-                if top > m + HEADROOM:
-                    if weights is not None:
-                        _rescale(weights + row * weights_row, first, tl.exp(m - top), BLOCK_V)
-                    m = top
-                times = tl.exp(m - top)
+            m, centre, times, sums, products = _raise_shift(
+                tl.max(z, 0), m, centre, times, sums, products, written, first, ENTROPY, BLOCK_V
+            )
         # All logits so far are -inf: with any finite shift, -inf - shift is not NaN.
         e = exp(z - tl.where(m == float("-inf"), 0.0, m))
         if not KNOWN:
@@ -143,14 +191,8 @@ def _softmax_weights_kernel(
                 # Below -128 exp is 0 in fp32: the clamp only avoids 0 * -inf.
                 centred = z - tl.where(centre == float("-inf"), 0.0, centre)
                 products += e * times * tl.maximum(centred, -128.0)
-        if weights is not None:
-            if softcap is not None:
-                e = e * softcap_slope(x, logit_scale, softcap)
-            tl.debug_barrier()
-            if masked:
-                _store(weights + row * weights_row, columns, e, C, True)
-            else:
-                _store(weights + row * weights_row, columns, e, C, False)
+        if written is not None:
+            _write(written, columns, x, e, C, masked, logit_scale, softcap)
 
     if KNOWN:
         row_total, row_logprob = tl.load(total + row), tl.load(logprobs + row)
@@ -171,14 +213,7 @@ def _softmax_weights_kernel(
     if weights is not None:
         share = -expm1(row_logprob) / tl.where(row_total == 0.0, 1.0, row_total)
         tl.store(scale + row, -share * logit_scale * inverse_temperature)
-        tl.debug_barrier()
-        # A row without a finite sum has weights of 0, so that it does not affect products with other rows.
-        if (row_total < float("inf")) == 0:
-            for first in range(0, C, BLOCK_V):
-                columns = first + tl.arange(0, BLOCK_V)
-                _store(weights + row * weights_row, columns, tl.zeros([BLOCK_V], tl.float32), C, True)
-        elif target >= 0:
-            tl.store(weights + row * weights_row + target, (-row_total * slope).to(weights.dtype.element_ty))
+        _write_target(written, target, row_total, slope, C, BLOCK_V)
 
 
 def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -216,8 +251,10 @@ def row_statistics(
     """
     state = tuple(torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4))
     head = (bias, temperature, logit_scale, softcap)
-    _launch(logits, None, targets, head, (*state, None, None, None), entropy=entropy)
-    return state  # type: ignore[return-value]
+    shift, total, weighted, target_logit = state
+    rows = (shift, total, weighted if entropy else None, target_logit, None, None, None)
+    _launch(logits, None, targets, head, rows)
+    return shift, total, weighted, target_logit
 
 
 def softmax_weights_(
@@ -253,13 +290,13 @@ def softmax_weights_(
     )
     result = (logprobs, torch.empty_like(scale) if entropy else None, shift, total) if known is None else known
     logprobs, entropies, shift, total = result
-    rows = (shift, total, None, None, logprobs, entropies, scale)
+    rows = (shift, total, None, None, logprobs, entropies if known is None else None, scale)
     head = (bias, temperature, logit_scale, softcap)
-    _launch(logits, weights, targets, head, rows, known=known is not None, entropy=entropy and known is None)
+    _launch(logits, weights, targets, head, rows, known=known is not None)
     return weights, scale, result
 
 
-def _launch(logits, weights, targets, head, rows, *, entropy, known=False):
+def _launch(logits, weights, targets, head, rows, *, known=False):
     R, C = logits.shape
     bias, temperature, logit_scale, softcap = head
     if R == 0 or C == 0:
@@ -276,6 +313,5 @@ def _launch(logits, weights, targets, head, rows, *, entropy, known=False):
             logit_scale,
             softcap,
             KNOWN=known,
-            ENTROPY=entropy,
             **row_tile(logits.device).launch_options(),
         )

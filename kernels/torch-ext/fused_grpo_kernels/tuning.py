@@ -50,7 +50,6 @@ class GemmTile:
             "GROUP_N": self.group_n,
             "WIDE": self.wide,
             "NARROW": self.narrow,
-            "TMA": self.tma,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             **FUSED_MULTIPLY_ADD,
