@@ -29,8 +29,8 @@ class GRPOLossOutput(NamedTuple):
     loss: Tensor
     """0-d, fp32 (fp64 for fp64 inputs)."""
     metrics: dict[str, Tensor]
-    """Detached 0-d tensors of this call, means over its unmasked tokens except for counts and extremes: `policy_loss`
-    (the loss without KL and entropy terms), `num_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
+    """Detached 0-d tensors of this call, means over its unmasked tokens except for counts and extremes: `policy_term`
+    (the loss without KL and entropy terms), `loss_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
     `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor of the policy term after
     corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
     `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronization."""

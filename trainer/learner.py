@@ -219,7 +219,7 @@ class Learner:
         entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
         of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)
         metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy - of_router
-        metrics |= self.entropy.update(entropy if metrics["num_tokens"] and may_update else None)
+        metrics |= self.entropy.update(entropy if metrics["loss_tokens"] and may_update else None)
         self._follow_with_reference()
         if any(sample.old_logprobs is None for sample in batch):
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
@@ -342,7 +342,9 @@ class Learner:
 
         The threshold takes a forward pass of its own, because it depends on all tokens of the step.
         """
-        config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
+        config = self.loss_config
+        if self.entropy.applied != config.entropy_coef:
+            config = dataclasses.replace(config, entropy_coef=self.entropy.applied)
         options: dict[str, Any] = {"config": config}
         if config.top_entropy_quantile == 1.0:
             return options, None

@@ -203,8 +203,8 @@ def token_loss(
         difference = torch.where(mask, current - sampling_logprobs, 0.0).abs()
     statistics = {
         "loss": loss.detach(),
-        "policy_loss": (weights * policy).sum().detach(),
-        "num_tokens": on.sum(),
+        "policy_term": (weights * policy).sum().detach(),
+        "loss_tokens": on.sum(),
         "kl": kl.sum().detach(),
         "entropy": entropies.sum().detach(),
         "ratio": (ratio * on).sum(),
@@ -336,7 +336,7 @@ def merge_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]
 
 
 # Metrics that are statistics as they are, and those that are a sum over the number of tokens.
-TOTALS = ("policy_loss", "num_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
+TOTALS = ("policy_term", "loss_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
 
 
 MEANS = {
@@ -362,7 +362,7 @@ def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_ent
     metrics = {name: statistics[name] for name in TOTALS if given.get(name, True)}
     means = {name: key for name, key in MEANS.items() if given.get(name, True)}
     # One division: on a GPU, each small operation takes as long as a large one.
-    values = torch.stack([statistics[key] for key in means.values()]) / statistics["num_tokens"].clamp_min(1.0)
+    values = torch.stack([statistics[key] for key in means.values()]) / statistics["loss_tokens"].clamp_min(1.0)
     metrics |= dict(zip(means, values.unbind(), strict=True))
     return metrics | {"clip_ratio_region": metrics["clip_ratio_low"] + metrics["clip_ratio_high"]}
 

@@ -187,4 +187,4 @@ def test_counts_beyond_fp32_integers_stay_exact() -> None:
     # 2^24 + 4096 is an fp32, but adding 1 to 2^24 in fp32 gives 2^24.
     partials = torch.ones(4097, STATISTICS)
     partials[0, 2] = 2**24
-    assert token_statistics([partials])["num_tokens"].item() == 2**24 + 4096
+    assert token_statistics([partials])["loss_tokens"].item() == 2**24 + 4096

@@ -51,8 +51,8 @@ def run(leaves, rest, **options):
 def test_rows_without_a_gradient_take_no_part(leaves, rest, gemms, impl, options, scored, graded):
     out = run(leaves, rest, impl=impl, old_logprobs=None, **options)
     assert (rows_of(gemms, "logits"), rows_of(gemms, "hidden")) == (scored, graded)
-    zero = out.metrics["num_tokens"] * out.metrics["zero_gradient_fraction"]
-    assert out.metrics["num_tokens"] - zero == graded
+    zero = out.metrics["loss_tokens"] * out.metrics["zero_gradient_fraction"]
+    assert out.metrics["loss_tokens"] - zero == graded
 
 
 @pytest.mark.parametrize("score", ["all", "needed"])
@@ -205,7 +205,7 @@ def test_a_micro_batch_that_is_all_masked_is_a_differentiable_zero(leaves, rest,
         out = run(leaves, rest, impl=impl, config=config, mask=torch.zeros(B, T))
         assert out.loss == 0
         assert all((x == 0).all() for x in torch.autograd.grad(out.loss, leaves))
-        assert out.metrics["num_tokens"] == out.metrics["zero_gradient_fraction"] == 0
+        assert out.metrics["loss_tokens"] == out.metrics["zero_gradient_fraction"] == 0
 
 
 @pytest.mark.parametrize("impl", IMPLS)

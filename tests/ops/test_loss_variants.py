@@ -183,7 +183,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
     assert_close(needed, everyone, 1e-14)
     of_every_token = config.beta or config.entropy_coef or config.selects_by_covariance
     if not (of_every_token or config.top_entropy_quantile < 1.0):
-        assert fewer["num_tokens"] == metrics["num_tokens"] - rest["mask"][2].sum()
+        assert fewer["loss_tokens"] == metrics["loss_tokens"] - rest["mask"][2].sum()
 
 
 @settings(derandomize=True, deadline=None, max_examples=50, database=None)

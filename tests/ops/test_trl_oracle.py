@@ -113,7 +113,7 @@ METRICS = {
     "clip_ratio/high_mean": "clip_ratio_high",
     "clip_ratio/region_mean": "clip_ratio_region",
     "cispo_clip_ratio": "clip_ratio_high",
-    "policy_loss": "policy_loss",
+    "policy_loss": "policy_term",
 }
 # Not with "kl": TRL reports it times the ratio, ours is the estimate itself.
 MEASURED = ("nothing", "delta", "kl without bias correction", "token_mask", "tools", "off-policy mask", "entropy bonus")

@@ -32,7 +32,7 @@ from fused_grpo.trainer.types import MicroBatch
 
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
-SUMMED = frozenset({"num_tokens", "loss", "policy_loss", "aux_loss"})
+SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 
 
 @torch.no_grad()
@@ -137,10 +137,10 @@ def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
 
     Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
-    `num_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is.
+    `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is.
 
     Args:
-        parts: per micro-batch, 0-d tensors of one device, with `num_tokens` among them where there are means. A metric
+        parts: per micro-batch, 0-d tensors of one device, with `loss_tokens` among them where there are means. A metric
             that a micro-batch lacks is merged over the others.
 
     Returns:
@@ -166,7 +166,7 @@ def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
         return values.amax()
     if name.endswith("_min"):
         return values.amin()
-    weights = torch.stack([part["num_tokens"].detach().float() for part in parts])
+    weights = torch.stack([part["loss_tokens"].detach().float() for part in parts])
     return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
 
 

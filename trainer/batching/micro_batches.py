@@ -313,4 +313,4 @@ def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[di
     tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
     unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
     ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
-    return {"num_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
+    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios

@@ -35,8 +35,7 @@ EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for
 
 # The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
 LOSS_METRICS = {
-    "num_tokens": "completion_tokens",
-    "policy_loss": "policy_term",
+    "loss_tokens": "completion_tokens",
     "loss_without_bonus": "policy_loss",
     **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_region")),
     **dict.fromkeys(("sampling_difference_mean", "sampling_difference_max")),

@@ -36,8 +36,8 @@ from .tuning import FUSED_MULTIPLY_ADD, LOSS_WARPS, TOKENS_PER_PROGRAM
 
 SUMS = (
     "loss",
-    "policy_loss",
-    "num_tokens",
+    "policy_term",
+    "loss_tokens",
     "kl",
     "entropy",
     "ratio",
@@ -325,7 +325,7 @@ def grpo_token_loss(
 def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
     """The statistics of the tokens of several calls, by name, each 0-d fp32.
 
-    "loss" and "policy_loss" are weighted sums, "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the
+    "loss" and "policy_term" are weighted sums, "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the
     mask (the ratio's are inf and -inf where nothing is unmasked), the others sums over the mask.
     """
     sums, largest, smallest = torch.cat(list(partials)).split((len(SUMS), len(LARGEST), len(SMALLEST)), dim=1)

@@ -125,7 +125,7 @@ def test_what_is_left_out_counts_with_the_models_own_tokens(make_trainer):
     learner = make_trainer(per_device_train_batch_size=4).learner
     batch = skip_zero_advantages(with_fields(BATCH, {"advantage": [1.0, 0.0, 0.0]}), Accelerator(cpu=True))
     _, metrics = learner.learn(batch)
-    assert metrics["num_tokens"] == 8.0
+    assert metrics["loss_tokens"] == 8.0
     (part,) = learner._pack(batch)
     assert learner._counts([part], batch)["num_tokens"] == 8.0
 

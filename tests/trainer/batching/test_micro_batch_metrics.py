@@ -14,7 +14,7 @@ def test_merged_metrics_are_those_of_the_batch_in_one_piece() -> None:
 
     def described(kl: torch.Tensor, ratio: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            "num_tokens": torch.tensor(float(len(kl))),
+            "loss_tokens": torch.tensor(float(len(kl))),
             "loss": kl.sum(),
             "kl": kl.mean(),
             "ratio_max": ratio.max(),
@@ -30,13 +30,13 @@ def test_merged_metrics_are_those_of_the_batch_in_one_piece() -> None:
 
 def test_a_micro_batch_without_tokens_changes_nothing_whatever_it_holds() -> None:
     full = {
-        "num_tokens": torch.tensor(4.0),
+        "loss_tokens": torch.tensor(4.0),
         "kl": torch.tensor(0.5),
         "loss": torch.tensor(2.0),
         "r_max": torch.tensor(3.0),
     }
     empty = {
-        "num_tokens": torch.tensor(0.0),
+        "loss_tokens": torch.tensor(0.0),
         "kl": torch.tensor(math.nan),
         "loss": torch.tensor(0.0),
         "r_max": -torch.inf * torch.ones(()),
@@ -45,10 +45,10 @@ def test_a_micro_batch_without_tokens_changes_nothing_whatever_it_holds() -> Non
 
 
 def test_a_metric_that_some_micro_batches_lack_is_the_mean_of_the_others() -> None:
-    first = {"num_tokens": torch.tensor(1), "kl": torch.tensor(1.0)}
-    second = {"num_tokens": torch.tensor(3), "kl": torch.tensor(2.0), "entropy": torch.tensor(0.7)}
+    first = {"loss_tokens": torch.tensor(1), "kl": torch.tensor(1.0)}
+    second = {"loss_tokens": torch.tensor(3), "kl": torch.tensor(2.0), "entropy": torch.tensor(0.7)}
     merged = merge_metrics([first, second])
-    assert merged == pytest.approx({"num_tokens": 4.0, "kl": 1.75, "entropy": 0.7})
+    assert merged == pytest.approx({"loss_tokens": 4.0, "kl": 1.75, "entropy": 0.7})
     assert merge_metrics([]) == {}
 
 
@@ -57,5 +57,5 @@ def test_merging_waits_for_the_device_once_per_step(monkeypatch: pytest.MonkeyPa
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
         real = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _n=name, _r=real: (waits.append(_n), _r(self, *a))[1])
-    merge_metrics([{"num_tokens": torch.tensor(2.0), "kl": torch.tensor(0.1), "r_min": torch.tensor(0.9)}] * 50)
+    merge_metrics([{"loss_tokens": torch.tensor(2.0), "kl": torch.tensor(0.1), "r_min": torch.tensor(0.9)}] * 50)
     assert waits == ["tolist"]

@@ -128,7 +128,7 @@ def test_gradients_are_those_of_all_completions(make_trainer, options):
     given, metrics, _ = updates(make_trainer, without_zeros(HALF), **options)
     # Where a micro-batch has completions without an advantage alone, leaving it out changes no sum of the others.
     assert_same(given, expected, bits="gradient_accumulation_steps" in options)
-    exact = ["loss", "policy_loss", "num_tokens", "grad_norm", "zero_gradient_fraction"]
+    exact = ["loss", "policy_term", "loss_tokens", "grad_norm", "zero_gradient_fraction"]
     exact += [name for name in all_metrics[1] if name.startswith("clip_ratio/")]
     assert len(exact) == 10
     assert all_metrics[1]["clip_ratio/region_mean"] > 0.01
