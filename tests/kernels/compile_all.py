@@ -4,9 +4,9 @@ Run as a script in a process without TRITON_INTERPRET: `compile_all.py quick|usu
 launchers are called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder
 turns that into a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per
 kernel: what it was compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers,
-its barriers, its Hopper matrix instructions, whether it computes in fp64, and for each logit the instructions of the
-shortest way through the loop over tiles: one that holds neither a target nor the end of the row. Of a GEMM it is what
-follows the products. Of a pass over rows there are the barriers on that way, too.
+its barriers, its Hopper matrix instructions, and whether it computes in fp64. Of two kernels also, for each logit, the
+instructions of the shortest way through the loop over tiles: one that holds neither a target nor the end of the row. Of
+the GEMM it is what follows the products. Of the pass over rows there are the barriers on that way, too.
 """
 
 import functools
@@ -48,6 +48,8 @@ USUAL = (
     ("float32", "all", "aligned"),
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
+# Whose listings tests read. The disassembler takes half a second for each.
+DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_kernel")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 # "dppo_tv" and "gmpo" have no instruction that the others lack.
 FORMS = ("clipped", "cispo", "sapo", "vespo", "dppo_kl")
@@ -158,8 +160,7 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = dump("--dump-resource-usage", file.name)
-        # The disassembler takes half a second to start.
-        sass = dump("--dump-sass", file.name) if "BLOCK_V" in source.fn.arg_names else ""
+        sass = dump("--dump-sass", file.name) if source.fn.__name__ in DISASSEMBLED else ""
     facts |= {"hgmma": sorted(set(re.findall(r"HGMMA\.[\w.]+", sass))), "fp64": ".f64" in compiled.asm["ptx"]}
     if sass and (found := shortest_loop(sass)):
         rows = launch[2].get("BLOCK_N", 1)
