@@ -324,7 +324,8 @@ class GRPOTrainer(TransformersFace):
         if position is None:
             return
         self.learner.restart()
-        self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
+        self.collector.drop_prefetched()
+        self.buffer, self._in_epoch = None, False
         start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
         self.collector.load_state(start, {})
         self.epochs.resume(0, 0.0)

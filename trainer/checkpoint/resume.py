@@ -172,7 +172,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         PeerError: another rank raised it.
     """
     accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
-    rank, collector.prefetched = accelerator.process_index, None
+    rank = accelerator.process_index
+    collector.drop_prefetched()
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
     own = files.optimizer_state(learner.policy, optimizer, full=False)

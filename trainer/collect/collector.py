@@ -212,6 +212,10 @@ class Collector:
         samples = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
         self.prefetched = Prefetched(rows, samples, before)
 
+    def drop_prefetched(self) -> None:
+        """Forget the batch that is being sampled: another state will be loaded."""
+        self.prefetched = None
+
     def wait_for_prefetched(self) -> None:
         """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
         if self.prefetched is not None:
