@@ -126,9 +126,18 @@ def fused_linear_grpo_loss(
     kept, head = head.without_ignored(ignore_index, vocab_size=None if shards is None else sum(shards.sizes))
     head = head if shards is None else shards.own(head)
     given = LossArguments(
-        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
-        num_sequences, num_entropy_tokens, covariance_selected
-    )  # fmt: skip
+        advantages=advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        entropy_threshold=entropy_threshold,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_entropy_tokens=num_entropy_tokens,
+        covariance_selected=covariance_selected,
+    )
     inputs = loss_inputs(given, targets.shape, config, dtype=head.dtype, device=hidden.device, kept=kept)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
     teacher = None

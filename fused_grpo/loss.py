@@ -96,9 +96,18 @@ def grpo_loss(
     check_loss_tokens(logprobs, entropy, config)
     dtype = compute_dtype(logprobs)
     given = LossArguments(
-        advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
-        num_sequences, num_entropy_tokens, covariance_selected
-    )  # fmt: skip
+        advantages=advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        entropy_threshold=entropy_threshold,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_entropy_tokens=num_entropy_tokens,
+        covariance_selected=covariance_selected,
+    )
     inputs = loss_inputs(given, logprobs.shape, config, dtype=dtype, device=logprobs.device)
     flat, flat_entropy = (None if x is None else x.reshape(-1).to(dtype) for x in (logprobs, entropy))
     assert flat is not None

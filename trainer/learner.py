@@ -28,7 +28,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, get_scheduler
-from transformers.trainer_pt_utils import get_parameter_names
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
@@ -63,8 +62,6 @@ from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Check = Callable[[dict[str, float]], None]
 Event = Callable[[str], object]
-# Names of parameters without weight decay, as transformers' Trainer has them: no public function returns them.
-_NOT_DECAYING = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 class Learner:
@@ -137,8 +134,8 @@ class Learner:
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
         # By rank 0: under FSDP2 it may be the only one that has read the weights.
-        of_rank = list(map(self_check, policies)) if self.accelerator.is_main_process else []
-        measured = broadcast_object_list([of_rank])[0]
+        checks = list(map(self_check, policies)) if self.accelerator.is_main_process else []
+        measured = broadcast_object_list([checks])[0]
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
@@ -348,8 +345,8 @@ class Learner:
         options: dict[str, Any] = {"config": config}
         if config.top_entropy_quantile == 1.0:
             return options, None
-        of_rank = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
-        entropies = torch.cat(gather_object([of_rank]))
+        own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
+        entropies = torch.cat(gather_object([own_entropies]))
         threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
         options["entropy_threshold"] = threshold.to(self.accelerator.device)
@@ -449,7 +446,8 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
     Raises:
         UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
     """
-    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(_NOT_DECAYING)))
+    # The rule is transformers', which reads nothing of a trainer for it.
+    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}

@@ -59,7 +59,6 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.learner import Optimizers
-from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
@@ -153,9 +152,6 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = load_model(start, optimizers, corrected=own_weights)
-            shown = (policy, start.tokenizer, learner.optimizer, learner.scheduler)
-            events = Events(args, accelerator, start.callbacks, max_steps=start.max_steps, shown=shown)
-            events.log = lambda *entry: self.log(*entry)  # which a subclass may override
             super().__init__(
                 start,
                 policy,
@@ -163,7 +159,6 @@ class GRPOTrainer(TransformersFace):
                 train_dataset=dataset,
                 eval_dataset=eval_dataset,
                 sampler=make_sampler(start.train, args, accelerator, start.limit),
-                events=events,
                 training_state=self._training_state,
             )
             self.max_steps, self.epochs, self.collector = start.max_steps, start.epochs, self._make_collector()

@@ -57,17 +57,24 @@ class TransformersFace:
         train_dataset: Any,
         eval_dataset: Any,
         sampler: PromptSampler,
-        events: Events,
         training_state: Callable[[], TrainingFiles],
     ) -> None:
         self.args, self.learner, self.accelerator = start.args, learner, learner.accelerator
         self.model, self.model_path = model, start.model_path
         self.train_dataset, self.dataset, self.eval_dataset = train_dataset, start.train, eval_dataset
-        self.rewards, self.sampler, self.events = start.rewards, sampler, events
+        self.rewards, self.sampler = start.rewards, sampler
+        self.events = Events(
+            self.args,
+            self.accelerator,
+            start.callbacks,
+            max_steps=start.max_steps,
+            shown=(model, start.tokenizer, learner.optimizer, learner.scheduler),
+            log=lambda *entry: self.log(*entry),
+        )
         self.use_vllm = start.engine_name != "transformers"
         self.output_dir, self.results = Path(self.args.output_dir), Results()
         self.files = ModelFiles(
-            self.args, learner, model, start.tokenizer, events=events, training_state=training_state
+            self.args, learner, model, start.tokenizer, events=self.events, training_state=training_state
         )
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
 

@@ -60,10 +60,6 @@ class Statistics(NamedTuple):
         """The statistics of some rows."""
         return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
-    def scattered(self, index: Tensor, count: int) -> Statistics:
-        """Those of `count` rows, with these at `index` and 0 elsewhere."""
-        return Statistics(*(scattered(x, index, count) for x in self))  # type: ignore[arg-type]
-
 
 class Upstream(NamedTuple):
     """The gradients of a loss in the results of rows, for an upstream gradient of 1."""
@@ -75,21 +71,12 @@ class Upstream(NamedTuple):
         """The gradients of some rows."""
         return Upstream(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
 
-    def scattered(self, index: Tensor, count: int) -> Upstream:
-        """Those of `count` rows, with these at `index` and 0 elsewhere."""
-        return Upstream(*(scattered(x, index, count) for x in self))  # type: ignore[arg-type]
-
     def have_gradient(self) -> Tensor:
         """Which rows have a gradient that is not 0, [N]."""
         return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
 
 
 Rows = TypeVar("Rows", RowState, Statistics, Upstream)
-
-
-def scattered(values: Tensor | None, index: Tensor, count: int) -> Tensor | None:
-    """[N] with the values of the rows in `index`, 0 elsewhere; None stays None."""
-    return None if values is None else values.new_zeros(count).index_copy_(0, index, values)
 
 
 def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo.config import EXACT, LARGEST
+from fused_grpo.config import LARGEST, is_representable
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -44,8 +44,6 @@ _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperatu
 IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
-# The largest float, and the largest int, that a tensor represents.
-_MOST = (LARGEST, EXACT)
 SMALLEST = torch.finfo(torch.float32).tiny
 
 # What torch.func, and batched gradients, wrap tensors in.
@@ -112,7 +110,7 @@ def check_head(
 
 def is_number(value: Any, low: float, high: float) -> bool:
     """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
-    return isinstance(value, int | float) and low <= value <= high and abs(value) <= _MOST[isinstance(value, int)]
+    return isinstance(value, int | float) and low <= value <= high and is_representable(value)
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:

@@ -120,22 +120,22 @@ def chunked_loss(
         hidden_dtype=None if shards is None else head.dtype,
         rounded=plan.rounded,
     )
-    visit = Visit(passes, gradients if any(plan.wanted) else None, plan.entropy, sys.maxsize if two_phases else active)
-    visitor = _visitor(visit, rows, config, shards, teacher, two_phases=two_phases)
+    sweep = Sweep(passes, gradients if any(plan.wanted) else None, plan.entropy, sys.maxsize if two_phases else active)
+    visitor = _visitor(sweep, rows, config, shards, teacher, two_phases=two_phases)
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
     statistics = statistics if teacher is None else teacher.added_to(statistics)
-    del memory, teacher, visit, visitor  # before dW is rounded beside its accumulator
+    del memory, teacher, sweep, visitor  # before dW is rounded beside its accumulator
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    if order is not None:
-        seen, upstream = seen.scattered(order, len(head.targets)), upstream.scattered(order, len(head.targets))
-    return ChunkedLoss(statistics, seen.logprobs, seen.entropy, upstream, (d_hidden, d_weight, d_bias))
+    count, head_gradients = len(head.targets), (d_hidden, d_weight, d_bias)
+    logprobs, entropy, *grads = (_scattered(x, order, count) for x in (seen.logprobs, seen.entropy, *upstream))
+    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*grads), head_gradients)  # type: ignore[arg-type]
 
 
 def _visitor(
-    visit: Visit,
+    sweep: Sweep,
     rows: Head,
     config: GRPOLossConfig,
     shards: Shards | None,
@@ -145,20 +145,20 @@ def _visitor(
 ) -> Visitor:
     """Of rows that are visited once, or again: by then, which of them have a gradient is known."""
     if teacher is not None:
-        return RevisitedRows(visit, teacher) if two_phases else TaughtRows(visit, teacher)
+        return RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
     if shards is not None:
-        return ShardedRows(visit, shards)
+        return ShardedRows(sweep, shards)
     # The gradient of an entropy is no multiple of softmax weights.
-    if two_phases or visit.gradients is None or not rows.takes_weights or config.entropy_coef:
-        return KnownRows(visit)
-    return WeightedRows(visit, visit.gradients, rows.gemm_dtype)
+    if two_phases or sweep.gradients is None or not rows.takes_weights or config.entropy_coef:
+        return KnownRows(sweep)
+    return WeightedRows(sweep, sweep.gradients, rows.gemm_dtype)
 
 
 def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: Visitor
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
-    passes, visits = visitor.visit.passes, []
+    passes, visits = visitor.sweep.passes, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
@@ -181,16 +181,16 @@ def _in_two_phases(
     index, count, visits = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
         visits.append(visitor.visit_(tile).statistics)
-    rows = every = joined(visits)
+    rows = joined(visits)
+    logprobs, entropy = (_scattered(x, index, count) for x in (rows.logprobs, rows.entropy))
+    assert logprobs is not None
     if index is not None:
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
-        inputs, every = replace(inputs, tokens=replace(inputs.tokens, mask=scored)), rows.scattered(index, count)
-    upstream, sums = value_and_gradient(
-        every.logprobs, every.entropy, inputs, config=config, passes=visitor.visit.passes
-    )
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, visitor.visit.passes)
+        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
+    upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=visitor.sweep.passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, visitor.sweep.passes)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
-    if visitor.visit.gradients is not None:
+    if visitor.sweep.gradients is not None:
         last = tile.rows
         visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last))
         others = visitor.to_revisit(upstream)[: last.start].nonzero()[:, 0]
@@ -235,6 +235,11 @@ def rows_in_order(
     return order[: active if needed else scored], active
 
 
+def _scattered(values: Tensor | None, index: Tensor | None, count: int) -> Tensor | None:
+    """[N] with the values of the rows in `index`, 0 elsewhere; the values themselves where it is None."""
+    return values if values is None or index is None else values.new_zeros(count).index_copy_(0, index, values)
+
+
 def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
     """The scale of fp16 d-logits. Ratios are not known yet: those up to 2^10 must not overflow."""
     tokens = inputs.tokens
@@ -243,8 +248,8 @@ def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | 
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
-class Visit(NamedTuple):
-    """What all visitors have. Only the first `active` rows may have a gradient."""
+class Sweep(NamedTuple):
+    """What the visitors of a sweep over the chunks share. Only the first `active` rows may have a gradient."""
 
     passes: RowPasses
     gradients: HeadGradients | None
@@ -264,7 +269,7 @@ class Visitor(Protocol):
     """Visits the rows of a tile of raw logits, and adds their gradients once d loss / d log p is known."""
 
     @property
-    def visit(self) -> Visit: ...
+    def sweep(self) -> Sweep: ...
 
     def visit_(self, tile: Tile) -> Seen: ...
 
@@ -278,13 +283,13 @@ class Visitor(Protocol):
 class KnownRows:
     """Rows whose statistics are known before their gradients are computed, if any are."""
 
-    visit: Visit
+    sweep: Sweep
 
     def visit_(self, tile: Tile) -> Seen:
         return self._finished([self._state(tile)])
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients, _, active = self.visit
+        passes, gradients, _, active = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is not None and tile.logits.numel():
             rows = slice(len(tile.targets))
@@ -294,11 +299,11 @@ class KnownRows:
         return upstream.have_gradient()
 
     def _state(self, tile: Tile) -> RowState:
-        passes, entropy = self.visit.passes, self.visit.entropy
+        passes, entropy = self.sweep.passes, self.sweep.entropy
         return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
 
     def _finished(self, parts: list[RowState]) -> Seen:
-        return Seen(Statistics(*self.visit.passes.finish_rows(parts, entropy=self.visit.entropy)))
+        return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
 
 
 @dataclass(frozen=True)
@@ -309,20 +314,20 @@ class WeightedRows(KnownRows):
     dtype: torch.dtype  # of the weights
 
     def visit_(self, tile: Tile) -> Seen:
-        weights, scale, known = self.visit.passes.softmax_weights_(
-            tile.logits, tile.targets, entropy=self.visit.entropy, dtype=self.dtype, **tile.transform
+        weights, scale, known = self.sweep.passes.softmax_weights_(
+            tile.logits, tile.targets, entropy=self.sweep.entropy, dtype=self.dtype, **tile.transform
         )
         return Seen(Statistics(*known), weights=(weights, scale))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
         weights, scale = seen.weights
-        count, grad_logprobs = self.visit.active - tile.rows.start, upstream.logprobs
+        count, grad_logprobs = self.sweep.active - tile.rows.start, upstream.logprobs
         if count < len(scale):
             tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
             grad_logprobs = grad_logprobs[: len(scale)]
         if len(scale):
-            self.gradients.add_weights(tile, self.visit.passes, weights, scale, grad_logprobs)
+            self.gradients.add_weights(tile, self.sweep.passes, weights, scale, grad_logprobs)
 
 
 @dataclass(frozen=True)
@@ -347,12 +352,12 @@ class TaughtRows(KnownRows):
     teacher: Teacher
 
     def visit_(self, tile: Tile) -> Seen:
-        pair = self.teacher.visit_(tile, entropy=self.visit.entropy, differentiated=self.visit.gradients is not None)
+        pair = self.teacher.visit_(tile, entropy=self.sweep.entropy, differentiated=self.sweep.gradients is not None)
         return Seen(Statistics(*pair.statistics()), divergence=pair)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.divergence is not None
-        self.teacher.finish(tile, seen.divergence, self.visit.gradients, upstream.logprobs)
+        self.teacher.finish(tile, seen.divergence, self.sweep.gradients, upstream.logprobs)
 
 
 @dataclass(frozen=True)
@@ -363,12 +368,12 @@ class RevisitedRows(KnownRows):
 
     def visit_(self, tile: Tile) -> Seen:
         seen = super().visit_(tile)
-        if self.visit.gradients is None:
+        if self.sweep.gradients is None:
             self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
         return seen
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        self.teacher.finish(tile, self.teacher.visit_(tile), self.visit.gradients, upstream.logprobs)
+        self.teacher.finish(tile, self.teacher.visit_(tile), self.sweep.gradients, upstream.logprobs)
 
     def to_revisit(self, upstream: Upstream) -> Tensor:
         return torch.ones_like(upstream.logprobs, dtype=torch.bool)

@@ -86,8 +86,8 @@ class RolloutBuffer:
         """The inverse of `state`."""
         tables: list[dict[str, Tensor]] = [{} for _ in range(numbers["batches"])]
         for name, column in tensors.items():
-            index, _, of_table = name.partition(".")
-            tables[int(index)][of_table] = column
+            index, _, field_name = name.partition(".")
+            tables[int(index)][field_name] = column
         return cls(**{**numbers, "batches": [from_tensors(table) for table in tables]})
 
 

@@ -260,9 +260,11 @@ class Collector:
         scored = self._round(engine, phases, trainer_state, drawn)
         if not self.args.dynamic_sampling:
             if not any_rank(self.accelerator, bool(scored.kept())):
-                of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
-                kind = RewardError if of_engine is None else UnavailableError
-                raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
+                engine_failure = next((sample.failure for sample in scored.samples if sample.failure), None)
+                kind = RewardError if engine_failure is None else UnavailableError
+                raise kind(
+                    f"every group of the batch was dropped; the first failure: {engine_failure or scored.failure}"
+                )
             return scored, {}
         wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
         # All ranks go on together: they draw from one sequence of prompts.

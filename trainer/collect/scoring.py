@@ -146,9 +146,9 @@ def score_rollouts(
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
         for name, values in output.extra.items():
-            of_place = dict(zip(sound, values, strict=True))
+            by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
-                record[name] = of_place.get(place)
+                record[name] = by_place.get(place)
     unscored = (per_function.isnan().all(1) & ~dropped).nonzero()[:, 0].tolist()
     if unscored:
         example = {**columns[unscored[0]], "completion": given[unscored[0]]}

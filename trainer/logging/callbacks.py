@@ -41,10 +41,8 @@ class Events:
         callbacks: the user's.
         max_steps: of the run.
         shown: the model, tokenizer, optimizer and schedule, which every event gets.
+        log: makes an entry; the trainer's method, which a subclass may override.
     """
-
-    log: Callable[..., None]
-    """Makes an entry: the trainer's method."""
 
     def __init__(
         self,
@@ -54,8 +52,9 @@ class Events:
         *,
         max_steps: int,
         shown: Iterable[Any],
+        log: Callable[..., None],
     ) -> None:
-        self.args, self.accelerator, self.max_steps = args, accelerator, max_steps
+        self.args, self.accelerator, self.max_steps, self.log = args, accelerator, max_steps, log
         self.handler = CallbackHandler([DefaultFlowCallback, EvaluateBetweenEnds, *callbacks], *shown)
         self.control, self.state = TrainerControl(), TrainerState()
         self.begin(None, 0)

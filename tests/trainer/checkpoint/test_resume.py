@@ -261,6 +261,17 @@ def resumed(make_trainer, caplog):
     return resume
 
 
+def test_other_numbers_of_a_users_optimizer_are_said(saved, make_trainer, caplog):
+    checkpoint = saved()
+    trainer = make_trainer(max_steps=3, save_steps=3, overwrite_output_dir=False)
+    for group in trainer.learner.optimizer.param_groups:  # as one has that the user made
+        group["weight_decay"] = 0.5
+    with caplog.at_level(logging.WARNING):
+        restore(checkpoint, trainer.learner, trainer.collector)
+    assert "weight_decay of the optimizer: 0.0 in the checkpoint, 0.5 now; the checkpoint's counts" in caplog.text
+    assert trainer.learner.optimizer.param_groups[0]["weight_decay"] == 0.0
+
+
 def test_every_option_has_a_rule_with_a_reason():
     args, names = GRPOConfig(), {field.name for field in dataclasses.fields(GRPOConfig)}
     assert not RULES.keys() - names

@@ -122,7 +122,9 @@ def test_answers_of_any_shape_end_in_an_error_of_ours_or_in_a_result(server, con
 
     once()
     server.mutate = lambda path, answer: json.dumps(answer).encode()
-    assert all(sample.completion_ids for sample in converse(sampling))
+    samples = converse(sampling)
+    assert samples
+    assert all(sample.completion_ids for sample in samples)
     errors = [outcome for outcome in outcomes if outcome != "result"]
     assert errors
     assert [error for error in errors if not re.search(rf"{server.url}|vllm-server engine|max_model_len", error)] == []
