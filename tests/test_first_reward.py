@@ -37,10 +37,12 @@ def test_the_reward_gives_what_the_page_says(ran):
     assert (folder / "train.jsonl").read_text().startswith('{"prompt": "10+10=", "answer": "02"}\n')
 
 
-def test_the_run_ends_in_a_curve_of_ones_own(ran):
+def test_the_run_ends_in_a_curve_of_ones_own(ran, learned):
     folder, (*_, run, exact) = ran
     held_out = [float(value) for text in (PAGE, run) for value in re.findall(r"held-out reward (\d\.\d+) on 384", text)]
-    assert held_out[2:] == pytest.approx(held_out[:2], abs=0.3)  # how much is learned depends on the machine
+    assert held_out[2] == pytest.approx(held_out[0], abs=0.03)  # greedy, before the first step
+    # With 20 seeds 0.700 on average, sd 0.008: bench/results/cpu-2-cores/first-reward-2026-11-26.json.
+    learned("docs/first-reward.md", found=held_out[3] - held_out[2], least=0.5)
     assert "<polyline" in (folder / "runs" / "own" / "reward.svg").read_text()
     assert "right_digits" in (folder / "runs" / "own" / "report.html").read_text()
     assert len([value for value in ast.literal_eval(exact) if value is not None]) == 40
