@@ -39,13 +39,12 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
 
 def check_ranges(options: Any, ranges: Ranges) -> None:
     """InputError for the first option out of its range. None is in none: the type of an option says where it may be."""
-    cls: Any = type(options)
-    kinds = _kinds(cls)
     for wanted, holds, names in ranges:
         for name in names.split():
             value = getattr(options, name)
             if value is not None and not holds(value):
-                or_none = ", or None" if has_type(None, kinds[name]) else ""
+                cls: Any = type(options)
+                or_none = ", or None" if has_type(None, _kinds(cls)[name]) else ""
                 raise InputError(f"got {name}={value!r}, want {wanted}{or_none}")
 
 

@@ -236,13 +236,23 @@ def test_a_changed_tensor_is_refused(outcome, copy, tmp_path, data, name):
     tensor = tensors.pop(which)
     if how in FORMS:
         # Of masks and of what no function scored, these are values like others.
-        free = tensor.dtype == torch.bool or (how == "NaN" and which.endswith(("rewards", "sampling_logprobs.values")))
+        free = tensor.dtype == torch.bool or (how == "NaN" and which.endswith((".reward", "sampling_logprobs.values")))
         tensors[which] = tensor[None].clone() if free else FORMS[how](tensor)
     elif how == "renamed":
         tensors[f"{which}."] = tensor
     (directory / name).unlink()
     save_file(tensors, directory / name, metadata={"format": "pt"})
     assert outcome(resign(directory)) == "refused", (which, how)
+
+
+@pytest.mark.parametrize("value", [-1, 10**6])
+@pytest.mark.parametrize("name", ["finish_reason", "weight_version"])
+def test_a_number_of_a_sample_that_no_run_leaves_is_refused(outcome, copy, name, value):
+    file = copy() / "process-0.safetensors"
+    tensors = load_file(file)
+    tensors[f"buffer.1.{name}"].fill_(value)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert outcome(resign(file.parent)) == "refused"
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "process-0.safetensors", "model.safetensors"])

@@ -67,6 +67,7 @@ _FORMS: dict[str, tuple[torch.dtype, tuple[float, float]]] = {
     **{f"{name}.values": (dtype, _LOGPROB if "logprobs" in name else (0, _LARGEST)) for name, dtype in ROWS.items()},
     **{name: (dtype, (-_LARGEST, _LARGEST)) for name, dtype in VALUES.items()},
     "finish_reason": (torch.int64, (0, 1)),
+    "weight_version": (torch.int64, (0, _LARGEST)),
 }
 # NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
 _UNKNOWN = ("sampling_logprobs.values", "reward")
@@ -451,6 +452,8 @@ def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_s
         _check_log("metrics", saved["metrics"])
     for where, part in parts.items():
         _check_sequences(part, where, vocab_size)
+        if where != "prefetched" and (part["weight_version"] != saved["weight_version"]).any():
+            raise ValueError(f"{where}.weight_version is not {saved['weight_version']}, which sampled the batch")
 
 
 def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> None:
