@@ -45,7 +45,7 @@ from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector, make_sampler
-from fused_grpo.trainer.collect.plan import announce
+from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
 from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine
 from fused_grpo.trainer.config.checks import check_arguments
@@ -148,7 +148,7 @@ class GRPOTrainer(TransformersFace):
             )
             with all_ranks_succeed(accelerator, "checking what the run needs"):
                 check_start(start)
-            self.facts = announce(start, accelerator)
+            self.facts = Plan(start).print()
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = load_model(start, optimizers, corrected=own_weights)

@@ -13,19 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
-from fused_grpo.trainer.collect.plan import planned_memory, teacher_shape, warnings_of
+from fused_grpo.trainer.collect.plan import Plan, batch_table
 from fused_grpo.trainer.collect.start_checks import Start, check_start
-from fused_grpo.trainer.common.formatting import bytes_text
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
-from fused_grpo.trainer.data.prompt_sampler import planned_steps
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term
 
 
 def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
@@ -35,17 +31,14 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
     try:
         rows, held_out = load_rows()
     except DataError:
-        yield batch_arithmetic(options, processes=processes, prompts=None)
+        yield batch_table(options, processes=processes, prompts=None)
         raise
-    yield batch_arithmetic(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
+    yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
     start = planned_start(options, rows, held_out)
     check_start(start)
-    if start.shape is None:
-        yield "memory: unknown, the model cannot be built from its config alone\n"
-    else:
-        terms = planned_memory(start, start.shape, start.engine_name, teacher_shape(start))
-        yield memory_table(start.shape, terms, f"prompts of at most {start.limit.longest} tokens")
-    advice = warnings_of(options, start.tokenizer, engine=start.engine_name, processes=processes)
+    plan = Plan(start)
+    yield plan.memory_table()
+    advice = plan.warnings()
     if start.replaced:
         names = ", ".join(sorted(entry.name for entry in start.replaced))
         fate = "removed" if options.overwrite_output_dir else f"moved to {former_run(Path(options.output_dir))}"
@@ -85,44 +78,3 @@ def resolved(options: TrainOptions) -> str:
     }
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
     return f"# options that are not at their defaults; what --config takes\n{text}"
-
-
-def batch_arithmetic(options: TrainOptions, *, processes: int, prompts: int | None) -> str:
-    """How sequences become optimizer steps. `prompts`: rows of the dataset; None where it has no length."""
-    per_rollout = options.prompts_per_generation(processes)
-    steps = options.optimizer_steps_per_generation(processes)
-    group, iterations = options.num_generations, options.num_iterations
-    effective = options.per_device_train_batch_size * options.gradient_accumulation_steps * processes
-    rows = [
-        ("micro-batch", f"{options.per_device_train_batch_size} sequences (per_device_train_batch_size)"),
-        ("x accumulation", f"{options.gradient_accumulation_steps} (gradient_accumulation_steps)"),
-        ("x processes", f"{processes}"),
-        ("= optimizer step", f"{effective} sequences = {effective / group:.4g} prompt(s) x {group} (num_generations)"),
-        ("generated at a time", f"{per_rollout * group} sequences = {per_rollout} prompt(s) x {group}"),
-        ("used for", f"{steps} optimizer step(s) x {iterations} pass(es) (num_iterations)"),
-    ]
-    if prompts is not None:
-        epoch = prompts / per_rollout * steps * iterations
-        rows.append(("one epoch", f"{prompts} prompts = {epoch:.4g} optimizer steps"))
-        source = "num_train_epochs" if options.max_steps < 0 else "max_steps"
-        rows.append(("the run", f"{planned_steps(options, prompts, processes)[0]} optimizer steps ({source})"))
-    return "\n".join(["the batch", *(f"  {name:20} {value}" for name, value in rows)]) + "\n"
-
-
-def memory_table(shape: ModelShape, terms: list[Term], assumed: str) -> str:
-    """All terms with their formulas, and their sum."""
-    rows = [(term.name, bytes_text(term.size), term.formula) for term in terms]
-    total = sum(term.size or 0 for term in terms)
-    unknown = "" if all(term.size is not None for term in terms) else "without the terms marked -"
-    rows.append(("sum", bytes_text(total), unknown))
-    letters = (
-        f"P = {shape.parameters:,}, T = {shape.trained:,}, L = {shape.layers}, D = {shape.hidden}, "
-        f"I = {shape.intermediate}, V = {shape.vocabulary:,}"
-    )
-    lines = [f"{name:26} {size:>9}   {formula}".rstrip() for name, size, formula in rows]
-    if torch.cuda.is_available():
-        whole = torch.cuda.get_device_properties(0).total_memory
-        lines.append(f"{'this device has':26} {bytes_text(whole):>9}")
-    below = textwrap.wrap(LEFT_OUT, 80)
-    title = "memory of one device, an estimate"
-    return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *below])

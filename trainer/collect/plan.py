@@ -1,75 +1,158 @@
-"""What a run is going to do, said before anything slow: model, batch, length, memory, engine.
+"""What a run is going to do, said before anything slow: in lines for its banner, in tables for `--dry-run`.
 
 No weight is loaded for it. What cannot be known yet (the size of a model that needs its weights) is left out.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import textwrap
+from typing import Any, NamedTuple, get_args
 
-import torch
-from accelerate import Accelerator
 from torch import nn
 
 from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
 from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import is_conversational, is_stream
+from fused_grpo.trainer.data.prompt_sampler import planned_steps
 from fused_grpo.trainer.engines.engine_choice import EngineName
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF
-from fused_grpo.trainer.models.memory_estimate import ModelShape, Term, memory_terms
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, device_memory, memory_terms
 
 
-def announce(start: Start, accelerator: Accelerator) -> dict[str, str]:
-    """Print what the run will do and what its options alone warn of, on the first process. Returns what it will do."""
-    args, engine, dataset, shape = start.args, start.engine, start.train, start.shape
-    engine = start.engine_name if engine is None else getattr(engine, "name", FunctionEngine.name)
-    is_known = not is_stream(dataset)
-    facts = {
-        "task": "+".join(start.rewards.names),
-        "model": _described(start.model, shape),
-        "data": (f"{len(dataset):,} prompts" if is_known else "a stream of prompts") + _kind(dataset, start.tokenizer),
-        "engine": engine,
-        "batch": _batch(args, start.processes),
-        "run": f"{start.max_steps:,} optimizer steps",
-        "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
-    }
-    teacher = teacher_shape(start)
-    if start.teacher is not None:
-        described = _described(start.teacher, teacher if isinstance(teacher, ModelShape) else None, is_teacher=True)
-        name = "the reference model" if start.teacher == SELF else described
-        facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
-    if shape is not None and is_known:
-        facts["memory"] = _memory(planned_memory(start, shape, engine, teacher), args, engine)
-    facts["output"] = args.output_dir
-    console = Console(0, quiet=not accelerator.is_main_process)
-    console.banner(facts)
-    for text in warnings_of(args, start.tokenizer, engine=engine, processes=start.processes):
-        console.warn(text)
-    return facts
+class Fact(NamedTuple):
+    """One fact about the batch, with the options that decide it."""
+
+    text: str
+    options: str
+    in_banner: bool = True
 
 
-def teacher_shape(start: Start) -> ModelShape | str | None:
-    """The shape of the teacher; "self" for the reference, None without one or of one that cannot be built.
+def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
+    """How sequences become optimizer steps; InputError where they are no whole groups."""
+    group, micro_batch, uses = args.num_generations, args.per_device_train_batch_size, args.num_iterations
+    micro_batches, steps = args.gradient_accumulation_steps, args.optimizer_steps_per_generation(processes)
+    generated = args.prompts_per_generation(processes) * group
+
+    def in_prompts(sequences: int) -> str:
+        return f"{sequences} sequences = {_counted(sequences / group, 'prompt')} x {group} completions"
+
+    split = f"{_counted(micro_batches, 'micro-batch', 'es')} of {micro_batch}"
+    each = f" on each of {processes} processes" * (processes > 1)
+    at_a_time = f"generated for {_counted(steps, 'step')} at a time: {in_prompts(generated)}"
+    return [
+        Fact(in_prompts(generated // steps), "num_generations"),
+        Fact(split + each, "gradient_accumulation_steps, per_device_train_batch_size"),
+        Fact(at_a_time, "steps_per_generation", steps > 1),
+        Fact(f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
+    ]
+
+
+def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str:
+    """The facts with their options, and the steps of the run. `prompts`: of the dataset; None: it has no length."""
+    facts = batch_facts(args, processes)
+    if prompts is not None:
+        uses = args.optimizer_steps_per_generation(processes) * args.num_iterations
+        epoch, steps = (
+            prompts / args.prompts_per_generation(processes) * uses,
+            planned_steps(args, prompts, processes)[0],
+        )
+        facts += [
+            Fact(f"one epoch: {prompts} prompts = {epoch:.4g} optimizer steps", "dataset"),
+            Fact(f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
+        ]
+    return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
+
+
+class Plan:
+    """What a run begins with, after its checks.
 
     Raises:
-        DataError: its configuration cannot be loaded.
+        DataError: the configuration of the teacher cannot be loaded.
     """
+
+    def __init__(self, start: Start) -> None:
+        own = start.engine
+        self._start, self._args = start, start.args
+        self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
+        self._teacher = _teacher_shape(start)
+        self._terms: list[Term] | None = None  # of the memory of one device
+        if start.shape is not None and not is_stream(start.train):
+            self._terms = memory_terms(
+                start.shape,
+                start.args,
+                prompt_tokens=start.limit.longest,
+                processes=start.processes,
+                engine=self._engine if self._engine in get_args(EngineName) else "server",  # one's own: unknown
+                teacher=self._teacher,
+            )
+
+    def print(self) -> dict[str, str]:
+        """Print banner and warnings, on the first process. Returns the banner."""
+        console, facts = Console(0, quiet=not self._start.is_main), self.banner()
+        console.banner(facts)
+        for text in self.warnings():
+            console.warn(text)
+        return facts
+
+    def banner(self) -> dict[str, str]:
+        """What the run will do, in a line each."""
+        start, args = self._start, self._args
+        count = "a stream of prompts" if is_stream(start.train) else f"{len(start.train):,} prompts"
+        facts = {
+            "task": "+".join(start.rewards.names),
+            "model": _described(start.model, start.shape),
+            "data": count + _kind(start.train, start.tokenizer),
+            "engine": self._engine,
+            "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
+            "run": f"{start.max_steps:,} optimizer steps",
+            "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
+        }
+        if start.teacher is not None:
+            shape = self._teacher if isinstance(self._teacher, ModelShape) else None
+            name = "the reference model" if start.teacher == SELF else _described(start.teacher, shape, is_teacher=True)
+            facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
+        if self._terms is not None:
+            size, device = _total(self._terms), device_memory(args)
+            of_device = "" if device is None else f" of {bytes_text(device)}"
+            facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
+        return facts | {"output": args.output_dir}
+
+    def memory_table(self) -> str:
+        """The memory of one device in terms with their formulas, and its sum."""
+        shape, device = self._start.shape, device_memory(self._args)
+        if shape is None or self._terms is None:
+            return "memory: unknown, the model cannot be built from its config alone\n"
+        letters = (
+            f"P = {shape.parameters:,}, T = {shape.trained:,}, L = {shape.layers}, D = {shape.hidden}, "
+            f"I = {shape.intermediate}, V = {shape.vocabulary:,}"
+        )
+        rows = [(term.name, bytes_text(term.size), term.formula) for term in self._terms]
+        rows += [("sum", _total(self._terms), "")] + [("this device has", bytes_text(device), "")] * (
+            device is not None
+        )
+        lines = [f"{name:26} {size:>9}   {formula}".rstrip() for name, size, formula in rows]
+        assumed = f"prompts of at most {self._start.limit.longest} tokens"
+        title = "memory of one device, an estimate"
+        return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *textwrap.wrap(LEFT_OUT, 80)])
+
+    def warnings(self) -> list[str]:
+        """What the options alone give reason to warn of."""
+        corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction
+        thinks = any(word in _template(self._start.tokenizer) for word in ("enable_thinking", "<think>"))
+        return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
+
+
+def _teacher_shape(start: Start) -> ModelShape | str | None:
+    """The shape of the teacher; "self" for the reference, None without one or of one that cannot be built."""
     if start.teacher is None or start.teacher == SELF:
         return SELF if start.teacher else None
     config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
     return planned_shape(config, start.teacher, None)
-
-
-def warnings_of(args: GRPOConfig, tokenizer: Any, *, engine: str, processes: int) -> list[str]:
-    """What the options alone give reason to warn of, with an engine of that name."""
-    corrected = engine != "transformers" and args.vllm_importance_sampling_correction
-    thinks = any(word in _template(tokenizer) for word in ("enable_thinking", "<think>"))
-    return at_start(args, processes=processes, corrected=corrected, thinks=thinks)
 
 
 def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:
@@ -93,39 +176,11 @@ def _template(tokenizer: Any) -> str:
     return str(getattr(tokenizer, "chat_template", None) or "")
 
 
-def _batch(args: GRPOConfig, processes: int) -> str:
-    """The arithmetic of an optimizer step."""
-    group, micro_batch = args.num_generations, args.per_device_train_batch_size
-    micro_batches, steps = args.gradient_accumulation_steps, args.optimizer_steps_per_generation(processes)
-    sequences = micro_batch * micro_batches * processes
-    prompts = f"{sequences / group:.4g} prompt{'s' * (sequences != group)}"
-    parts = [
-        f"{sequences} sequences = {prompts} x {group} completions",
-        f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} of {micro_batch}"
-        + f" on each of {processes} processes" * (processes > 1),
-        f"generated for {steps} steps at a time" * (steps > 1),
-        f"used {args.num_iterations} times" * (args.num_iterations > 1),
-    ]
-    return ", ".join(filter(None, parts))
+def _counted(count: float, noun: str, plural: str = "s") -> str:
+    return f"{count:.4g} {noun}{plural * (count != 1)}"
 
 
-def planned_memory(start: Start, shape: ModelShape, engine: str, teacher: ModelShape | str | None) -> list[Term]:
-    """The estimate for one device; `teacher` as of `teacher_shape`."""
-    return memory_terms(
-        shape,
-        start.args,
-        prompt_tokens=start.limit.longest,
-        processes=start.processes,
-        engine=engine if engine in get_args(EngineName) else "server",  # the memory of the user's own is unknown
-        teacher=teacher,
-    )
-
-
-def _memory(terms: list[Term], args: GRPOConfig, engine: str) -> str:
-    """The sum of the estimate, whose terms `--dry-run` prints."""
-    known = bytes_text(sum(term.size or 0 for term in terms))
-    without = "" if all(term.size is not None for term in terms) else f" and {engine}'s"
-    has = ""
-    if torch.cuda.is_available() and not args.use_cpu:
-        has = f" of {bytes_text(torch.cuda.get_device_properties(0).total_memory)}"
-    return f"about {known}{without}{has} per device, an estimate (see --dry-run)"
+def _total(terms: list[Term]) -> str:
+    """The sum of the terms, and what it lacks."""
+    unknown = [term.name for term in terms if term.size is None]
+    return " and that of ".join([bytes_text(sum(term.size or 0 for term in terms)), *unknown])

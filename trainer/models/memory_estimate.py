@@ -54,6 +54,13 @@ class Term:
     size: int | None
 
 
+def device_memory(args: GRPOConfig) -> int | None:
+    """Bytes of the GPU that trains; None without one."""
+    if args.use_cpu or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
     """The shape of the causal LM that a transformers config describes, built on the meta device.
 
@@ -194,7 +201,6 @@ def _engine(shape: ModelShape, args: GRPOConfig, tokens: int, bf16: bool, engine
         size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * tokens
         return Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)
     share = args.vllm_gpu_memory_utilization
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
+    if (total := device_memory(args)) is not None:
         return Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))
     return Term("vLLM", f"{share} of a GPU; its weights and KV cache on a CPU", None)

@@ -7,9 +7,10 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli.dry_run import batch_arithmetic, dry_run, resolved
+from fused_grpo.trainer.cli.dry_run import dry_run, resolved
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
+from fused_grpo.trainer.collect.plan import batch_table
 from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, model_shape
 
 
@@ -35,20 +36,21 @@ def test_the_arithmetic_says_what_the_trainer_will_do():
         per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, steps_per_generation=4,
         num_iterations=3, num_train_epochs=2,
     )  # fmt: skip
-    shown = batch_arithmetic(options, processes=2, prompts=100)
-    assert "16 sequences = 4 prompt(s) x 4" in shown
-    assert "32 sequences = 8 prompt(s) x 4" in shown
-    assert "2 optimizer step(s) x 3 pass(es)" in shown
+    shown = batch_table(options, processes=2, prompts=100)
+    assert "16 sequences = 4 prompts x 4" in shown
+    assert "2 micro-batches of 4 on each of 2 processes" in shown
+    assert "generated for 2 steps at a time: 32 sequences = 8 prompts x 4" in shown
+    assert "used 3 times" in shown
     assert "100 prompts = 75 optimizer steps" in shown
-    assert "150 optimizer steps (num_train_epochs)" in shown
+    assert "the run: 150 optimizer steps (num_train_epochs)" in shown
     with pytest.raises(InputError, match="effective batch"):
-        batch_arithmetic(TrainOptions(per_device_train_batch_size=3), processes=1, prompts=None)
+        batch_table(TrainOptions(per_device_train_batch_size=3), processes=1, prompts=None)
 
 
 def test_planned_steps_are_those_of_the_trainer(make_trainer):
     options = {"max_steps": -1, "num_train_epochs": 1.5, "num_iterations": 2, "num_generations": 2}
     trainer = make_trainer(**options)
-    shown = batch_arithmetic(TrainOptions(per_device_train_batch_size=4, **options), processes=1, prompts=16)
+    shown = batch_table(TrainOptions(per_device_train_batch_size=4, **options), processes=1, prompts=16)
     assert f"{trainer.max_steps} optimizer steps (num_train_epochs)" in shown
 
 
@@ -178,7 +180,7 @@ def test_the_demo_is_shown_and_nothing_is_written(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("WORLD_SIZE", "2")
     main(["train", "--dry-run"])
     shown = capsys.readouterr().out
-    assert "1024 sequences = 128 prompt(s) x 8" in shown
+    assert "1024 sequences = 128 prompts x 8" in shown
     assert "P = 133,568" in shown
     assert "an estimate" in shown
     assert "Left out:" in shown
