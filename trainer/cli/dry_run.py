@@ -37,6 +37,8 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
     start = planned_start(options, rows, held_out)
     check_start(start)
     plan = Plan(start)
+    if prompts := plan.prompt_table():
+        yield prompts
     yield plan.memory_table()
     advice = plan.warnings()
     if start.replaced:

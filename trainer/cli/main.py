@@ -106,7 +106,7 @@ def train(arguments: Sequence[str]) -> None:
     if options.dry_run:
         from fused_grpo.trainer.cli.dry_run import dry_run
 
-        for part in dry_run(options, lambda: load_all(options)) if options.should_log else ():
+        for part in dry_run(options, lambda: load_all(options)[:2]) if options.should_log else ():
             say(part)
         return
     check_output_dir(
@@ -139,15 +139,24 @@ def train_model(options: TrainOptions) -> None:
 
     model: Any = options.model
     reward_funcs: Any = options.reward_funcs
-    more = {"peft_config": options.peft_config(), "teacher_model": options.teacher_model}
+    train, evals, tokenizer = load_all(options)
     if model is None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
             torch.set_num_threads(1)
         say("no --model given: training the small one of the built-in arithmetic task")
-        model, more["processing_class"] = arithmetic.load_base_model()
+        model, tokenizer = arithmetic.load_base_model()
         reward_funcs = arithmetic.accuracy_reward
-    trainer = GRPOTrainer(model, reward_funcs, options.trainer_args(), *load_all(options), **more)
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs,
+        options.trainer_args(),
+        train,
+        evals,
+        tokenizer,
+        peft_config=options.peft_config(),
+        teacher_model=options.teacher_model,
+    )
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     say(f"report: {result.report}")
@@ -157,20 +166,49 @@ def train_model(options: TrainOptions) -> None:
         say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
 
 
-def load_all(options: TrainOptions) -> tuple[Any, Any]:
-    """The training rows, and the held-out ones or None where no option names them. Without a model: the demo's."""
+def load_all(options: TrainOptions) -> tuple[Any, Any, Any]:
+    """(training rows, held-out ones or None where no option names them, the model's tokenizer).
+
+    Without a model the rows are the demo's, and the tokenizer is None.
+    """
     from fused_grpo.trainer.recipes import arithmetic
 
     if options.model is None:
         splits = arithmetic.build_splits()
-        return splits.train, splits.heldout
-    held_out = options.eval_dataset is not None
-    return load_prompts(options, held_out=False), load_prompts(options, held_out=True) if held_out else None
+        return splits.train, splits.heldout, None
+    train, evals = load_prompts(options, held_out=False), None
+    if options.eval_dataset is not None:
+        evals = load_prompts(options, held_out=True)
+    tokenizer = load_tokenizer(options)
+    return in_format(train, options, tokenizer), in_format(evals, options, tokenizer), tokenizer
+
+
+def load_tokenizer(options: TrainOptions) -> Any:
+    """The tokenizer of the model, which is needed before the trainer loads one: it says what form prompts have."""
+    from fused_grpo.trainer.collect.start_checks import check_source
+    from fused_grpo.trainer.models.loading import loading, tokenizer_for
+
+    assert options.model is not None
+    check_source("model", options.model, options.model_init_kwargs)
+    with loading(f"model {options.model!r}, whose tokenizer"):
+        return tokenizer_for(options.model, None, options)
+
+
+def in_format(rows: Any, options: TrainOptions, tokenizer: Any) -> Any:
+    """The rows with prompts of text in the form that `--prompt-format` and `--system-prompt` ask for."""
+    from fused_grpo.trainer.data.datasets import as_conversations
+    from fused_grpo.trainer.data.prompts import has_chat_template
+
+    if rows is None or options.prompt_format == "plain":
+        return rows
+    asked = options.prompt_format == "chat" or options.system_prompt is not None
+    is_chat = asked or has_chat_template(tokenizer, options.chat_template_kwargs)
+    return as_conversations(rows, options.system_prompt) if is_chat else rows
 
 
 def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
     """The training or the held-out rows that the options name, with the columns that these want; or a DataError."""
-    from fused_grpo.trainer.data.datasets import first_rows, with_system_prompt
+    from fused_grpo.trainer.data.datasets import first_rows
 
     option, source, split, limit = ("--dataset", options.dataset, options.dataset_split, options.limit)
     if held_out:
@@ -181,8 +219,7 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
         rows = load_source(source, split, options.dataset_config)
     except DataError as error:
         raise DataError(f"{error} ({option}{'; None leaves it out' * held_out})") from error
-    rows = named_columns(rows if limit is None else first_rows(rows, limit), options, f"{option} {source}")
-    return rows if options.system_prompt is None else with_system_prompt(rows, options.system_prompt)
+    return named_columns(rows if limit is None else first_rows(rows, limit), options, f"{option} {source}")
 
 
 def load_source(source: str, split: str, config: str | None) -> Any:

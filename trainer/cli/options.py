@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 import yaml
@@ -100,9 +100,11 @@ class TrainOptions(GRPOConfig):
     """Column with the prompts: text, or conversations."""
     answer_column: str | None = None
     """Column with the correct answers. Rewards get it as "answer", and accuracy_reward as "solution"."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """Form of prompts that are text: the user's message of a conversation ("chat"), text as it is ("plain"), or "chat"
+    where the tokenizer has a chat template ("auto"). Rewards get completions of conversations as messages."""
     system_prompt: str | None = None
-    """System message that makes conversations of prompts that are text, as chat models expect; "" makes
-    conversations without a system message. None leaves text as it is."""
+    """System message of prompts that are text, as "chat" makes conversations of them. None and "" are none."""
     limit: int | None = None
     """Number of rows to use, the first ones. None is all."""
     eval_dataset: str | None = None
@@ -137,6 +139,11 @@ class TrainOptions(GRPOConfig):
         if self.resume and self.resume_from_checkpoint is None:
             self.resume_from_checkpoint = True
         super().__post_init__()
+        if self.prompt_format == "plain" and self.system_prompt:
+            raise InputError(
+                f"got prompt_format='plain' with system_prompt={self.system_prompt[:80]!r}, want one of the two: a "
+                "system message is part of a conversation; fix: leave one out"
+            )
         check_ranges(self, (("at least 1 row", lambda rows: rows >= 1, "limit eval_limit"),))
         check_teacher(self, self.teacher_model)
 

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple, get_args
 
 from torch import nn
 
+from fused_grpo.errors import elide_middle, visible
 from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
 from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import is_conversational, is_stream
+from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import planned_steps
+from fused_grpo.trainer.data.prompts import rendered
 from fused_grpo.trainer.engines.engine_choice import EngineName
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console
@@ -22,6 +24,8 @@ from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF
 from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, device_memory, memory_terms
+
+PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
 
 class Fact(NamedTuple):
@@ -68,6 +72,13 @@ def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str
     return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
 
 
+class FirstPrompt(NamedTuple):
+    """What the model sees."""
+
+    form: str
+    text: str  # that of its tokens, special ones too, with control characters escaped; of a long one start and end
+
+
 class Plan:
     """What a run begins with, after its checks.
 
@@ -79,7 +90,7 @@ class Plan:
         own = start.engine
         self._start, self._args = start, start.args
         self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
-        self._teacher = _teacher_shape(start)
+        self._teacher, self._prompt = _teacher_shape(start), _first_prompt(start)
         self._terms: list[Term] | None = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train):
             self._terms = memory_terms(
@@ -94,7 +105,7 @@ class Plan:
     def print(self) -> dict[str, str]:
         """Print banner and warnings, on the first process. Returns the banner."""
         console, facts = Console(0, quiet=not self._start.is_main), self.banner()
-        console.banner(facts)
+        console.banner(facts if self._prompt is None else facts | {"first prompt": self._prompt.text})
         for text in self.warnings():
             console.warn(text)
         return facts
@@ -106,7 +117,7 @@ class Plan:
         facts = {
             "task": "+".join(start.rewards.names),
             "model": _described(start.model, start.shape),
-            "data": count + _kind(start.train, start.tokenizer),
+            "data": count if self._prompt is None else f"{count}, {self._prompt.form}",
             "engine": self._engine,
             "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
             "run": f"{start.max_steps:,} optimizer steps",
@@ -121,6 +132,10 @@ class Plan:
             of_device = "" if device is None else f" of {bytes_text(device)}"
             facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
         return facts | {"output": args.output_dir}
+
+    def prompt_table(self) -> str:
+        """The form of the prompts, and the first one as its tokens are; empty where there is no chat template."""
+        return "" if self._prompt is None else "\n  ".join(["the prompts", *self._prompt]) + "\n"
 
     def memory_table(self) -> str:
         """The memory of one device in terms with their formulas, and its sum."""
@@ -155,6 +170,18 @@ def _teacher_shape(start: Start) -> ModelShape | str | None:
     return planned_shape(config, start.teacher, None)
 
 
+def _first_prompt(start: Start) -> FirstPrompt | None:
+    """The first prompt; None where the tokenizer has no chat template, which leaves nothing to ask."""
+    if not _template(start.tokenizer):
+        return None
+    row = as_row(next(iter(read_rows(start.train, name="train_dataset"))))
+    form = "conversations in the model's chat template"
+    if not is_conversational(row):
+        form = "plain text: the model's chat template is not used"
+    text = rendered(row, start.tokenizer, start.args.chat_template_kwargs)
+    return FirstPrompt(form, visible(elide_middle(text, PROMPT_CHARACTERS)))
+
+
 def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:
     """Name and size of a model."""
     name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
@@ -163,13 +190,6 @@ def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False
     is_part = shape.trained < shape.parameters and not is_teacher
     trained = f", {short_number(shape.trained)} of them trained" if is_part else ""
     return f"{name} ({short_number(shape.parameters)} parameters{trained})"
-
-
-def _kind(dataset: Any, tokenizer: Any) -> str:
-    """Whether the model sees the prompts in its chat template."""
-    if is_stream(dataset) or not _template(tokenizer):
-        return ""
-    return ", conversations" if is_conversational(dataset[0]) else ", plain text: the model's chat template is not used"
 
 
 def _template(tokenizer: Any) -> str:

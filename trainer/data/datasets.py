@@ -5,15 +5,15 @@ when they are drawn; or a stream, which is any other iterable that can be iterat
 and whose rows are checked when they are drawn. Every row has a "prompt", a string or a list of messages. Reward
 functions get the other columns.
 
-`renamed`, `with_system_prompt` and `first_rows` are the options `--prompt-column`, `--answer-column`, `--system-prompt`
-and `--limit` of the command line. A `datasets.Dataset` stays one.
+`renamed`, `as_conversations` and `first_rows` are the options `--prompt-column`, `--answer-column`, `--prompt-format`,
+`--system-prompt` and `--limit` of the command line. A `datasets.Dataset` stays one, and a stream a stream.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -327,18 +327,35 @@ def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
     return [{moved.get(name, name): value for name, value in row.items() if name not in replaced} for row in rows]
 
 
-def with_system_prompt(dataset: Any, text: str) -> Any:
-    """The dataset with prompts of text as conversations: the system message `text`, if not empty, and the prompt."""
+def as_conversations(dataset: Any, system: str | None = None) -> Any:
+    """The dataset with prompts of text as conversations: the message `system`, if there is one, and the user's.
 
-    def as_conversation(row: Mapping[str, Any]) -> Row:
-        if not isinstance(row["prompt"], str):
-            return dict(row)
-        system = [{"role": "system", "content": text}] if text else []
-        return {**row, "prompt": [*system, {"role": "user", "content": row["prompt"]}]}
+    What is no dataset is returned as it is: `check_dataset` refuses it.
+    """
 
+    def as_conversation(row: Any) -> Any:
+        if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str):
+            return row
+        before = [{"role": "system", "content": system}] if system else []
+        return {**row, "prompt": [*before, {"role": "user", "content": row["prompt"]}]}
+
+    if isinstance(dataset, Mapping | str | Iterator):
+        return dataset
     if hasattr(dataset, "map"):
         return dataset.map(as_conversation)
-    return [as_conversation(row) for row in read_rows(dataset, name="the dataset")]
+    if not is_stream(dataset):
+        return [as_conversation(row) for row in read_rows(dataset, name="the dataset")]
+    return _MappedStream(dataset, as_conversation) if isinstance(dataset, Iterable) else dataset
+
+
+class _MappedStream:
+    """A stream with a function of each row."""
+
+    def __init__(self, rows: Iterable[Any], function: Callable[[Any], Any]) -> None:
+        self._rows, self._function = rows, function
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._function, self._rows)
 
 
 def first_rows(dataset: Any, count: int) -> Any:

@@ -38,6 +38,18 @@ def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str
     return [{"role": "assistant", "content": text}] if is_conversational(row) else text
 
 
+def has_chat_template(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether conversations can be rendered: the tokenizer has a template, or the options have one."""
+    # mistral-common's tokenizers have a template but no such attribute.
+    return bool(getattr(tokenizer, "chat_template", "its own") or (chat_template_kwargs or {}).get("chat_template"))
+
+
+def rendered(row: Mapping[str, Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """The text of a prompt as its tokens are, with the special ones; raises what `encode_prompts` raises."""
+    (ids,) = encode_prompts([row], tokenizer, chat_template_kwargs=chat_template_kwargs)
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
 def encode_prompts(
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,
@@ -91,8 +103,7 @@ def prompt_name(row: Mapping[str, Any], number: int | None, name: str) -> str:
 def _apply_chat_template(
     conversations: list[Any], tokenizer: Any, options: dict[str, Any], where: Callable[[int], str], name: str
 ) -> list[list[int]]:
-    # mistral-common's tokenizers have a template but no such attribute.
-    if getattr(tokenizer, "chat_template", "its own") is None and "chat_template" not in options:
+    if not has_chat_template(tokenizer, options):
         raise DataError(
             f"got conversations as prompts{f' of {name}' if name else ''} and a tokenizer without a chat template, "
             "want one that has it; fix: the tokenizer of a chat model, tokenizer.chat_template = ..., or strings as "

@@ -72,8 +72,6 @@ def test_columns_get_the_names_that_model_and_rewards_read(questions):
     assert list(rows) == [{"prompt": row["question"], "answer": row["answer"]} for row in QUESTIONS[:2]]
     (row, *_) = load_prompts(options_of(**asked, reward_funcs=["accuracy_reward"], limit=99), held_out=False)
     assert row.keys() == {"prompt", "solution"}
-    (row, *_) = load_prompts(options_of(prompt_column="question", system_prompt="Add."), held_out=False)
-    assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "10+10="}]
     (questions / "mine.py").write_text("def rows(split):\n    return [{'prompt': 'old', 'q': split, 'a': 1}]\n")
     mine = TrainOptions(model="m", dataset="mine.py:rows", prompt_column="q", answer_column="a", eval_limit=1)
     mine.eval_dataset = mine.dataset

@@ -16,12 +16,12 @@ from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.data.datasets import (
     all_rows,
+    as_conversations,
     check_dataset,
     clean_prompt,
     first_rows,
     load_rows,
     renamed,
-    with_system_prompt,
 )
 from fused_grpo.trainer.data.prompt_sampler import fingerprint, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion, encode_prompts
@@ -467,5 +467,5 @@ def test_a_dataset_with_a_row_for_every_index_is_read_by_its_length():
     renamed_rows = renamed(Procedural(), {"prompt": "question"})
     assert [row["prompt"] for row in renamed_rows] == ["0=", "1=", "2=", "3=", "4="]
     assert len(first_rows(Procedural(), 9)) == 5
-    assert len(with_system_prompt(renamed_rows, "")) == 5
+    assert len(as_conversations(renamed_rows, "")) == 5
     assert len(all_rows(renamed_rows, name="eval_dataset")) == 5

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from fused_grpo.trainer.cli.main import load_prompts, main
+from fused_grpo.trainer.cli.main import in_format, load_prompts, main
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
 from fused_grpo.trainer.recipes import arithmetic
 from fused_grpo.trainer.rewards import Rewards
@@ -65,7 +65,7 @@ def test_accelerate_takes_its_configurations(name):
 
 def test_prompts_of_gsm8k_are_conversations_beside_their_solution(model):
     options = parse_train_options(["--config", "gsm8k", "--model", str(model), "--dataset", str(model / "rows.jsonl")])
-    row = load_prompts(options, held_out=False)[0]
+    row = in_format(load_prompts(options, held_out=False), options, tokenizer=None)[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["prompt"][1]["content"] == "3+4"
     assert Rewards(options.reward_funcs).functions[0](completions=["#### 0"], **{"answer": [row["answer"]]}) == [1.0]
