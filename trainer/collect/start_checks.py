@@ -38,7 +38,7 @@ from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name
+from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, server_urls
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
@@ -204,8 +204,7 @@ def check_services(start: Start) -> None:
     if (start.engine is None or inner) and start.engine_name != "transformers":
         if args.vllm_max_model_length is None and start.has_streams:
             raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
-        urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        for url in [urls] if isinstance(urls, str) else urls:
+        for url in server_urls(args):
             checked_url(url, allow_remote=args.vllm_server_allow_remote)
         if start.engine_name == "vllm":
             check_installed()

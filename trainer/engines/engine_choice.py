@@ -81,6 +81,12 @@ def choose_engine(
     return FunctionEngine(rollout_func, trainer, inner=inner)
 
 
+def server_urls(args: GRPOConfig) -> list[str]:
+    """The addresses of the vLLM servers that the options name."""
+    urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return [urls] if isinstance(urls, str) else urls
+
+
 def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     _log.info("rollout engine: %s", name)
     if args.vllm_adapter_sync and not (name == "vllm" and is_adapted(model)):
@@ -96,11 +102,10 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
     max_model_len = args.vllm_max_model_length
     assert max_model_len is not None
     if name == "server":
-        urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerEngine(
             base_model(model),
             tokenizer,
-            base_urls=[urls] if isinstance(urls, str) else urls,
+            base_urls=server_urls(args),
             timeout=args.vllm_server_timeout,
             max_model_len=max_model_len,
             seed=args.seed,

@@ -108,8 +108,31 @@ def prepared(
     return list(map(list, prompt_ids)), seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
 
 
+def vllm_requests(
+    prompt_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: random.Random,
+    *,
+    engine: str,
+    max_model_len: int,
+    max_listed: int,
+    vocab_size: int,
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """As `prepared`, a copy of the prompts; and vLLM's sampling options for each, in process and for servers.
+
+    An engine lists `max_listed` of the most likely tokens at most: none, where it should list more or no supports are
+    wanted.
+    """
+    prompts, seed = prepared(
+        prompt_ids, sampling, seeds, engine=engine, allowed=VLLM_EXTRAS, max_model_len=max_model_len
+    )
+    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
+    listed = 0 if listed is None or listed > max_listed else listed
+    return prompts, vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
+
+
 def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int = 0) -> list[dict[str, Any]]:
-    """vLLM's sampling options for each of `count` prompts, in process and for servers, each with a seed of its own.
+    """vLLM's sampling options for each of `count` prompts, each with a seed of its own.
 
     With the log-prob of each token come those of the `listed` most likely ones.
 
@@ -209,12 +232,6 @@ def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:
     """
     most = min(sampling.top_k or vocab_size, vocab_size)
     return None if most > MAX_LISTED else min(most + max(8, most // 2), vocab_size)
-
-
-def listed_within(limit: int, sampling: SamplingParams, vocab_size: int) -> int:
-    """How many an engine lists that lists `limit` at most; 0: the request wants no supports, or a longer list."""
-    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
-    return 0 if listed is None or listed > limit else listed
 
 
 def listed_support(steps: Iterable[dict[int, float]]) -> Support:

@@ -45,7 +45,6 @@ _EXTRAS = frozenset(
         "cache_implementation",
         "disable_compile",
         "min_new_tokens",
-        "num_beams",
         "sequence_bias",
         "stop_token_ids",
         "suppress_tokens",
@@ -100,7 +99,11 @@ class TransformersEngine(RolloutEngine):
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt; see RolloutEngine. InputError: unusable options."""
-        _check_supported(sampling)
+        if sampling.structured_outputs_regex is not None:
+            raise UnsupportedError(
+                f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
+                "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+            )
         prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
         rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
         # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
@@ -203,19 +206,6 @@ class _Sampler:
         # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the prompt.
         # `multinomial` would raise for the whole batch, and on a GPU end the process.
         return torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
-
-
-def _check_supported(sampling: SamplingParams) -> None:
-    if sampling.structured_outputs_regex is not None:
-        raise UnsupportedError(
-            f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
-            "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
-        )
-    if sampling.extra.get("num_beams", 1) > 1:
-        raise UnsupportedError(
-            f"got num_beams={sampling.extra['num_beams']} in generation_kwargs, want samples of the policy, which the "
-            "loss takes completions for: those of a beam search are none; fix: leave it out"
-        )
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:

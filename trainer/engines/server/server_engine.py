@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import httpx
 import torch
@@ -25,14 +25,11 @@ from torch import Tensor
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    VLLM_EXTRAS,
     Completion,
     listed_support,
-    listed_within,
-    prepared,
     rollouts_of,
     stop_token_ids,
-    vllm_options,
+    vllm_requests,
 )
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
@@ -121,10 +118,15 @@ class VLLMServerEngine(RolloutEngine):
                 f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
                 "fix: load_weights(...), and after one that failed restart the server"
             )
-        how: Any = {"engine": self.name, "allowed": VLLM_EXTRAS, "max_model_len": self._max_model_len}
-        prompts, seed = prepared(prompt_ids, sampling, self._seeds, **how)
-        listed = listed_within(self._max_listed, sampling, self._vocab_size)
-        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
+        prompts, options = vllm_requests(
+            prompt_ids,
+            sampling,
+            self._seeds,
+            engine=self.name,
+            max_model_len=self._max_model_len,
+            max_listed=self._max_listed,
+            vocab_size=self._vocab_size,
+        )
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
         return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)

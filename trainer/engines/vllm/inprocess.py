@@ -18,6 +18,7 @@ weights (VLLMEngine, the default) avoid.
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections.abc import Iterable, Sequence
@@ -33,20 +34,16 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, We
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
-    VLLM_EXTRAS,
     Completion,
     Support,
     listed_support,
-    listed_within,
     num_listed,
-    prepared,
     rollouts_of,
-    vllm_options,
+    vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     cpu_options,
-    errors_only,
     packed_experts,
     preserved_state,
     start_vllm,
@@ -142,8 +139,9 @@ class VLLMEngine(RolloutEngine):
             self._llm: Any = start_vllm(
                 model, tokenizer, options=options, on_cpu=self._on_cpu, untie=self._tie is not None, resources=resources
             )
-            for name in _LOUD_LOGGERS:
-                resources.enter_context(errors_only(name))
+            for logger in map(logging.getLogger, _LOUD_LOGGERS):
+                resources.callback(logger.setLevel, logger.level)
+                logger.setLevel(logging.ERROR)
             self._close = weakref.finalize(self, resources.pop_all().close)
         config = self._llm.llm_engine.model_config
         # Not those that were asked for: vLLM may have started without its mask.
@@ -166,12 +164,18 @@ class VLLMEngine(RolloutEngine):
                 "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
                 "fix: wake(), then load_weights(...)"
             )
-        how: Any = {"engine": self.name, "allowed": VLLM_EXTRAS, "max_model_len": self._max_model_len}
-        prompts, seed = prepared(prompt_ids, sampling, self._seeds, **how)
-        listed = listed_within(self._max_listed, sampling, self._vocab_size)
-        options = vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
+        prompts, options = vllm_requests(
+            prompt_ids,
+            sampling,
+            self._seeds,
+            engine=self.name,
+            max_model_len=self._max_model_len,
+            max_listed=self._max_listed,
+            vocab_size=self._vocab_size,
+        )
         outputs = self._sample(prompts, self._requests(options, sampling))
-        completions = [_completion(each, listed=listed > 0) for output in outputs for each in output.outputs]
+        listed = any(each["logprobs"] for each in options)
+        completions = [_completion(each, listed=listed) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -226,7 +226,9 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             # Keep vLLM's worker from binding the memory of the whole process to one NUMA node.
             bind = patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
             contexts.enter_context(bind)
-            contexts.enter_context(without_warnings())
+            contexts.enter_context(warnings.catch_warnings(action="ignore"))
+            contexts.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(max(logging.root.manager.disable, logging.WARNING))
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -291,28 +293,3 @@ def preserved_classes() -> AbstractContextManager[Any]:
         return cls if cls.__module__.startswith("transformers") else decorate(cls, *args, **options)
 
     return patch.object(decorators, "_support_torch_compile", decorated)
-
-
-@contextmanager
-def errors_only(name: str) -> Iterator[None]:
-    """Let this logger pass errors only."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Suppress Python warnings and log records below errors."""
-    disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
