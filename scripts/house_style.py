@@ -27,7 +27,8 @@ ROOMS = {
     ),
     "trainer": (
         *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint", "engines"),
-        *("rewards", "data", "batching", "distributed", "models", "logging", "config", "types", "recipes", "common"),
+        *("tasks", "rewards", "data", "batching", "distributed", "models", "logging", "config", "types"),
+        *("recipes", "common"),
     ),
 }
 DRAWN_INSIDE = ("fused_grpo.head",)

@@ -11,12 +11,12 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import former_run
+from fused_grpo.trainer.cli.inputs import Inputs
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions
 from fused_grpo.trainer.collect.plan import Plan, batch_table
 from fused_grpo.trainer.collect.start_checks import Start, check_start
@@ -24,17 +24,18 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets
 
 
-def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> Iterator[str]:
+def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterator[str]:
     """The parts of the output of `--dry-run`, one after the other, up to the first error that the run would raise."""
     processes = options.world_size
     yield resolved(options)
     try:
-        rows, held_out = load_rows()
+        inputs = load_inputs()
     except DataError:
         yield batch_table(options, processes=processes, prompts=None)
         raise
+    rows = inputs.train
     yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    start = planned_start(options, rows, held_out)
+    start = planned_start(options, inputs)
     check_start(start)
     plan = Plan(start)
     if prompts := plan.prompt_table():
@@ -49,24 +50,18 @@ def dry_run(options: TrainOptions, load_rows: Callable[[], tuple[Any, Any]]) -> 
         yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
 
 
-def planned_start(options: TrainOptions, rows: Any, held_out: Any) -> Start:
+def planned_start(options: TrainOptions, inputs: Inputs) -> Start:
     """What the run would begin with."""
-    from fused_grpo.trainer.recipes import arithmetic
-
-    demo: dict[str, Any] = {}
-    if options.model is None:
-        tokenizer = arithmetic.build_tokenizer()
-        demo = {"processing_class": tokenizer, "config": arithmetic.build_model_config(tokenizer)}
-    check_arguments(options, rollout_func=None, eval_dataset=held_out, teacher_model=options.teacher_model)
+    check_arguments(options, rollout_func=None, eval_dataset=inputs.heldout, teacher_model=options.teacher_model)
     return Start(
         args=options,
-        model=options.model,
-        train=check_dataset(rows, name="train_dataset"),
-        evals=eval_sets(held_out, check=True),
-        reward_funcs=arithmetic.accuracy_reward if options.model is None else options.reward_funcs,
+        model=inputs.model,
+        train=check_dataset(inputs.train, name="train_dataset"),
+        evals=eval_sets(inputs.heldout, check=True),
+        reward_funcs=inputs.reward_funcs,
+        processing_class=inputs.processing_class,
         peft_config=options.peft_config(),
         teacher=options.teacher_model,
-        **demo,
     )
 
 

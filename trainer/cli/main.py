@@ -1,4 +1,4 @@
-"""The command line: `fused-grpo train`, `recipes`, `rewards`, `report`, `bench` and `env`.
+"""The command line: `fused-grpo train`, `recipes`, `tasks`, `rewards`, `report`, `bench` and `env`.
 
 `fused-grpo train` without a model trains the built-in arithmetic task, so the whole path can be seen on any machine
 with one command. Its options are in `options.py`.
@@ -20,14 +20,16 @@ from fused_grpo.errors import DataError, FusedGRPOError, InputError
 from fused_grpo.trainer import extra_installed
 
 if TYPE_CHECKING:
+    from fused_grpo.trainer.cli.inputs import Inputs
     from fused_grpo.trainer.cli.options import TrainOptions
 
-USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
+USAGE = """usage: fused-grpo {train,recipes,tasks,rewards,report,bench,env} [options]
 
   train        train a model with GRPO; without --model, the built-in task
                (--help: all options; --dry-run: options, batch and memory of a
                run that is not started)
   recipes      names for train --config, and configurations for accelerate
+  tasks [NAME] names for train --task; of one, its options
   rewards      names for train --reward-funcs
   report DIR   write report.html again from the logs of the run in DIR
   bench        time and memory of the ops and the trainer on this machine
@@ -37,6 +39,8 @@ USAGE = """usage: fused-grpo {train,recipes,rewards,report,bench,env} [options]
   fused-grpo train --model Qwen/Qwen2.5-0.5B-Instruct \\
       --dataset questions.jsonl --prompt-column question \\
       --answer-column answer --reward-funcs accuracy
+  fused-grpo train --model Qwen/Qwen2.5-0.5B-Instruct \\
+      --task reasoning_gym:chain_sum --task-options max_terms=3
 """
 
 
@@ -72,6 +76,10 @@ def run(arguments: Sequence[str]) -> None:
             raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
         case ["recipes"]:
             print_recipes()
+        case ["tasks", *names] if len(names) <= 1:
+            from fused_grpo.trainer.tasks.named import task_lines
+
+            print("\n".join(task_lines(*names)))
         case ["rewards"]:
             print_rewards()
         case ["bench", *options]:
@@ -85,7 +93,7 @@ def run(arguments: Sequence[str]) -> None:
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
         case [unknown, *_]:
-            raise InputError(f"got the command {unknown!r}, want train, recipes, rewards, report, bench or env")
+            raise InputError(f"got the command {unknown!r}, want train, recipes, tasks, rewards, report, bench or env")
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -94,6 +102,7 @@ def train(arguments: Sequence[str]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
+    from fused_grpo.trainer.cli.inputs import check_combination
     from fused_grpo.trainer.cli.options import parse_train_options
 
     options = parse_train_options(arguments)
@@ -106,7 +115,7 @@ def train(arguments: Sequence[str]) -> None:
     if options.dry_run:
         from fused_grpo.trainer.cli.dry_run import dry_run
 
-        for part in dry_run(options, lambda: load_all(options)[:2]) if options.should_log else ():
+        for part in dry_run(options, lambda: load_inputs(options)) if options.should_log else ():
             say(part)
         return
     check_output_dir(
@@ -118,42 +127,23 @@ def train(arguments: Sequence[str]) -> None:
     train_model(options)
 
 
-def check_combination(options: TrainOptions) -> None:
-    """Raise InputError where only some of model, dataset and rewards are given; with a teacher, rewards may lack."""
-    given = {
-        "--model": options.model is not None,
-        "--dataset": options.dataset is not None,
-        "--reward-funcs": bool(options.reward_funcs),
-    }
-    if options.teacher_model is not None and options.model is not None:
-        del given["--reward-funcs"]
-    if any(given.values()) and not all(given.values()):
-        has, lacks = (" and ".join(option for option in given if given[option] is wanted) for wanted in (True, False))
-        raise InputError(f"got {has} without {lacks}, want all three, or none for the built-in task; fix: add {lacks}")
-
-
 def train_model(options: TrainOptions) -> None:
-    """Train the user's model, or the built-in task: then the last line is the held-out accuracy before and after."""
+    """Train the user's model, or the built-in one. Of a task, the last line has the held-out mean before and after."""
     from fused_grpo.trainer.loop import GRPOTrainer
-    from fused_grpo.trainer.recipes import arithmetic
 
-    model: Any = options.model
-    reward_funcs: Any = options.reward_funcs
-    train, evals, tokenizer = load_all(options)
-    if model is None:
+    if options.model is None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
             torch.set_num_threads(1)
         say("no --model given: training the small one of the built-in arithmetic task")
-        model, tokenizer = arithmetic.load_base_model()
-        reward_funcs = arithmetic.accuracy_reward
+    inputs = load_inputs(options)
     trainer = GRPOTrainer(
-        model,
-        reward_funcs,
+        inputs.model,
+        inputs.reward_funcs,
         options.trainer_args(),
-        train,
-        evals,
-        tokenizer,
+        inputs.train,
+        inputs.heldout,
+        inputs.processing_class,
         peft_config=options.peft_config(),
         teacher_model=options.teacher_model,
     )
@@ -162,25 +152,35 @@ def train_model(options: TrainOptions) -> None:
     say(f"report: {result.report}")
     if options.model is not None:
         say(f"model: {result.checkpoint}")
-    elif result.eval_before is not None and result.eval_after is not None:
-        say(f"held-out accuracy: {result.eval_before['reward']:.3f} -> {result.eval_after['reward']:.3f}")
+    if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:
+        before, after = (of["reward"] for of in (result.eval_before, result.eval_after))
+        say(f"held-out {inputs.task.measures}: {before:.3f} -> {after:.3f}")
 
 
-def load_all(options: TrainOptions) -> tuple[Any, Any, Any]:
-    """(training rows, held-out ones or None where no option names them, the model's tokenizer).
+def load_inputs(options: TrainOptions) -> Inputs:
+    """The model, the rewards, and the rows to train on and held-out ones, or None where no option names any."""
+    from fused_grpo.trainer.cli.inputs import Inputs, load_task
 
-    Without a model the rows are the demo's, and the tokenizer is None.
-    """
-    from fused_grpo.trainer.recipes import arithmetic
-
+    task = load_task(options)
+    if task is None:
+        train = load_prompts(options, held_out=False)
+        heldout = None if options.eval_dataset is None else load_prompts(options, held_out=True)
+    else:
+        train, heldout = task.train, task.heldout or None
     if options.model is None:
-        splits = arithmetic.build_splits()
-        return splits.train, splits.heldout, None
-    train, evals = load_prompts(options, held_out=False), None
-    if options.eval_dataset is not None:
-        evals = load_prompts(options, held_out=True)
-    tokenizer = load_tokenizer(options)
-    return in_format(train, options, tokenizer), in_format(evals, options, tokenizer), tokenizer
+        assert task is not None
+        assert task.load_model is not None
+        model, tokenizer = task.load_model()
+    else:
+        model, tokenizer = options.model, load_tokenizer(options)
+    return Inputs(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=options.reward_funcs if task is None else [task.reward, *options.reward_funcs],
+        train=in_format(train, options, tokenizer),
+        heldout=in_format(heldout, options, tokenizer),
+        task=task,
+    )
 
 
 def load_tokenizer(options: TrainOptions) -> Any:

@@ -89,6 +89,12 @@ class TrainOptions(GRPOConfig):
     teacher_model: str | None = None
     """Path or hub id of a model to distil from, with `distillation_coef`, or "self" for the reference model.
     `reward_funcs` may be left out then."""
+    task: str | None = None
+    """Task, in the place of `dataset` and with a reward of its own: reasoning_gym:GENERATOR, such as
+    reasoning_gym:chain_sum, or arithmetic (`fused-grpo tasks` lists them). None without a model is arithmetic."""
+    task_options: list[str] = field(default_factory=list)
+    """Options of the task's generator as name=value, such as min_terms=2 max_terms=2 (`fused-grpo tasks NAME` lists
+    them)."""
     dataset: str | None = None
     """Source of the prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as
     module:name or path.py:name. The model gets the column of prompts, the rewards get all others."""
@@ -106,16 +112,16 @@ class TrainOptions(GRPOConfig):
     system_prompt: str | None = None
     """System message of prompts that are text, as "chat" makes conversations of them. None and "" are none."""
     limit: int | None = None
-    """Number of rows to use, the first ones. None is all."""
+    """Number of rows to use, the first ones. None is all; of a generator 1000, made before repeats are left out."""
     eval_dataset: str | None = None
     """Source of held-out prompts, of the same three kinds as `dataset`, with the same columns."""
     eval_dataset_split: str = "test"
     """Split of a hub dataset of held-out prompts."""
     eval_limit: int | None = None
-    """Number of held-out rows to use, the first ones. None is all."""
+    """Number of held-out rows to use, the first ones. None is all; of a generator 200."""
     reward_funcs: list[str] = field(default_factory=list)
     """Reward functions: short names that `fused-grpo rewards` lists (accuracy, format, length=TOKENS), or
-    module:name or path.py:name, or reward models as paths or hub ids."""
+    module:name or path.py:name, or reward models as paths or hub ids. With `task`: further ones."""
     config: str | None = None
     """Path of a YAML file with values for these options, or the name of a recipe of the package. The command line
     overrides it."""

@@ -358,7 +358,7 @@ def check_rewards(start: Start) -> None:
     if start.accelerator is not None:
         device = start.accelerator.device
     elif isinstance(given, list):  # of a dry run, which loads no model
-        given = [name for name in given if not is_reward_model(name)] or no_reward
+        given = [one for one in given if callable(one) or not is_reward_model(one)] or no_reward
     classes = start.reward_processing_classes
     start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device)
     sets = {"train_dataset": start.train} | {set_name(name): rows for name, rows in start.evals.items()}

@@ -173,7 +173,7 @@ def is_right(text: str, correct: Any) -> float | None:
     wanted = "" if correct is None else final_answer(str(correct))
     if not wanted:
         return None
-    found, number = final_answer(text), _sole_number(wanted)
+    found, number = final_answer(text), sole_number(wanted)
     if number is None:
         return float(_plain(found) == _plain(wanted))
     numbers = NUMBER.findall(found.replace("−", "-"))
@@ -191,7 +191,7 @@ def final_answer(text: str) -> str:
     return text.rpartition("####")[2].strip()
 
 
-def _sole_number(answer: str) -> Decimal | None:
+def sole_number(answer: str) -> Decimal | None:
     """The value of an answer that is one number, apart from symbols such as $ and %."""
     answer = answer.replace("−", "-")
     numbers = NUMBER.findall(answer)

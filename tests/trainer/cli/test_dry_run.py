@@ -8,6 +8,7 @@ import yaml
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.dry_run import dry_run, resolved
+from fused_grpo.trainer.cli.inputs import Inputs
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
 from fused_grpo.trainer.collect.plan import batch_table
@@ -155,8 +156,9 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
         shown.extend(dry_run(TrainOptions(), missing))
     assert len(shown) == 2
     shown.clear()
+    given = Inputs(model="/no/such/model", reward_funcs=[], train=[{"prompt": "1"}], heldout=None)
     with pytest.raises(DataError, match="got model '/no/such/model', a path that does not exist; want"):
-        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: ([{"prompt": "1"}], None)))
+        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: given))
     assert "one epoch" in shown[1]
 
 

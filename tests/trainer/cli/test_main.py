@@ -94,6 +94,15 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
             "InputError: got --model without --dataset, want",
         ),
         (["train", "--dataset", "d.jsonl"], "InputError: got --dataset without --model and --reward-funcs, want all"),
+        (["train", "--task", "reasoning_gym:a"], "InputError: got --task reasoning_gym:a without --model, want one to"),
+        (
+            ["train", "--task", "reasoning_gym:a", "--model", "m", "--dataset", "d"],
+            "InputError: got --task reasoning_gym:a and --dataset d, want one of them",
+        ),
+        (["train", "--task", "sums", "--model", "m"], "InputError: got --task sums, want arithmetic, or reasoning_gym"),
+        (["train", "--task-options", "a=1"], "InputError: got --task-options a=1 without --task"),
+        (["train", "--task", "arithmetic", "--task-options", "a=1"], "InputError: got --task-options a=1 for arithm"),
+        (["tasks", "sums"], "InputError: got the task 'sums', which has no options"),
         (["train", "--num-generations", "7"], "InputError: got an effective batch of 512"),
     ],
 )

@@ -1,0 +1,86 @@
+"""The tasks of the command line by name, with options as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.tasks.reasoning_gym import generators, option_fields, reasoning_gym_task
+from fused_grpo.trainer.tasks.task import Task
+
+ARITHMETIC, REASONING_GYM = "arithmetic", "reasoning_gym:"
+FORMS = "arithmetic, or reasoning_gym:<generator> such as reasoning_gym:chain_sum"
+
+
+def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eval_limit: int | None) -> Task:
+    """The task of a name of the command line.
+
+    Args:
+        options: of the task, each as name=value.
+        limit, eval_limit: rows to train on and held-out ones. None: the task's own numbers.
+
+    Raises:
+        InputError: an unknown name, or an option that the task does not take.
+        UnavailableError: what the task needs is not installed.
+    """
+    if name == ARITHMETIC:
+        return _arithmetic(options, limit=limit, eval_limit=eval_limit)
+    if not name.startswith(REASONING_GYM):
+        raise InputError(f"got --task {name}, want {FORMS}; fix: `fused-grpo tasks` lists them")
+    sizes: dict[str, Any] = {key: n for key, n in (("size", limit), ("heldout_size", eval_limit)) if n is not None}
+    values = dict(map(_named_value, options))
+    if "size" in values:
+        raise InputError("got --task-options size=..., want the number of rows as an option; fix: --limit")
+    return reasoning_gym_task(name.removeprefix(REASONING_GYM), **sizes, **values)
+
+
+def task_lines(name: str | None = None) -> Iterator[str]:
+    """A line for each task, or for each option of the task of that name: what `fused-grpo tasks` prints."""
+    if name is not None:
+        if not name.startswith(REASONING_GYM):
+            raise InputError(f"got the task {name!r}, which has no options, want reasoning_gym:<generator>")
+        for entry in option_fields(name.removeprefix(REASONING_GYM)):
+            yield f"{entry.name}={_default(entry)}"
+        return
+    yield f"{ARITHMETIC:16} addition with a model of its own: the demo"
+    try:
+        yield from (f"{REASONING_GYM}{generator}" for generator in generators())
+    except UnavailableError:
+        yield f"{REASONING_GYM}...  generators of reasoning-gym: pip install 'fused-grpo[tasks]'"
+
+
+def _arithmetic(options: Sequence[str], *, limit: int | None, eval_limit: int | None) -> Task:
+    from fused_grpo.trainer.recipes import arithmetic  # imports torch
+
+    if options:
+        raise InputError(f"got --task-options {' '.join(options)} for {ARITHMETIC}, which has none; fix: leave it out")
+    splits = arithmetic.build_splits()
+    return Task(
+        name=ARITHMETIC,
+        train=splits.train[:limit],
+        heldout=splits.heldout[:eval_limit],
+        reward=arithmetic.accuracy_reward,
+        measures="accuracy",
+        load_model=arithmetic.load_base_model,
+    )
+
+
+def _named_value(option: str) -> tuple[str, Any]:
+    """Name and value of name=value, whose value is read as YAML reads it."""
+    name, equals, value = option.partition("=")
+    if not name or not equals:
+        raise InputError(f"got --task-options {option}, want name=value, such as min_terms=2")
+    try:
+        return name, yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"got --task-options {option}, whose value is not YAML: {error}") from error
+
+
+def _default(entry: dataclasses.Field[Any]) -> Any:
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return "" if entry.default is dataclasses.MISSING else entry.default

@@ -1,0 +1,174 @@
+"""The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward.
+
+Entry i of a generator with seed s is made from the seed s + i, for nearly all of them. So train entries are those of
+seed `seed`, and held-out ones those of `seed + 2^31`, which no number of train entries reaches. A question that occurs
+again, or that is held out, is left out of `train`.
+
+Generators differ in what they give for part of an answer: many give the share of the text that is the right answer,
+some 0.01 for an answer of the right form. 1 is a right answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.rewards.builtin_rewards import text_of
+from fused_grpo.trainer.rewards.isolation import IsolatedReward
+from fused_grpo.trainer.tasks.entries import as_text, difficulties, last_answer
+from fused_grpo.trainer.tasks.task import Row, Task
+
+HELD_OUT_SEEDS = 2**31
+SCORE_SECONDS, SCORE_MEMORY = 10.0, 8 << 30  # limits for one answer, in seconds and bytes
+OWN = ("seed", "size")  # options of every generator that are arguments of `reasoning_gym_task`
+ReadAnswer = Callable[[str, str], str | None]
+
+
+def reasoning_gym_task(
+    generator: str,
+    /,
+    *,
+    size: int = 1000,
+    heldout_size: int = 200,
+    seed: int = 0,
+    read_answer: ReadAnswer = last_answer,
+    **options: Any,
+) -> Task:
+    """The task of a generator of reasoning-gym.
+
+    Rows have the columns "prompt" (the question), "answer", "entry" (the whole entry as text, for the verifier) and,
+    where the generator says what makes an entry difficult and that varies, "difficulty" from 0 to 1.
+
+    Args:
+        generator: its name, such as "chain_sum".
+        size: train entries that are made. `train` has fewer where questions repeat.
+        heldout_size: held-out entries that are made.
+        seed: of the entries, and not of the run: runs of other seeds have the same rows.
+        read_answer: f(text of a completion, correct answer) -> the answer in it, or None. `entries.tagged_answer` is
+            reasoning-gym's own, which wants <answer> tags.
+        options: those of the generator.
+
+    Raises:
+        UnavailableError: reasoning-gym is not installed.
+        InputError: an unknown generator, or an option that it does not take.
+        DataError: an entry that cannot be made, or no question that is not held out.
+    """
+    options = checked_options(generator, options)
+    for name, value, least in (("size", size, 1), ("heldout_size", heldout_size, 0), ("seed", seed, 0)):
+        if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
+            raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
+    heldout = _entries(generator, options, seed=seed + HELD_OUT_SEEDS, size=heldout_size, without=())
+    train = _entries(generator, options, seed=seed, size=size, without=[entry["question"] for entry in heldout])
+    if not train:
+        raise DataError(
+            f"got no question of {generator} to train on: all of {size} are among {len(heldout)} held-out ones; fix: "
+            "fewer held-out rows, or options with more questions"
+        )
+    rows = _rows([*train, *heldout])
+    return Task(
+        name=f"reasoning_gym:{generator}",
+        train=rows[: len(train)],
+        heldout=rows[len(train) :],
+        reward=_reward(generator, json.dumps([generator, options]), read_answer),
+    )
+
+
+def generators() -> dict[str, type[Any]]:
+    """The class of options of each generator, by name; UnavailableError without reasoning-gym."""
+    return {name: config for name, (_, config) in sorted(_module().factory.DATASETS.items())}
+
+
+def option_fields(generator: str) -> list[dataclasses.Field[Any]]:
+    """The options of a generator but `OWN`; InputError for an unknown one."""
+    known = generators()
+    if generator not in known:
+        close = difflib.get_close_matches(generator, known, n=3)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise InputError(
+            f"got {generator!r}, want one of the {len(known)} generators of reasoning-gym; fix: {hint}`fused-grpo "
+            "tasks` lists them"
+        )
+    return [entry for entry in dataclasses.fields(known[generator]) if entry.name not in OWN]
+
+
+def checked_options(generator: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with which the generator can be made; InputError where it cannot."""
+    names = [entry.name for entry in option_fields(generator)]
+    for name in options.keys() - set(names):
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"got the option {name!r} for {generator}, want one of {', '.join(names)}{hint}")
+    try:
+        json.dumps(options)
+        _module().create_dataset(generator, seed=0, size=1, **options)
+    except Exception as error:  # of the generator's own checks
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
+        raise InputError(
+            f"got {given} for {generator}, which it refuses ({type(error).__name__}: {shown(error)}); fix: "
+            f"`fused-grpo tasks reasoning_gym:{generator}` has its defaults"
+        ) from error
+    return dict(options)
+
+
+def _module() -> ModuleType:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise UnavailableError(
+            f"got a task of reasoning-gym without {error.name}, want it installed; fix: pip install 'fused-grpo[tasks]'"
+        ) from error
+    module: ModuleType = reasoning_gym
+    return module
+
+
+def _entries(
+    name: str, options: Mapping[str, Any], *, seed: int, size: int, without: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The entries of a seed, each question once, and none of `without`."""
+    entries, seen = list[dict[str, Any]](), set(without)
+    if not size:
+        return entries
+    dataset = _module().create_dataset(name, seed=seed, size=size, **options)
+    for index in range(size):
+        try:
+            entry = dataset[index]
+        except Exception as error:
+            raise DataError(
+                f"got {type(error).__name__} from {name} for entry {index} of seed {seed}: {shown(error)}; fix: other "
+                "options"
+            ) from error
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            entries.append(entry)
+    return entries
+
+
+def _rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
+    rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": as_text(entry)} for entry in entries]
+    for row, difficulty in zip(rows, difficulties(entries) or (), strict=False):
+        row["difficulty"] = difficulty
+    return rows
+
+
+def _reward(name: str, generator: str, read_answer: ReadAnswer) -> Callable[..., list[float]]:
+    """The verifier as a reward function of that name."""
+
+    def reward(completions: Sequence[Any], answer: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
+        answers = [read_answer(text_of(text), right) for text, right in zip(completions, answer, strict=True)]
+        scores = _scorer()(answers=answers, entries=entry, generators=[generator] * len(answers))
+        return [0.0 if score is None else score for score in scores]
+
+    reward.__name__ = name
+    return reward
+
+
+@functools.cache
+def _scorer() -> IsolatedReward:
+    score = f"{__package__}.scoring:score"
+    return IsolatedReward(score, timeout=SCORE_SECONDS, memory=SCORE_MEMORY, on_failure=0.0)
