@@ -55,9 +55,8 @@ def has_type(value: Any, kind: Any) -> bool:
         case None if kind is Any:
             return True
         case None if kind is float:
-            return isinstance(value, int | float) and (
-                value in (math.inf, -math.inf) or value != value or is_representable(value)
-            )
+            is_finite = is_number(value, -LARGEST, LARGEST)
+            return is_finite or (isinstance(value, float) and not math.isfinite(value))
         case None if kind is int:
             return isinstance(value, int) and -(2**63) <= value < 2**63
         case None:
@@ -72,9 +71,10 @@ def has_type(value: Any, kind: Any) -> bool:
             return isinstance(value, origin) and all(has_type(item, arguments[0]) for item in value)
 
 
-def is_representable(value: float) -> bool:
-    """Whether a tensor can represent the number."""
-    return abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
+    is_plain = isinstance(value, int | float) and low <= value <= high
+    return is_plain and abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
 
 
 def readable(kind: Any) -> str:

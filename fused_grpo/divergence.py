@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_grpo._maths import distributions
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import full_precision
-from fused_grpo.config import LARGEST, GRPOLossConfig
+from fused_grpo.config import LARGEST, GRPOLossConfig, is_number
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import (
     HeadOptions,
@@ -24,7 +24,6 @@ from fused_grpo.head.checks import (
     check_plan,
     check_temperature_values,
     check_tensors,
-    is_number,
     outside_graphs,
 )
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_divergence

@@ -14,9 +14,9 @@ from torch import Tensor
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config
+from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config, is_number
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import check_plan, check_tensors, is_number, outside_graphs
+from fused_grpo.head.checks import check_plan, check_tensors, outside_graphs
 from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.passes import choice
 

@@ -131,8 +131,8 @@ BUGS = {
     ),
     "the scale of the weights forgets the temperature": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
-        "* tile.logit_scale / tile.temperature, known",
-        "* tile.logit_scale, known",
+        "* tile.logit_scale / tile.temperature, statistics",
+        "* tile.logit_scale, statistics",
         ROW_PASSES,
     ),
     "temperature missing from the gradient": Bug(

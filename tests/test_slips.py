@@ -29,7 +29,7 @@ SLIPS = {
         "self.sampling_clip_min = 0.5\n\n    def _check",
     ),
     "an option that the trainer gives the loss": ("trainer/config/grpo_config.py", "sampling_clip_min=", "clip_min="),
-    "an argument that only kernels have": (ROWS, "    known: Statistics,\n", "    seen: Statistics,\n"),
+    "an argument that only kernels have": (ROWS, "    statistics: Statistics,\n", "    seen: Statistics,\n"),
 }
 
 

@@ -75,7 +75,7 @@ def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
     rows, targets = scale.tensor(R, dtype=torch.float32), torch.randint(V, (R,), device=logits.device)
     options: dict[str, Any] = {"temperature": torch.ones_like(rows)}
     known = kernels.finish_rows([kernels.row_statistics(logits, targets, entropy=True, **options)], entropy=True)
-    gradient = {**options, "dtype": dtype, "known": known, "grad_logprobs": rows}
+    gradient = {**options, "dtype": dtype, "statistics": known, "grad_logprobs": rows}
     hidden, half = scale.tensor(R, D), torch.full((), 0.5, device=logits.device)
     read, written = 4 * R * V, (4 + dtype.itemsize) * R * V
 
@@ -89,7 +89,7 @@ def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
         ),
         "softmax_weights_": weights(),
         "softmax_weights_, entropy": weights(entropy=True),
-        "softmax_weights_, known": weights(known=known),
+        "softmax_weights_, known": weights(statistics=known),
         "logits_gradient_, entropy": Action(
             lambda: kernels.logits_gradient_(logits, targets, grad_entropy=rows, **gradient), written
         ),

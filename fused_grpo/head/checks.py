@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo.config import LARGEST, is_representable
+from fused_grpo.config import LARGEST, is_number
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -106,11 +106,6 @@ def check_head(
         raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
     if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
         raise InputError(f"got softcap={softcap!r}, want a finite number > 0, or None for no cap")
-
-
-def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
-    return isinstance(value, int | float) and low <= value <= high and is_representable(value)
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:

@@ -314,10 +314,10 @@ class WeightedRows(KnownRows):
     dtype: torch.dtype  # of the weights
 
     def visit_(self, tile: Tile) -> Seen:
-        weights, scale, known = self.sweep.passes.softmax_weights_(
+        weights, scale, statistics = self.sweep.passes.softmax_weights_(
             tile.logits, tile.targets, entropy=self.sweep.entropy, dtype=self.dtype, **tile.transform
         )
-        return Seen(Statistics(*known), weights=(weights, scale))
+        return Seen(Statistics(*statistics), weights=(weights, scale))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None

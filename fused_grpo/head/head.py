@@ -351,12 +351,12 @@ class HeadGradients:
         self._weight = buffers.empty_like(head.weight, weight_dtype) if wanted.weight else None
         self._bias = head.weight.new_zeros(head.weight.shape[0], dtype=head.dtype) if wanted.bias else None
 
-    def add_known(self, tile: Tile, passes: RowPasses, known: Statistics, upstream: Upstream) -> None:
+    def add_known(self, tile: Tile, passes: RowPasses, statistics: Statistics, upstream: Upstream) -> None:
         """Add a tile of raw logits whose statistics are known, for the upstream gradients of its rows."""
         grad_logprobs, grad_entropy = upstream
         if grad_entropy is None and self._head.takes_weights:
             weights, scale, _ = passes.softmax_weights_(
-                tile.logits, tile.targets, known=known, dtype=self._head.gemm_dtype, **tile.transform
+                tile.logits, tile.targets, statistics=statistics, dtype=self._head.gemm_dtype, **tile.transform
             )
             self.add_weights(tile, passes, weights, scale, grad_logprobs)
             return
@@ -366,7 +366,7 @@ class HeadGradients:
         gradient = passes.logits_gradient_(
             tile.logits,
             tile.targets,
-            known=known,
+            statistics=statistics,
             grad_logprobs=grad_logprobs,
             grad_entropy=grad_entropy,
             dtype=self._head.gemm_dtype,

@@ -73,17 +73,17 @@ class SupportedHead:
 
     def statistics(self, *, entropy: bool) -> Statistics:
         """The statistics of all rows, [N] each, 0 for rows that take no part."""
-        head, known = self._head, []
+        head, parts = self._head, []
         if len(self.others):
             options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted)
-            known.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, options)))
+            parts.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, options)))
         with full_precision(head.hidden):
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
             groups = [self._of_tile(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
-        known += [(self._entries.rows, joined(groups))] if groups else []
+        parts += [(self._entries.rows, joined(groups))] if groups else []
         every = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
-        for rows, values in known:
+        for rows, values in parts:
             for out, column in zip(every, values, strict=True):
                 if column is not None:
                     out.index_copy_(0, rows, column)
@@ -119,21 +119,21 @@ class SupportedHead:
         state = RowState(*self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z))))
         return Statistics(*self._passes.finish_rows([state], entropy=entropy))
 
-    def gradients(self, known: Statistics, upstream: Upstream, *, rounded: bool = True) -> Gradients:
+    def gradients(self, statistics: Statistics, upstream: Upstream, *, rounded: bool = True) -> Gradients:
         """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N]."""
         head = self._head
         index = upstream.have_gradient()[self._entries.rows].nonzero()[:, 0]
         items, e = self._entries.select(index)
         with full_precision(head.hidden):
-            d_hidden, d_weight, d_bias = self._gradients_of_others(known, upstream, rounded=rounded)
-            g = self._entry_gradients(e, self._raw[items], self._places[index], known, upstream)
+            d_hidden, d_weight, d_bias = self._gradients_of_others(statistics, upstream, rounded=rounded)
+            g = self._entry_gradients(e, self._raw[items], self._places[index], statistics, upstream)
             if d_hidden is not None:
                 self._put_sums(d_hidden, e.rows, e.segments, e.tokens, g, head.weight)
             self._put_sums_of_tokens(d_weight, d_bias, e, g)
         d_weight = d_weight.to(head.weight.dtype) if d_weight is not None and rounded else d_weight
         return d_hidden, d_weight, None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype)
 
-    def _gradients_of_others(self, known: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
+    def _gradients_of_others(self, statistics: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
         """Gradients of the rows without a restriction, which those of the entries complete."""
         head, wanted, rows = self._head, self._wanted, self.others
         if len(rows):
@@ -142,7 +142,7 @@ class SupportedHead:
             return logprob_plans.backward(
                 replace(head, bias=bias).select(rows),
                 self._passes,
-                known.rows(rows),
+                statistics.rows(rows),
                 upstream.rows(rows),
                 wanted,
                 chunk_bytes=self._chunk_bytes,
@@ -155,7 +155,7 @@ class SupportedHead:
         return torch.zeros_like(head.hidden) if wanted.hidden else None, d_weight, d_bias
 
     def _entry_gradients(
-        self, e: Entries, raw: Tensor, places: Tensor, known: Statistics, upstream: Upstream
+        self, e: Entries, raw: Tensor, places: Tensor, statistics: Statistics, upstream: Upstream
     ) -> Tensor:
         """g = dL/dx of the entries, [E]."""
         head, g = self._head, torch.empty_like(raw)
@@ -164,7 +164,7 @@ class SupportedHead:
             gradient = self._passes.logits_gradient_(
                 z,
                 places[rows],
-                known=known.rows(e.rows[rows]),
+                statistics=statistics.rows(e.rows[rows]),
                 grad_logprobs=grad_logprobs,
                 grad_entropy=grad_entropy,
                 temperature=z.new_ones(len(z)),
@@ -238,16 +238,16 @@ class _Supported(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: SupportedHead, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        known = rows.statistics(entropy=entropy)
+        statistics = rows.statistics(entropy=entropy)
         ctx.set_materialize_grads(False)
         # The leaves are saved so that autograd finds out if they were changed before the backward pass.
-        ctx.save_for_backward(hidden, weight, bias, *known)
+        ctx.save_for_backward(hidden, weight, bias, *statistics)
         ctx.rows = rows
-        return known.logprobs, known.entropy
+        return statistics.logprobs, statistics.entropy
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        known = Statistics(*ctx.saved_tensors[3:])
-        g = torch.zeros_like(known.logprobs) if grad_logprobs is None else grad_logprobs
-        return *ctx.rows.gradients(known, Upstream(g, grad_entropy)), None, None
+        statistics = Statistics(*ctx.saved_tensors[3:])
+        g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
+        return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None

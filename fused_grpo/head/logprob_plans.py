@@ -169,10 +169,10 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             if tile.targets.ndim == 2:
                 tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
-                weights, factor, known = passes.softmax_weights_(
+                weights, factor, results = passes.softmax_weights_(
                     tile.logits, tile.targets, entropy=entropy, dtype=head.gemm_dtype, **tile.transform
                 )
-                statistics = Statistics(*known)
+                statistics = Statistics(*results)
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
                 statistics = several_targets.finish_rows(

@@ -101,7 +101,7 @@ def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
 class KnownTargets(NamedTuple):
     """What the gradient needs of rows with distinct targets, whichever tile it is of."""
 
-    known: Statistics  # [R], with the log-prob of the largest target
+    statistics: Statistics  # [R], with the log-prob of the largest target
     largest: Tensor  # [R], that target
     grad_logprobs: Tensor  # [R], the sum over the targets
     grad_entropy: Tensor | None  # [R]
@@ -110,25 +110,25 @@ class KnownTargets(NamedTuple):
 
     def rows(self, rows: slice) -> KnownTargets:
         """Of some rows."""
-        known, *others = self
-        return KnownTargets(known.rows(rows), *(None if x is None else x[rows] for x in others))  # type: ignore[arg-type]
+        statistics, *others = self
+        return KnownTargets(statistics.rows(rows), *(None if x is None else x[rows] for x in others))  # type: ignore[arg-type]
 
 
 def known_targets(
-    head: Head, known: Statistics, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    head: Head, statistics: Statistics, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> tuple[Head, KnownTargets]:
     """(the head with distinct targets, what is known of them) from the upstream gradients [N, K] and [N]."""
     head, grad_logprobs = distinct_targets(head, grad_logprobs)
-    top, log_p, p = known.logprobs.argmax(1, keepdim=True), known.logprobs, known.logprobs.exp()
-    top_statistics = known._replace(logprobs=log_p.gather(1, top)[:, 0])
+    top, log_p, p = statistics.logprobs.argmax(1, keepdim=True), statistics.logprobs, statistics.logprobs.exp()
+    top_statistics = statistics._replace(logprobs=log_p.gather(1, top)[:, 0])
     every = grad_logprobs.sum(1, keepdim=True)
     # The sum over the others: G - g_t would lose it beside a large g_t.
     others_of_top = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
     others = (every - grad_logprobs).scatter_(1, top, others_of_top)
     values, idle = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
-    if grad_entropy is not None and known.entropy is not None:
+    if grad_entropy is not None and statistics.entropy is not None:
         # The clamp avoids 0 * -inf.
-        values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + known.entropy[:, None])
+        values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + statistics.entropy[:, None])
         idle &= (grad_entropy == 0)[:, None]
     largest = head.targets.gather(1, top)[:, 0]
     return head, KnownTargets(top_statistics, largest, every[:, 0], grad_entropy, values, idle)
@@ -142,7 +142,7 @@ def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype
     out = passes.logits_gradient_(
         tile.logits,
         rows.largest - tile.columns.start,
-        known=rows.known,
+        statistics=rows.statistics,
         grad_logprobs=rows.grad_logprobs,
         grad_entropy=rows.grad_entropy,
         dtype=dtype,

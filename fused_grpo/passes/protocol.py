@@ -101,14 +101,14 @@ class RowPasses(Protocol):
         logits: Tensor,
         targets: Tensor,
         *,
-        known: Statistics | None = None,
+        statistics: Statistics | None = None,
         entropy: bool = False,
         dtype: torch.dtype = torch.float32,
         **transform: Unpack[LogitTransform],
     ) -> tuple[Tensor, Tensor, Known]:
         """(E [R, C] in `dtype`, scale, the `Statistics`) with d log p / d(h.w) = scale * E, for the target as well.
 
-        The tile is whole rows, or the statistics of the whole rows are `known`.
+        The tile is whole rows, or `statistics` are those of the whole rows.
         """
 
     def logits_gradient_(
@@ -116,7 +116,7 @@ class RowPasses(Protocol):
         logits: Tensor,
         targets: Tensor,
         *,
-        known: Statistics,
+        statistics: Statistics,
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None,
         dtype: torch.dtype = torch.float32,

@@ -37,9 +37,9 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
         state = kernels.row_statistics(normal(N, V), targets, entropy=entropy, **given)
         known = kernels.finish_rows([state, state], entropy=entropy)
         kernels.softmax_weights_(normal(N, V), targets, entropy=entropy, dtype=dtype, **given)
-        upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "known": known}
+        upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "statistics": known}
         kernels.logits_gradient_(normal(N, V), targets, dtype=dtype, **upstream, **given)
-    kernels.softmax_weights_(normal(N, V), targets, known=known, dtype=dtype, **given)
+    kernels.softmax_weights_(normal(N, V), targets, statistics=known, dtype=dtype, **given)
     for kind in ("reverse_kl", "forward_kl", "jsd"):
         heads = {"student_head": given, "teacher_head": given, "targets": targets, "grad_logprobs": rows}
         how = {"kind": kind, "beta": 0.5, "upstream": rows, "dtype": dtype}

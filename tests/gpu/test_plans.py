@@ -121,7 +121,7 @@ def test_passes_over_more_logits_than_32_bits_count():
             weights, scale, _ = kernels.softmax_weights_(memory, targets, **options)
             ours = weights[at].double() * scale[at, None].double()
         else:
-            options |= {"known": known, "grad_logprobs": ones, "grad_entropy": None}
+            options |= {"statistics": known, "grad_logprobs": ones, "grad_entropy": None}
             ours = kernels.logits_gradient_(memory, targets, **options)[at].double()
         assert (ours - exact).norm() <= 4e-3 * exact.norm(), run
     whole = memory.as_strided((R, memory.stride(0)), memory.stride()).normal_(generator=generator)

@@ -106,9 +106,9 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     optional = row if full else None
     known, hidden = (row, optional, row, row), torch.empty(N, 4096, dtype=dtype, device="meta")
     upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
-    kernels.logits_gradient_(logits, targets, known=known, **upstream, **head)
+    kernels.logits_gradient_(logits, targets, statistics=known, **upstream, **head)
     for some in (None, known):
-        kernels.softmax_weights_(logits, targets, known=some, entropy=full, dtype=dtype, **head)
+        kernels.softmax_weights_(logits, targets, statistics=some, entropy=full, dtype=dtype, **head)
     kernels.scale_hidden(hidden, row, row)
     kernels.scale_(hidden, row[0])
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}

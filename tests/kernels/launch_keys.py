@@ -32,8 +32,8 @@ def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     grads = {"grad_logprobs": vector(N, offset), "grad_entropy": vector(N, offset)}
     kernels.row_statistics(logits, targets, temperature=vector(N, offset), entropy=True)
     for some in (None, known):
-        kernels.softmax_weights_(logits, targets, known=some, temperature=vector(N, offset), dtype=dtype)
-    kernels.logits_gradient_(logits, targets, known=known, temperature=vector(N, offset), dtype=dtype, **grads)
+        kernels.softmax_weights_(logits, targets, statistics=some, temperature=vector(N, offset), dtype=dtype)
+    kernels.logits_gradient_(logits, targets, statistics=known, temperature=vector(N, offset), dtype=dtype, **grads)
     hidden = torch.ones(N, D, dtype=dtype)
     kernels.scale_hidden(hidden, vector(N, offset), vector(N, offset))
     kernels.scale_(hidden, vector(N, offset)[0])

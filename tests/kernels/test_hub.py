@@ -119,7 +119,9 @@ calls = {
     "row_statistics": lambda f: f(some, ids, **of_rows),
     "softmax_weights_": lambda f: f(some, ids, **of_rows),
     "finish_rows": lambda f: f([(ones, ones, ones, ones)], entropy=True),
-    "logits_gradient_": lambda f: f(some, ids, known=(ones,) * 4, grad_logprobs=ones, grad_entropy=None, **of_rows),
+    "logits_gradient_": lambda f: f(
+        some, ids, statistics=(ones,) * 4, grad_logprobs=ones, grad_entropy=None, **of_rows
+    ),
     "divergence_gradient_": lambda f: f(
         some, some, kind="jsd", beta=0.5, upstream=ones, student_head=of_rows, teacher_head=of_rows
     ),

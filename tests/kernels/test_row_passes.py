@@ -49,7 +49,7 @@ def gradient(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any
     """Both passes on the given memory, which is overwritten."""
     grads = {name: options.pop(name) for name in ("grad_logprobs", "grad_entropy", "dtype") if name in options}
     known = statistics(passes, logits, targets, **options)
-    return passes.logits_gradient_(logits, targets, known=known, **grads, **options)
+    return passes.logits_gradient_(logits, targets, statistics=known, **grads, **options)
 
 
 def jacobian(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -333,11 +333,11 @@ def test_gradients_of_slices_are_those_of_the_vocabulary(
     for part, local, columns in slices(logits, targets, 0, 70, 130):
         here = options_of(columns, options)
         if how == "weights":
-            weights, scale, _ = passes.softmax_weights_(part, local, known=known, **here)
+            weights, scale, _ = passes.softmax_weights_(part, local, statistics=known, **here)
             ours.append(weights * (scale * grads["grad_logprobs"])[:, None])
         else:
             given = grads if how == "with one" else grads | {"grad_entropy": None}
-            ours.append(passes.logits_gradient_(part, local, known=known, **given, **here))
+            ours.append(passes.logits_gradient_(part, local, statistics=known, **given, **here))
     oracle.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact)
 
 

@@ -6,9 +6,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.learner import Learner
 
 NAN = float("nan")
@@ -101,6 +102,14 @@ def test_an_engine_is_given_the_names_of_a_checkpoint(tokenizer, tmp_path):
     served = dict(learner.served_weights())
     assert served.keys() == saved.keys() != model.state_dict().keys()
     assert all(torch.equal(served[name], tensor) for name, tensor in saved.items())
+
+
+def test_an_engine_on_the_model_itself_is_sent_no_weights(make_trainer, monkeypatch):
+    trainer, given = make_trainer(max_steps=2, engine=TransformersEngine), []
+    monkeypatch.setattr(trainer.engine, "load_weights", lambda weights, version: given.append(list(weights)))
+    with pytest.raises(WeightSyncError):  # since this does not store the version
+        trainer.train()
+    assert given == [[]]
 
 
 def test_the_model_gets_the_padding_token_of_its_tokenizer(make_model, tokenizer, tmp_path):

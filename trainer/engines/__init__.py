@@ -30,6 +30,7 @@ class RolloutEngine(Protocol):
     name: str
     weight_version: int
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
+    has_own_weights: bool = True  # False: it samples with the trainer's tensors, and `load_weights` is given none
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:

@@ -71,6 +71,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     name = "transformers"
+    has_own_weights = False
     why_no_support = "it needs a model whose `generate` calls logits processors"
 
     def __init__(
@@ -126,7 +127,7 @@ class TransformersEngine(RolloutEngine):
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version: the engine's weights are the trainer's. `named_weights` is not read."""
+        """Store the version: the engine's weights are the trainer's."""
         self.weight_version = version
 
     def close(self) -> None:

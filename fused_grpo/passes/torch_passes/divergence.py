@@ -1,6 +1,6 @@
 """The divergence of two softmaxes and its gradient, in plain torch: the pass of `fused_grpo.kernels.divergence`.
 
-Both tiles are visited in blocks of columns that fit the caches, as in `blocks.py`. With c = z - max z of a row's
+Both tiles are visited in blocks of columns that fit the caches, as in `row_passes.py`. With c = z - max z of a row's
 logits, e = e^c, S the sum of e over the row (s of the student, t of the teacher), d = c_s - c_t and rho = S_s / S_t,
 
     reverse_kl   KL(p | q) = X / S_s - log rho               X_v = e_s d

@@ -42,7 +42,7 @@ def softmax_weights_(
     logits: Tensor,
     targets: Tensor,
     *,
-    known: Statistics | None = None,
+    statistics: Statistics | None = None,
     entropy: bool = False,
     dtype: torch.dtype | None = None,
     **head: Unpack[LogitTransform],
@@ -51,17 +51,17 @@ def softmax_weights_(
 
         d log p_n / d(h.w_v) = scale_n E_nv    for every v, the target included.
 
-    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows, or the statistics of
-    the whole rows are `known`. Rows that are not finite have weights of 0 and a scale of NaN, so that they do not
+    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows, or `statistics`
+    are those of the whole rows. Rows that are not finite have weights of 0 and a scale of NaN, so that they do not
     affect products with other rows.
     """
     tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
-    if known is None:
+    if statistics is None:
         state, shift = _fold(tile, entropy=entropy, out=out)
-        known = finish_rows([state], entropy=entropy)
-        total = known.total * torch.exp(known.shift - finite(shift))
+        statistics = finish_rows([state], entropy=entropy)
+        total = statistics.total * torch.exp(statistics.shift - finite(shift))
     else:
-        shift, total = finite(known.shift)[:, None], known.total
+        shift, total = finite(statistics.shift)[:, None], statistics.total
         for block in tile.blocks(out):
             centred = torch.sub(block.z, shift, out=block.place())
             block.write(exp(centred, out=centred))
@@ -69,7 +69,7 @@ def softmax_weights_(
     lost = ~torch.isfinite(total)
     if not tile.on_cpu or lost.any():
         out.masked_fill_(lost[:, None], 0.0)
-    return out, -share_of_others(known.logprobs, total) * tile.logit_scale / tile.temperature, known
+    return out, -share_of_others(statistics.logprobs, total) * tile.logit_scale / tile.temperature, statistics
 
 
 def _fold(tile: RawTile, *, entropy: bool, out: Tensor | None = None) -> tuple[RowState, Tensor]:
@@ -115,7 +115,7 @@ def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    known: Statistics,
+    statistics: Statistics,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     dtype: torch.dtype | None = None,
@@ -128,13 +128,13 @@ def logits_gradient_(
     """
     tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
     # [R, 1], computed once for the tile, not for each block.
-    log_p, upstream, shift = known.logprobs[:, None], grad_logprobs[:, None], finite(known.shift)[:, None]
-    slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, known.total[:, None])
+    log_p, upstream, shift = statistics.logprobs[:, None], grad_logprobs[:, None], finite(statistics.shift)[:, None]
+    slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, statistics.total[:, None])
     at_target = upstream * -torch.expm1(log_p)
     factor, entropy_terms = -upstream * slope * share, None
     none = upstream == 0
-    if grad_entropy is not None and known.entropy is not None:
-        upstream_entropy, mean = grad_entropy[:, None], known.entropy[:, None]
+    if grad_entropy is not None and statistics.entropy is not None:
+        upstream_entropy, mean = grad_entropy[:, None], statistics.entropy[:, None]
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0 or almost 0.
         at_target = at_target - upstream_entropy * log_p.exp() * (log_p.clamp_min(-128.0) + mean)
         entropy_terms = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean

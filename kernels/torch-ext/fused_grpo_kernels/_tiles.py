@@ -1,17 +1,35 @@
-"""Functions that the kernels share: the logits of a tile, and the statistics of a row, updated tile by tile.
+"""The maths of a row, derived once for all kernels, and the functions that they share.
 
-The statistics exclude the target. With m the maximum of the others, s = sum_v e^(z_v - m) and d = m + log s - z_target,
+A row has logits z_v = softcap(logit_scale * (h.w_v + bias_v)) / temperature and a target t. With m near the largest of
+the other logits, and sums over v != t,
+
+    s = sum_v e^(z_v - m)        w = sum_v e^(z_v - m) (z_v - m)        d = m + log s - z_t
+
+**Log-prob and entropy.**
 
     log p = -softplus(d)        1 - p = -expm1(log p)        p_v = (1 - p) e^(z_v - m) / s
-
-so a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 where a log-sum-exp minus z_target would round to 0, and no
-rounding can make a log-prob positive. The entropy is a sum of terms that are all >= 0, from
-w = sum_v e^(z_v - m) (z_v - m):
-
     H = -p log p + (1 - p) (softplus(-d) + log s - w / s)
 
-Triton has no expm1, log1p or tanh, and the interpreter has no libdevice, so they are implemented here. No mask uses a
-finite number in place of -inf: very negative logits stay exact.
+so a token of probability 1 - 1e-9 keeps a log-prob of -1e-9 where a log-sum-exp minus z_t would round to 0, no rounding
+can make a log-prob positive, and the entropy is a sum of terms that are all >= 0. m, s and w of parts of the columns
+(tiles, splits, shards) merge into those of the row.
+
+**Gradient**, with g = dL/d log p and g_H = dL/dH:
+
+    dL/dz_v = -g p_v - g_H p_v (log p_v + H)                  v != t
+    dL/dz_t =  g (1 - p) - g_H p (log p + H)
+    dL/d(h.w_v) = dL/dz_v * slope_v        slope_v = dsoftcap_v * logit_scale / temperature, dsoftcap = 1 - tanh^2 or 1
+
+**Softmax weights**, where g_H = 0: with E_v = e^(z_v - m) dsoftcap_v for v != t, E_t = -s dsoftcap_t,
+
+    d log p / d(h.w_v) = scale * E_v        scale = -(1 - p) / s * logit_scale / temperature
+
+for the target as for any other token. The gradients of a linear head are then products with the weights as they are,
+dH = factor (E W) and dW = E^T (factor h) with factor = g scale: no pass over d-logits, nothing to scatter.
+
+The loss of a token and its derivatives are in grpo_loss.py, the divergence of two rows in divergence.py. Triton has no
+expm1, log1p or tanh, and the interpreter has no libdevice, so they are implemented here. No mask uses a finite number
+in place of -inf: very negative logits stay exact.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"

@@ -1,7 +1,6 @@
 """The log-probs and entropies of rows from the statistics of all parts of their columns.
 
-A part is a split of `logprob_forward`, a tile of `row_statistics`, or a shard of the vocabulary. The
-numerics are those of `_tiles.py`.
+A part is a split of `logprob_forward`, a tile of `row_statistics`, or a shard of the vocabulary; see `_tiles.py`.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"

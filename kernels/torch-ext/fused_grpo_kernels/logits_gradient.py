@@ -1,16 +1,7 @@
-"""Logits overwritten by their gradient.
+"""Logits overwritten by their gradient, which `_tiles.py` derives.
 
-With p = softmax(z), t the target, g = dL/d log p_t and g_H = dL/dH,
-
-    dL/dz_v = -g p_v - g_H p_v (log p_v + H)                  v != t
-    dL/dz_t =  g (1 - p_t) - g_H p_t (log p_t + H)
-    dL/d(h.w_v) = dL/dz_v / temperature * (1 - tanh^2) * logit_scale          (tanh^2 only with a softcap)
-
-1 - p_t is -expm1(log p_t), so a confident target keeps its gradient. With m and s the shift and the sum of e^(z_v - m)
-over all tokens except the target, p_v is (1 - p_t) e^(z_v - m) / s, without a rounded log-sum-exp.
-
-The columns may be a slice of the vocabulary. m, s, log p_t and H are then those of the whole vocabulary, and for a row
-whose target is in another slice (-1) the first line holds for every column.
+The columns may be a slice of the vocabulary. m, s, log p and H are then those of the whole vocabulary, and for a row
+whose target is in another slice (-1) the formula for v != t holds for every column.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -96,7 +87,7 @@ def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    known: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    statistics: tuple[Tensor, Tensor | None, Tensor, Tensor],
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     bias: Tensor | None = None,
@@ -110,7 +101,7 @@ def logits_gradient_(
     Args:
         logits: [R, V] fp32, raw h.w; columns adjacent, rows may be further apart than V. They are overwritten.
         targets: [R] int64, in [0, V), or outside for a row whose target is not among these columns.
-        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as `softmax_weights_`
+        statistics: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows, as `softmax_weights_`
             returns them; the entropy is needed where it has a gradient.
         grad_logprobs: [R] fp32, dL/dlogprobs.
         grad_entropy: [R] fp32, dL/dentropy; None if the entropy has no gradient, then the entropy may be None, too.
@@ -126,7 +117,7 @@ def logits_gradient_(
     gradient = logits.view(dtype)[:, :V]
     if R == 0:
         return gradient
-    logprobs, entropy, shift, total = known
+    logprobs, entropy, shift, total = statistics
     rows = [
         None if vector is None else vector.contiguous()
         for vector in (targets, bias, temperature, shift, total, logprobs, entropy, grad_logprobs, grad_entropy)

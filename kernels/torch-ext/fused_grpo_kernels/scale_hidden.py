@@ -4,7 +4,7 @@ Equals
     factor = torch.where(grad_logprobs == 0, 0, scale * grad_logprobs)
     torch.where(factor[:, None] == 0, 0, factor[:, None] * hidden).to(hidden.dtype)
 
-With the weights E of `softmax_weights.py`, dH = factor (E W) and dW = E^T (factor h). `scale_` multiplies gradients by
+`_tiles.py` says what they are for. `scale_` multiplies gradients by
 the upstream gradient of the loss. A factor of 1 costs almost nothing, and the host does not read it.
 """
 

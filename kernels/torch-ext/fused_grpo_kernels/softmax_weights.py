@@ -1,13 +1,4 @@
-"""The statistics of a row's softmax, and logits overwritten by softmax weights, in one read and one write.
-
-Equals, with z = softcap(logit_scale * (logits + bias)) / temperature[:, None], t the target, m the shift of the row and
-s = sum_v e^(z_v - m) over all v but t,
-
-    logprob = log_softmax(z)[t]        weights_v = e^(z_v - m) for v != t, -s for v = t, times dsoftcap_v
-
-so that d logprob / d logits_v = scale * weights_v with scale = -(1 - p) / s * logit_scale / temperature, for the target
-as for any other token. The gradients of a linear head are then products with the weights as they are: no pass over
-d-logits, nothing to scatter.
+"""The statistics of rows, and logits overwritten by softmax weights, in one read and one write; see `_tiles.py`.
 
 m need only be near the largest logit, so a pass needs no maximum beforehand: m is the largest of the first columns with
 a finite logit, and is raised where a later logit is HEADROOM above it; then the weights written so far are rescaled.
@@ -261,7 +252,7 @@ def softmax_weights_(
     logits: Tensor,
     targets: Tensor,
     *,
-    known: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
+    statistics: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
     temperature: Tensor,
     logit_scale: float = 1.0,
@@ -273,13 +264,13 @@ def softmax_weights_(
 
     Args:
         logits, targets, bias, temperature, logit_scale, softcap: as in `row_statistics`; the logits are overwritten.
-        known: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows. Needed if these columns are
-            a slice of the vocabulary.
+        statistics: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows. Needed if these columns
+            are a slice of the vocabulary.
         entropy: also compute the entropy of each row.
         dtype: of the weights. bf16 takes the front half of each row's memory; fp16 has too little range.
 
     Returns:
-        (weights [R, C] of `dtype`, a view of the memory of `logits`; scale [R] fp32; the statistics as in `known`).
+        (weights [R, C] of `dtype`, a view of the memory of `logits`; scale [R] fp32; `statistics`).
         Rows without a finite total have weights of 0.
 
     Memory: none.
@@ -288,15 +279,16 @@ def softmax_weights_(
     scale, logprobs, shift, total = (
         torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4)
     )
-    result = (logprobs, torch.empty_like(scale) if entropy else None, shift, total) if known is None else known
+    is_known = statistics is not None
+    result = statistics or (logprobs, torch.empty_like(scale) if entropy else None, shift, total)
     logprobs, entropies, shift, total = result
-    rows = (shift, total, None, None, logprobs, entropies if known is None else None, scale)
+    rows = (shift, total, None, None, logprobs, None if is_known else entropies, scale)
     head = (bias, temperature, logit_scale, softcap)
-    _launch(logits, weights, targets, head, rows, known=known is not None)
+    _launch(logits, weights, targets, head, rows, is_known=is_known)
     return weights, scale, result
 
 
-def _launch(logits, weights, targets, head, rows, *, known=False):
+def _launch(logits, weights, targets, head, rows, *, is_known=False):
     R, C = logits.shape
     bias, temperature, logit_scale, softcap = head
     if R == 0 or C == 0:
@@ -312,6 +304,6 @@ def _launch(logits, weights, targets, head, rows, *, known=False):
             None if weights is None else weights.stride(0),
             logit_scale,
             softcap,
-            KNOWN=known,
+            KNOWN=is_known,
             **row_tile(logits.device).launch_options(),
         )
