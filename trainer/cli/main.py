@@ -286,6 +286,6 @@ def print_rewards() -> None:
     from fused_grpo.trainer.rewards.builtin_rewards import NAMED, usage_of
 
     for name, reward in NAMED.items():
-        print(f"{usage_of(name):20} {reward.scores}")
+        print(f"{usage_of(name):25} {reward.scores}")
         if reward.column:
-            print(f"{'':20} reads the column {reward.column!r} (--answer-column)")
+            print(f"{'':25} reads the column {reward.column!r} (--answer-column)")

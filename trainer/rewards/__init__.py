@@ -15,8 +15,13 @@ from fused_grpo.trainer.rewards.builtin_rewards import (
     accuracy,
     accuracy_reward,
     format_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
     length_reward,
+    reasoning_accuracy_reward,
     soft_overlong_punishment,
+    think_format_reward,
 )
 from fused_grpo.trainer.rewards.isolation import isolated
 from fused_grpo.trainer.rewards.reward_call import RewardFunction, load_reward
@@ -35,10 +40,15 @@ __all__ = [
     "accuracy",
     "accuracy_reward",
     "format_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "isolated",
     "length_reward",
     "load_reward",
+    "reasoning_accuracy_reward",
     "soft_overlong_punishment",
+    "think_format_reward",
 ]
 
 

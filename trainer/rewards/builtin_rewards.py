@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,13 +101,144 @@ def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int)
             f"got soft_punish_cache={soft_punish_cache} and max_completion_length={max_completion_length}, "
             "want 0 <= soft_punish_cache <= max_completion_length"
         )
+    return _OverlongPunishment(max_completion_length, soft_punish_cache)
 
-    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        over = (len(ids) - (max_completion_length - soft_punish_cache) for ids in completion_ids)
+
+# TRL's rewards that are missing above, under its names. What they make are objects of classes, which can be pickled.
+
+
+def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """`format_reward`, under TRL's name, which is in the names of the metrics."""
+    return format_reward(completions)
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: Callable[..., None] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning has no end.
+
+    Args:
+        reasoning_delimiters: ends of a reasoning: the first of them that occurs, at its last place. None: "</think>".
+
+    Raises:
+        UnavailableError: math-verify is not installed.
+    """
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    texts = list(map(text_of, completions))
+    ends = [next((end for end in delimiters if end in text), None) for text in texts]
+    ended = [place for place, end in enumerate(ends) if end is not None]
+    logged: dict[str, list[Any]] = {}
+    answers = [texts[place].rpartition(str(ends[place]))[2] for place in ended]
+    scores = accuracy_reward(answers, [solution[place] for place in ended], log_extra=logged.__setitem__)
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        for name in ("gold_parsed", "answer_parsed"):
+            log_extra(name, _placed(logged.get(name, []), ended, ["[incomplete reasoning]"] * len(texts)))
+    return _placed(scores, ended, [0.0] * len(texts))
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """`soft_overlong_punishment`, under TRL's name."""
+    return soft_overlong_punishment(max_completion_len, soft_punish_cache)
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
+    """A reward function: `max_penalty` times the share of a completion's n-grams of tokens that repeat another one.
+
+    Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2.
+
+    Raises:
+        InputError: `ngram_size` below 1, or a penalty above 0.
+    """
+    if ngram_size < 1 or max_penalty > 0:
+        raise InputError(
+            f"got ngram_size={ngram_size} and max_penalty={max_penalty}, want at least 1 token and at most 0"
+        )
+    return _RepetitionPenalty(ngram_size, max_penalty)
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable[..., list[float | None]]:
+    """A reward function: `accuracy_reward` scaled by length, along half a cosine from 0 to `max_len` tokens and more.
+
+    A right answer falls from `max_value_correct` to `min_value_correct`, a wrong one rises from `min_value_wrong` to
+    `max_value_wrong`. Source: arXiv 2502.03373, appendix C.1.
+
+    Raises:
+        InputError: `max_len` is not positive.
+    """
+    if max_len <= 0:
+        raise InputError(f"got max_len={max_len}, want tokens > 0")
+    return _CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+
+
+@dataclass(frozen=True)
+class _OverlongPunishment:
+    longest: int
+    cache: int
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        over = (len(ids) - (self.longest - self.cache) for ids in completion_ids)
         # With an empty cache the penalty is a step.
-        return [0.0 if n <= 0 else -min(1.0, n / soft_punish_cache) if soft_punish_cache else -1.0 for n in over]
+        return [0.0 if n <= 0 else -min(1.0, n / self.cache) if self.cache else -1.0 for n in over]
 
-    return soft_overlong_punishment_reward
+
+@dataclass(frozen=True)
+class _RepetitionPenalty:
+    ngram_size: int
+    max_penalty: float
+    __name__ = "repetition_penalty_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [self.max_penalty * share if share else 0.0 for share in map(self._repeated, completion_ids)]
+
+    def _repeated(self, ids: Sequence[int]) -> float:
+        """The share of the n-grams that are there already."""
+        count = len(ids) - self.ngram_size + 1
+        return 0.0 if count < 1 else 1 - len({tuple(ids[i : i + self.ngram_size]) for i in range(count)}) / count
+
+
+@dataclass(frozen=True)
+class _CosineScaled:
+    max_len: int
+    min_wrong: float
+    max_wrong: float
+    min_correct: float
+    max_correct: float
+    __name__ = "cosine_scaled_reward"
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        solution: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float | None]:
+        right = accuracy_reward(completions, solution)
+        return [self._scaled(score, len(ids)) for score, ids in zip(right, completion_ids, strict=True)]
+
+    def _scaled(self, score: float | None, length: int) -> float | None:
+        if score is None:
+            return None
+        short, long = (self.max_correct, self.min_correct) if score else (self.min_wrong, self.max_wrong)
+        return long + (short - long) * (1 + math.cos(math.pi * min(1.0, length / self.max_len))) / 2
+
+
+def _placed(values: Sequence[Any], places: Sequence[int], others: list[Any]) -> list[Any]:
+    """`others` with the values at their places."""
+    for place, value in zip(places, values, strict=True):
+        others[place] = value
+    return others
 
 
 class Named(NamedTuple):
@@ -120,12 +253,15 @@ class Named(NamedTuple):
 NAMED = {
     "accuracy": Named(accuracy, "1 for the right final answer (number or text), else 0", "answer"),
     "accuracy_reward": Named(accuracy_reward, "1 for the right answer as mathematics (math-verify)", "solution"),
+    "reasoning_accuracy_reward": Named(reasoning_accuracy_reward, "the same of what follows </think>", "solution"),
+    "cosine": Named(get_cosine_scaled_reward, "accuracy_reward, more for short right answers", "solution", ("MAX",)),
     "format": Named(format_reward, "1 for one <think>...</think> block, then an answer"),
-    "think_format_reward": Named(format_reward, "the same, under TRL's name"),
+    "think_format_reward": Named(think_format_reward, "the same, under TRL's name"),
     "length": Named(length_reward, "0 at so many tokens, -1 at none and at twice that", numbers=("TOKENS",)),
     "overlong": Named(
         soft_overlong_punishment, "0 up to MAX - CACHE tokens, -1 at MAX (DAPO)", numbers=("MAX", "CACHE")
     ),
+    "repetition": Named(get_repetition_penalty_reward, "minus the share of repeated N-grams", numbers=("N",)),
 }
 
 

@@ -1,12 +1,14 @@
 """The ready-made rewards equal TRL's."""
 
 import importlib.util
+import itertools
+import pickle
 import runpy
 from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis.strategies import integers, lists, sampled_from
+from hypothesis.strategies import floats, integers, lists, sampled_from
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rewards import (
@@ -15,8 +17,13 @@ from fused_grpo.trainer.rewards import (
     accuracy_reward,
     builtin_rewards,
     format_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
     length_reward,
+    reasoning_accuracy_reward,
     soft_overlong_punishment,
+    think_format_reward,
 )
 
 TAGS = ["<think>", "</think>", "a", "\n", " ", "<answer>"]
@@ -37,6 +44,7 @@ def test_the_format_is_that_of_trl(trl, parts):
     text = "".join(parts)
     (expected,) = trl["think_format_reward"]([[{"content": text}]])
     assert format_reward([text]) == format_reward([[{"role": "assistant", "content": text}]]) == [expected]
+    assert think_format_reward([text]) == [expected]
 
 
 @given(length=integers(0, 40), longest=integers(0, 30), cache=integers(0, 30))
@@ -48,6 +56,66 @@ def test_the_overlong_punishment_is_that_of_trl(trl, length, longest, cache):
     ids = [[0] * length]
     expected = trl["get_soft_overlong_punishment"](longest, cache)(completion_ids=ids)
     assert soft_overlong_punishment(longest, cache)(completion_ids=ids) == pytest.approx(expected)
+
+
+@given(ids=lists(integers(0, 3), max_size=12), size=integers(1, 4), penalty=floats(-2, 0))
+def test_the_repetition_penalty_is_that_of_trl(trl, ids, size, penalty):
+    expected = trl["get_repetition_penalty_reward"](size, penalty)([ids])
+    assert get_repetition_penalty_reward(size, penalty)(completion_ids=[ids]) == pytest.approx(expected)
+
+
+MATH = ["", r"\boxed{2}", r"\boxed{3}", r"so <think>\boxed{2}", "</think>", "</end>"]
+BOUNDS = {"min_value_wrong": -2.0, "max_value_wrong": -0.1, "min_value_correct": 0.2, "max_value_correct": 3.0}
+
+
+def test_rewards_of_answers_are_those_of_trl():
+    trl = pytest.importorskip("trl.rewards")
+    pytest.importorskip("math_verify")
+    texts = ["".join(parts) for parts in itertools.product(MATH, MATH, MATH)][::3]
+    solutions = [["2", "3", "none"][n % 3] for n in range(len(texts))]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    for ends in (None, ["</end>", "</think>"]):
+        logs = {}, {}
+        found, expected = (
+            reward(completions, solutions, ends, log_extra=log.__setitem__)
+            for reward, log in zip((reasoning_accuracy_reward, trl.reasoning_accuracy_reward), logs, strict=True)
+        )
+        assert found == expected
+        assert {0.0, 1.0, None} == set(found)
+        assert logs[0] == logs[1]
+    ids = [[0] * (7 * n % 30) for n in range(len(texts))]
+    for bounds in ({}, BOUNDS):
+        rewards = get_cosine_scaled_reward(20, **bounds), trl.get_cosine_scaled_reward(20, **bounds)
+        found, expected = (reward(completions, solutions, ids) for reward in rewards)
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2), "soft_overlong_punishment"),
+        (get_repetition_penalty_reward, "repetition_penalty"),
+        (lambda: get_cosine_scaled_reward(max_len=4), "cosine_scaled"),
+    ],
+)
+def test_rewards_with_options_can_be_pickled_and_have_trls_names(make, name):
+    reward = make()
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    assert Rewards([reward, think_format_reward]).names == [f"{name}_reward", "think_format_reward"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (get_repetition_penalty_reward, {"max_penalty": 0.5}),
+        (get_repetition_penalty_reward, {"ngram_size": 0}),
+        (get_cosine_scaled_reward, {"max_len": 0}),
+    ],
+)
+def test_options_without_a_meaning_are_refused(make, options):
+    ((name, value),) = options.items()
+    with pytest.raises(InputError, match=f"{name}={value}"):
+        make(**options)
 
 
 def test_lengths_are_rewarded_for_being_near_the_target():
