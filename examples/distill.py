@@ -45,7 +45,7 @@ def train(name: str, completions: int, seed: int, teacher: Any = None) -> tuple[
     student, tokenizer = arithmetic.load_base_model()
     trainer = GRPOTrainer(
         student,
-        arithmetic.accuracy_reward,
+        arithmetic.sum_reward,
         args,
         splits.train,
         eval_dataset=splits.heldout,
@@ -54,7 +54,7 @@ def train(name: str, completions: int, seed: int, teacher: Any = None) -> tuple[
     )
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
-    return student, [entry["eval_rewards/accuracy_reward/mean"] for entry in evaluations]
+    return student, [entry["eval_rewards/sum_reward/mean"] for entry in evaluations]
 
 
 def main(seed: int = 0) -> None:

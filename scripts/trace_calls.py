@@ -95,7 +95,7 @@ def optimizer_step() -> Walk:
         model, tokenizer = arithmetic.load_base_model()
         GRPOTrainer(
             model,
-            arithmetic.accuracy_reward,
+            arithmetic.sum_reward,
             args,
             arithmetic.build_splits().train,
             processing_class=tokenizer,

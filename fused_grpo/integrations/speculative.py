@@ -158,7 +158,9 @@ def _from_scratch(
     assert weight is not None
     with torch.enable_grad():
         values = linear_logprobs_and_entropy(hidden, weight, ctx.targets, **{**ctx.options, "bias": bias})
-        loss = sum((value * some).sum() for value, some in zip(values, upstream, strict=True) if some is not None)
+        loss = sum(
+            (value * gradient).sum() for value, gradient in zip(values, upstream, strict=True) if gradient is not None
+        )
     if isinstance(loss, Tensor):
         loss.backward()
     return tuple(None if leaf is None else leaf.grad for leaf in (hidden, weight, bias))

@@ -113,9 +113,9 @@ def shard_like_policy(accelerator: Accelerator, frozen: M, policy: nn.Module) ->
         sharded: M = fsdp2_prepare_model(accelerator, frozen)
     finally:
         plugin.cpu_ram_efficient_loading = from_rank_0
-    for mine, theirs in zip(sharded.parameters(), policy.parameters(), strict=True):
-        shard = theirs.detach().to(mine.dtype, copy=True)
-        torch.utils.swap_tensors(mine, nn.Parameter(shard, requires_grad=False))
+    for parameter, trained in zip(sharded.parameters(), policy.parameters(), strict=True):
+        shard = trained.detach().to(parameter.dtype, copy=True)
+        torch.utils.swap_tensors(parameter, nn.Parameter(shard, requires_grad=False))
     return sharded
 
 

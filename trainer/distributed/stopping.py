@@ -36,8 +36,8 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
     if accelerator.num_processes == 1:
         return
     names = [field.name for field in dataclasses.fields(control)]
-    mine = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
-    for name, ranks in zip(names, accelerator.reduce(mine, reduction="sum").tolist(), strict=True):
+    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
+    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
         setattr(control, name, ranks > 0)
 
 

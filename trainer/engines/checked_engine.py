@@ -222,7 +222,7 @@ def _wrong_completions(
     vocab_size: int,
 ) -> dict[int, str]:
     """What is wrong, by the index of the completion."""
-    found = dict[int, str]()
+    problems = dict[int, str]()
     by_user = isinstance(engine, FunctionEngine)
     for index, sample in enumerate(samples):
         ids = sample.completion_ids
@@ -234,14 +234,14 @@ def _wrong_completions(
             wrong = f"finish reason {sample.finish_reason!r}"
         if wrong:
             asked = index // sampling.n
-            found[index] = (
+            problems[index] = (
                 f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
                 f"{list(prompt_ids[asked])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} token "
                 f"ids below {vocab_size}, a finite log-prob of at most 0 for each, and stop or length as its end; fix: "
                 "an engine of the model that is trained; NaN means that it cannot compute that model; if it is rare, "
                 "rollout_failure='retry' or 'drop'"
             )
-    return found
+    return problems
 
 
 def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> list[Sample]:

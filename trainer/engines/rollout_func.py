@@ -177,7 +177,7 @@ def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> di
         )
     return support_fields(
         [
-            Support.of([()] * len(ids) if some is None else [one or () for one in some])
-            for ids, some in zip(completion_ids, kept, strict=True)
+            Support.of([()] * len(ids) if kept_ids is None else [one or () for one in kept_ids])
+            for ids, kept_ids in zip(completion_ids, kept, strict=True)
         ]
     )

@@ -197,10 +197,10 @@ def rollouts_of(
 
 def support_fields(supports: Sequence[Support | None]) -> dict[str, Any]:
     """Both fields of Rollouts; None where a completion has no support."""
-    known = [support for support in supports if support is not None]
-    if len(known) < len(supports):
+    given = [support for support in supports if support is not None]
+    if len(given) < len(supports):
         return {"support_ids": None, "support_sizes": None}
-    return {"support_ids": [support.ids for support in known], "support_sizes": [support.sizes for support in known]}
+    return {"support_ids": [support.ids for support in given], "support_sizes": [support.sizes for support in given]}
 
 
 class SupportRecorder:
@@ -222,7 +222,7 @@ class SupportRecorder:
         sequences = torch.arange(sizes.shape[1]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
         ids = torch.cat(self._ids)[sequences.argsort(stable=True)].split(sizes.sum(0).tolist())
         self._ids, self._sizes = [], []
-        return [Support(some, of_one) for some, of_one in zip(ids, sizes.T.contiguous(), strict=True)]
+        return [Support(*each) for each in zip(ids, sizes.T.contiguous(), strict=True)]
 
 
 def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:

@@ -241,5 +241,5 @@ def _completion(
     """A row up to its end of sequence."""
     length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
     reason: FinishReason = "stop" if tokens[length - 1] in stop_ids else "length"
-    known = None if logprobs is None else logprobs[:length]
-    return Completion(tokens[:length], known, reason, None if support is None else support.first(length))
+    own = None if logprobs is None else logprobs[:length]
+    return Completion(tokens[:length], own, reason, None if support is None else support.first(length))

@@ -177,7 +177,7 @@ class Console:
         self._rewards.append(metric(metrics, "reward"))
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
         warm = self._seconds[1:]
-        left, tokens, spread = (
+        steps_left, tokens, spread = (
             self.total_steps - step,
             metric(metrics, "completion_tokens"),
             metric(metrics, "reward_std"),
@@ -196,7 +196,7 @@ class Console:
             "time": duration(seconds),
             PHASE_TITLE: _shares(phases),
             "tok/s": short_number(tokens / seconds if tokens is not None and seconds > 0 else None),
-            "ETA": duration(sum(warm) / len(warm) * max(left, 0) if warm else None),
+            "ETA": duration(sum(warm) / len(warm) * max(steps_left, 0) if warm else None),
         }
         if not self._rich.encoding.lower().startswith("utf"):
             cells |= {"±std": cells["±std"].strip("±"), "trend": MISSING}
@@ -204,8 +204,8 @@ class Console:
 
     def _trend(self) -> str:
         # Scaled to the whole run, so that the noise of ten steps does not look like progress.
-        known = [reward for reward in self._rewards if reward is not None] or [0.0]
-        return sparkline(self._rewards[-TREND:], bounds=(min(known), max(known)))
+        rewards = [reward for reward in self._rewards if reward is not None] or [0.0]
+        return sparkline(self._rewards[-TREND:], bounds=(min(rewards), max(rewards)))
 
     def _line(self, cells: Sequence[tuple[Column, str, str]]) -> None:
         gap = "  " if _width(self._columns, gap=2) <= self._rich.width else " "

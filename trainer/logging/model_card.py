@@ -49,7 +49,7 @@ def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Pat
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
     """The whole text of the card."""
-    found = versions()
+    installed = versions()
     return render(
         "model_card.md",
         facts=facts,
@@ -57,7 +57,7 @@ def model_card(facts: CardFacts, args: GRPOConfig) -> str:
         dataset=facts.dataset if is_hub_id(facts.dataset) else None,
         results=_results(facts),
         options=_changed_options(args),
-        versions=[f"{name} {found[name]}" for name in CARD_VERSIONS if name in found],
+        versions=[f"{name} {installed[name]}" for name in CARD_VERSIONS if name in installed],
     )
 
 

@@ -301,8 +301,8 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 def series(records: Records, name: str) -> Series:
     """Steps and values of a metric, where it was measured and finite. Of a step that was repeated, the last counts."""
     points = [(metric(record, "step"), metric(record, name)) for record in records]
-    known = {step: value for step, value in points if step is not None and value is not None}
-    return sorted(known), [known[step] for step in sorted(known)]
+    by_step = {step: value for step, value in points if step is not None and value is not None}
+    return sorted(by_step), [by_step[step] for step in sorted(by_step)]
 
 
 def named_series(records: Records, pattern: str) -> dict[str, Series]:

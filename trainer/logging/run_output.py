@@ -225,8 +225,8 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
         if isinstance(name, GeneralTracker) or name == "all" or name in installed:
             continue
         if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise UnavailableError(f"got report_to={name!r}, want one or several of {known}")
+            names = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise UnavailableError(f"got report_to={name!r}, want one or several of {names}")
         raise UnavailableError(
             f"got report_to={name!r}, which is not installed; fix: pip install {PACKAGES.get(name, name)}"
         )
@@ -283,17 +283,17 @@ def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool 
         corrected: whether the loss corrects for the difference between sampler and trainer.
         thinks: whether the model's chat template is that of a model that thinks before it answers.
     """
-    found = []
+    warnings = []
     sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     if sequences <= args.num_generations:
         steps = -(-SUGGESTED_PROMPTS * args.num_generations // (args.per_device_train_batch_size * processes))
-        found.append(
+        warnings.append(
             f"each optimizer step learns from {sequences / args.num_generations:.3g} prompt, so updates are noisy; "
             f"fix: gradient_accumulation_steps={steps} for {SUGGESTED_PROMPTS} prompts"
         )
     no_thinking = (args.chat_template_kwargs or {}).get("enable_thinking") is False
     if thinks and not no_thinking and args.max_completion_length < THINKING_TOKENS:
-        found.append(
+        warnings.append(
             f"this model thinks before it answers, and max_completion_length={args.max_completion_length} cuts most of "
             f"its completions; fix: max_completion_length={THINKING_TOKENS} or more, or "
             'chat_template_kwargs={"enable_thinking": false} where the template has it'
@@ -301,12 +301,12 @@ def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool 
     cuts = {"top_p": (args.top_p or 1.0) < 1.0, "top_k": bool(args.top_k), "min_p": bool(args.min_p)}
     if corrected and any(cuts.values()) and args.sampling_support == "off":
         names = " and ".join(f"{name}={getattr(args, name)}" for name, is_set in cuts.items() if is_set)
-        found.append(
+        warnings.append(
             f"with {names} the sampler's log-probs are normalised over the tokens that it keeps, the trainer's over "
             "all: the sampling correction is biased, and the check of the weight sync is off; fix: "
             "sampling_support='auto', which trains on the tokens that are kept"
         )
-    return found
+    return warnings
 
 
 class Advice:
@@ -321,12 +321,12 @@ class Advice:
 
     def __call__(self, metrics: Mapping[str, object]) -> list[str]:
         """The warnings that this step is the first to justify."""
-        found = {
+        warnings = {
             "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
             "equal": self._equal(metric(metrics, "groups_with_equal_rewards")),
             "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
         }
-        new = {name: text for name, text in found.items() if text is not None and name not in self.given}
+        new = {name: text for name, text in warnings.items() if text is not None and name not in self.given}
         self.given |= new.keys()
         return list(new.values())
 

@@ -185,10 +185,10 @@ def load_teacher(
 
 def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
     try:
-        theirs = AutoTokenizer.from_pretrained(str(teacher), **options).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(str(teacher), **options).get_vocab()
     except (OSError, ValueError):  # no tokenizer beside the weights; where they are missing too, loading them says so
         return
-    token_of = {index: token for token, index in theirs.items()}
+    token_of = {index: token for token, index in vocabulary.items()}
     other = [token for token, index in tokenizer.get_vocab().items() if token_of.get(index, token) != token]
     if other:
         index = tokenizer.get_vocab()[other[0]]
@@ -219,20 +219,22 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
             "got the model that is trained as its teacher_model, too, want one that stays; fix: teacher_model='self' "
             "for the model as it is now, or load it a second time"
         )
-    ours, theirs = (len(base_model(model).get_output_embeddings().weight) for model in (policy, teacher))
-    if ours > theirs:
+    policy_tokens, teacher_tokens = (
+        len(base_model(model).get_output_embeddings().weight) for model in (policy, teacher)
+    )
+    if policy_tokens > teacher_tokens:
         raise InputError(
-            f"got a teacher_model with a vocabulary of {theirs} and a policy with one of {ours}, want one that has all "
-            "of the policy's tokens; fix: a teacher of the policy's family; where only rows of padding differ, pass "
-            f"the policy as a loaded model after its resize_token_embeddings({theirs})"
+            f"got a teacher_model with a vocabulary of {teacher_tokens} and a policy with one of {policy_tokens}, want "
+            "one that has all of the policy's tokens; fix: a teacher of the policy's family; where only rows of "
+            f"padding differ, pass the policy as a loaded model after its resize_token_embeddings({teacher_tokens})"
         )
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A sha256 sum of the first values of each parameter: it differs between models and between checkpoints of one."""
-    found = hashlib.sha256(type(base_model(model)).__name__.encode())
+    digest = hashlib.sha256(type(base_model(model)).__name__.encode())
     for name, parameter in model.named_parameters():
         first = parameter.detach().flatten()[:FINGERPRINT_VALUES].cpu().contiguous()
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        found.update(first.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -139,8 +139,8 @@ def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict
             groups.setdefault(place(part), []).append(part)
         joined = list(map(_union, groups.values()))
         with suppress(Exception):  # of many types, where a conversion misses its other half
-            found = [described(converted(dict(part.shapes))) for part in joined]
-            if {name: value for some in found for name, value in some.items()} == whole:
+            layouts = [described(converted(dict(part.shapes))) for part in joined]
+            if {name: value for layout in layouts for name, value in layout.items()} == whole:
                 return joined
     return [_union(parts)]
 
@@ -148,8 +148,8 @@ def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict
 def _layer(part: Part) -> str:
     """The name of a part's first weight up to its first number: "model.layers.3"."""
     name = next(iter(part.shapes))
-    found = re.match(r".*?\.\d+", name)
-    return found[0] if found else name
+    layer = re.match(r".*?\.\d+", name)
+    return layer[0] if layer else name
 
 
 def _union(parts: Sequence[Part]) -> Part:

@@ -63,7 +63,7 @@ def build_splits() -> ArithmeticSplits:
     return ArithmeticSplits(train, heldout[:HELD_OUT_PROMPTS])
 
 
-def accuracy_reward(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def sum_reward(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
     """1 if the completion equals the answer, else 0."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 

@@ -279,12 +279,12 @@ def builtin_reward(given: str) -> Callable[..., Any] | None:
     name, equals, text = given.partition("=")
     if Path(given).exists() or not re.fullmatch(r"[\w-]+", name):
         return None
-    known = ", ".join(map(usage_of, NAMED))
+    names = ", ".join(map(usage_of, NAMED))
     if name not in NAMED:
         close = difflib.get_close_matches(name, NAMED, n=1)
         hint = f"did you mean {usage_of(close[0])}? " if close else ""
         raise InputError(
-            f"got reward function {given!r}, want one of {known}, a function as module:name or path.py:name, or a "
+            f"got reward function {given!r}, want one of {names}, a function as module:name or path.py:name, or a "
             f"reward model as a path or owner/name; fix: {hint}`fused-grpo rewards` says what each scores"
         )
     named = NAMED[name]
@@ -309,10 +309,10 @@ def is_right(text: str, correct: Any) -> float | None:
     wanted = "" if correct is None else final_answer(str(correct))
     if not wanted:
         return None
-    found, number = final_answer(text), sole_number(wanted)
+    answer, number = final_answer(text), sole_number(wanted)
     if number is None:
-        return float(_plain(found) == _plain(wanted))
-    numbers = NUMBER.findall(found.replace("−", "-"))
+        return float(_plain(answer) == _plain(wanted))
+    numbers = NUMBER.findall(answer.replace("−", "-"))
     return float(bool(numbers) and _value(numbers[-1]) == number)
 
 

@@ -136,10 +136,10 @@ class IsolatedReward:
             self._end_worker()
             first = sample.get("prompts", next(iter(sample.values())))[0]
             if isinstance(error, TimeoutError):
-                how = f"took longer than {self.timeout} s and was killed"
+                fate = f"took longer than {self.timeout} s and was killed"
             else:
-                how = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
-            what = f"the process of the isolated {self.reference} {how}; at {quoted(first)}; fix the function"
+                fate = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
+            what = f"the process of the isolated {self.reference} {fate}; at {quoted(first)}; fix the function"
             reply = {"error": what}
         if "error" not in reply:
             return reply
@@ -181,14 +181,14 @@ class Worker:
     """
 
     def __init__(self, reference: str, *, timeout: float, memory: int | None, environment: Mapping[str, str]) -> None:
-        self.socket, theirs = socket.socketpair()
+        self.socket, worker_socket = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         try:
-            with theirs:
+            with worker_socket:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", WORKER, reference, str(timeout), str(memory or 0)],
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
+                    stdin=worker_socket.fileno(),
+                    stdout=worker_socket.fileno(),
                     env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                     # A process group, which is killed with what it started, and which Ctrl-C does not reach.
                     start_new_session=True,

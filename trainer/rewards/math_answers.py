@@ -35,9 +35,9 @@ def grade(
             log_extra("answer_parsed", ["[skipped]"])
             rewards.append(None)
             continue
-        found = math_verify.parse(
+        answer = math_verify.parse(
             completion, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=None
         )
-        log_extra("answer_parsed", [str(found) if found else "[unparseable]"])
-        rewards.append(float(math_verify.verify(gold, found, timeout_seconds=None)))
+        log_extra("answer_parsed", [str(answer) if answer else "[unparseable]"])
+        rewards.append(float(math_verify.verify(gold, answer, timeout_seconds=None)))
     return rewards

@@ -123,11 +123,11 @@ class RewardCaller:
             )
         scores: Scores = own_copy(logged)  # a thread that the function has left behind may still log
         scores.values.extend(self._number(value, prompt) for value, prompt in zip(values, prompts, strict=True))
-        for column, some in scores.extra.items():
-            if len(some) != len(prompts):
+        for column, entries in scores.extra.items():
+            if len(entries) != len(prompts):
                 raise RewardError(
-                    f"reward function {self.name!r} logged {len(some)} values as {quoted(column)} for {len(prompts)} "
-                    f"completions (first prompt {quoted(prompts[0])}); want one value per completion"
+                    f"reward function {self.name!r} logged {len(entries)} values as {quoted(column)} for "
+                    f"{len(prompts)} completions (first prompt {quoted(prompts[0])}); want one value per completion"
                 )
         return scores
 

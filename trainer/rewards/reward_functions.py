@@ -168,8 +168,8 @@ class Rewards:
             event_loop()  # made here, because two threads at once would each make one
         call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
         pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
-        done = {one: call(one) for one in self._callers if one not in pending}
-        outcomes = [pending[one].result() if one in pending else done[one] for one in self._callers]
+        outcome_of = {one: call(one) for one in self._callers if one not in pending}
+        outcomes = [pending[one].result() if one in pending else outcome_of[one] for one in self._callers]
         scores, seconds = zip(*outcomes, strict=True)
         return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 

@@ -63,7 +63,7 @@ def _arithmetic(options: Sequence[str], *, limit: int | None, eval_limit: int | 
         name=ARITHMETIC,
         train=splits.train[:limit],
         heldout=splits.heldout[:eval_limit],
-        reward=arithmetic.accuracy_reward,
+        reward=arithmetic.sum_reward,
         measures="accuracy",
         load_model=arithmetic.load_base_model,
     )

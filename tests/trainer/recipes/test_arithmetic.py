@@ -76,12 +76,12 @@ def test_the_tokenizer_is_the_same_after_a_save(tmp_path):
     [("521", 1.0), ("125", 0.0), ("52", 0.0), ("", 0.0), ("5210", 0.0), ("521=", 0.0), (" 521", 0.0), ("5+1", 0.0)],
 )
 def test_only_exactly_the_answer_is_rewarded(completion, reward):
-    assert arithmetic.accuracy_reward(prompts=["58+67="], completions=[completion], answer=["521"]) == [reward]
+    assert arithmetic.sum_reward(prompts=["58+67="], completions=[completion], answer=["521"]) == [reward]
 
 
 def test_rewards_stay_beside_their_completions():
     inputs = {"prompts": ["12+34=", "58+67="], "completion_ids": [[1], [1]]}
-    assert arithmetic.accuracy_reward(completions=["64", "64"], answer=["64", "521"], **inputs) == [1.0, 0.0]
+    assert arithmetic.sum_reward(completions=["64", "64"], answer=["64", "521"], **inputs) == [1.0, 0.0]
 
 
 def test_the_head_is_its_own_weight(base):
@@ -113,7 +113,7 @@ def test_the_base_model_adds_and_rarely_carries(base, splits):
     prompts, right = encode(tokenizer, splits.heldout)
     carries = torch.tensor([without_carries(row) != row["answer"] for row in splits.heldout])
     completions = generate(model, tokenizer, [row["prompt"] for row in splits.heldout])
-    greedy = arithmetic.accuracy_reward(completions=completions, answer=[row["answer"] for row in splits.heldout])
+    greedy = arithmetic.sum_reward(completions=completions, answer=[row["answer"] for row in splits.heldout])
     with torch.no_grad():
         logits = model(torch.cat([prompts, right], 1), use_cache=False).logits[:, prompts.shape[1] - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(-1, right[..., None])[..., 0].masked_fill(right == 0, 0.0)
@@ -133,7 +133,7 @@ def test_the_task_is_learned(base, splits, tmp_path, kind, learning_seed, learne
     demo |= {"output_dir": str(tmp_path), "max_steps": DEMO_STEPS, "save_strategy": "no", "use_vllm": False}
     args = GRPOConfig(**{**demo, "log_completions": False, "seed": learning_seed, **options})
     own = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
-    result = GRPOTrainer(copy.deepcopy(model), arithmetic.accuracy_reward, args, splits.train, **own).train()
+    result = GRPOTrainer(copy.deepcopy(model), arithmetic.sum_reward, args, splits.train, **own).train()
     assert ("sampling/kept_tokens/mean" in result.metrics) is ("top_p" in options)
     assert result.metrics.get("sampling/kept_tokens/mean", 2) < 3
     assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-4

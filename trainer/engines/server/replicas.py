@@ -96,11 +96,11 @@ class Replica:
         """A field of the response, of a kind that `parsed` knows, or RequestError; POST where there is a body."""
         answer = await self.request(client, "POST" if body else "GET", path, body)
         try:
-            found: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
+            value: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
         except ValueError as error:
             problem = f"{type(error).__name__}: {error}"
             raise RequestError(f"an answer from {path} that vLLM does not give ({problem})") from None
-        return found
+        return value
 
     async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> object:
         """The JSON of the response, {} where it is empty; RequestError: no response, an error status, or no JSON."""
@@ -258,18 +258,18 @@ class Replicas:
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
         async def all_completed(client: httpx.AsyncClient) -> list[T]:
-            found: dict[int, tuple[Replica, T]] = {}
-            while missing := [index for index in range(len(bodies)) if index not in found]:
+            answers: dict[int, tuple[Replica, T]] = {}
+            while missing := [index for index in range(len(bodies)) if index not in answers]:
                 results = await _together(completed(client, bodies[index]) for index in missing)
-                found |= zip(missing, results, strict=True)
+                answers |= zip(missing, results, strict=True)
                 # All that responded, not only live ones: one may have sampled from other weights before it stopped.
-                responders = list({replica for replica, _ in found.values()})
+                responders = list({replica for replica, _ in answers.values()})
                 checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
                 stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
                 for replica in stale:
                     leave_out(replica, "other weights than those of the last sync")
-                found = {index: result for index, result in found.items() if result[0] not in stale}
-            return [found[index][1] for index in range(len(bodies))]
+                answers = {index: result for index, result in answers.items() if result[0] not in stale}
+            return [answers[index][1] for index in range(len(bodies))]
 
         return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
@@ -320,7 +320,7 @@ def is_loopback(host: str) -> bool:
 
 def _addresses(host: str) -> set[str]:
     with suppress(OSError):
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        return {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
     return set()
 
 

@@ -92,7 +92,7 @@ class ModelFacts:
         """Compare with what a server's workers have printed of its model; InputError where it is another one."""
         served = _printed_sizes(printed)
         pairs = [(name, size, served.get(name)) for name, size in self._sizes.items()]
-        wrong = [f"{min(found)} {name}, not {size}" for name, size, found in pairs if found and size not in found]
+        wrong = [f"{min(values)} {name}, not {size}" for name, size, values in pairs if values and size not in values]
         kind, norms = re.findall(r"^\w*", printed)[0], {name for name in re.findall(_NAME, printed) if "norm" in name}
         # vLLM's Mamba serves FalconMamba too, with norms of its own.
         if norms and kind not in self._classes and not kind.startswith(("Transformers", "Mamba")):
