@@ -462,7 +462,7 @@ class GRPOTrainer(TransformersFace):
         if self.args.push_to_hub:
             self.files.upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
-            report = self.output.report()
+            report = self.output.report(final)
         self.events("on_train_end")
         barrier(self.accelerator)
         return TrainResult(

@@ -149,9 +149,6 @@ def train_model(options: TrainOptions) -> None:
     )
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
-    say(f"report: {result.report}")
-    if options.model is not None:
-        say(f"model: {result.checkpoint}")
     if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:
         before, after = (of["reward"] for of in (result.eval_before, result.eval_after))
         say(f"held-out {inputs.task.measures}: {before:.3f} -> {after:.3f}")

@@ -60,6 +60,7 @@ Without --model: the demo. Its defaults are beside the others where they differ.
 # What the help shows as a value; tyro's "{None}|STR" says no more, since the default is None.
 METAVARS: dict[Any, str] = {
     str | None: "STR",
+    bool | None: "[True|False]",
     int | None: "INT",
     float | None: "FLOAT",
     list[str] | None: "STR [STR ...]",
@@ -196,7 +197,7 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     no_demo = {"--model", "-h", "--help"}.intersection(argument.split("=")[0] for argument in arguments)
     parsed: Any = tyro.cli(
         _sectioned(TrainOptions() if "model" in values or no_demo else TrainOptions(**demo), demo),
-        args=[*as_arguments(values), *arguments],
+        args=as_flags([*as_arguments(values), *arguments]),
         prog="fused-grpo train",
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
@@ -222,6 +223,35 @@ def as_arguments(values: dict[str, Any]) -> list[str]:
         else:
             arguments.append(f"--{option}={value}")
     return arguments
+
+
+def as_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments with each option that is True or False as the parser wants it.
+
+    `--bf16` and `--no-bf16` need no value, though None is one of its values, and may have one, as in TRL's commands:
+    `--bf16 true`, `--gradient_checkpointing False`.
+    """
+    types, words = get_type_hints(TrainOptions), {"true": "True", "false": "False", "none": "None"}
+    flags, rest = list[str](), list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
+        name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
+        is_negated = name.startswith("no_") and not equals
+        name = name.removeprefix("no_") if is_negated else name
+        if types.get(name) not in (bool, bool | None):
+            flags.append(argument)
+            continue
+        if is_negated:
+            value = "False"
+        elif not equals:
+            value = rest.pop(0) if rest and rest[0].lower() in words else "True"
+        value, option = words.get(value.lower(), value), name.replace("_", "-")
+        if types[name] is not bool or value not in ("True", "False"):
+            flags.append(f"--{option}={value}")
+        elif value == "True" or name not in COMMANDS:
+            flags.append(f"--{option}" if value == "True" else f"--no-{option}")
+    return flags
 
 
 def find_config(name: str) -> Path:

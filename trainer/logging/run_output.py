@@ -143,9 +143,13 @@ class RunOutput:
         if self.trackers is not None:
             self.trackers.log({"step": step} | numbers)
 
-    def report(self) -> Path:
-        """Write report.html, on the main process; its path everywhere."""
-        return Path(self.args.output_dir) / REPORT_FILE if self.log is None else write_report(self.log.output_dir)
+    def report(self, model: Path) -> Path:
+        """Write report.html and say where it and the model are, on the main process; its path everywhere."""
+        if self.log is None:
+            return Path(self.args.output_dir) / REPORT_FILE
+        report = write_report(self.log.output_dir)
+        self.console.note(f"report: {report}\nmodel: {model}")
+        return report
 
     def close(self) -> None:
         """End the trackers, however the run ended. Harmless a second time."""

@@ -61,6 +61,7 @@ def test_the_first_command_works_as_typed_and_shows_its_plan_first(questions, mo
     after = capsys.readouterr().out
     assert re.search(r"^starting the engine: transformers: 0\.\ds$", after, re.MULTILINE)
     assert "╭" not in after
+    assert after.count("report: runs/grpo/report.html") == after.count("model: runs/grpo/final") == 1
     steps = [json.loads(line) for line in (questions / "runs" / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert "rewards/accuracy/mean" in steps[0]

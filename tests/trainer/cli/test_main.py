@@ -209,6 +209,34 @@ def test_a_dataset_may_be_a_function_and_its_failure_is_a_data_error(tmp_path):
         load_prompts(options, held_out=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--bf16 --use-vllm", {"bf16": True, "use_vllm": True}),
+        ("--no-bf16 --no_use_vllm --max-steps 3", {"bf16": False, "use_vllm": False, "max_steps": 3}),
+        ("--bf16 true --use-vllm=False --tf32 none", {"bf16": True, "use_vllm": False, "tf32": None}),
+        (
+            "--gradient_checkpointing False --disable_dropout True",
+            {"gradient_checkpointing": False, "disable_dropout": True},
+        ),
+        ("--no-gradient-checkpointing --disable-dropout", {"gradient_checkpointing": False, "disable_dropout": True}),
+        ("--dry-run False --use-peft --run-name True", {"dry_run": False, "use_peft": True, "run_name": "True"}),
+    ],
+)
+def test_what_is_true_or_false_needs_no_value_and_may_have_one(arguments, expected):
+    options = parse_train_options(["--model", "m", *arguments.split()])
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--bf16=maybe", "--no-bf16=True", "--no-model", "--shuffle-dataset=2", "--dry-run=2"]
+)
+def test_other_values_of_flags_are_refused(argument, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_train_options(["--model", "m", argument])
+    assert "--" in capsys.readouterr().err
+
+
 def test_a_report_is_written_again_from_the_logs(tmp_path, capsys):
     RunLog(tmp_path).log_metrics({"step": 1, "reward": 0.5})
     main(["report", str(tmp_path)])

@@ -1,11 +1,14 @@
 """The model card: what the hub reads, what a person reads, and nothing private; and the upload."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
 
@@ -56,6 +59,22 @@ def test_a_local_model_and_dataset_are_not_called_repositories(tmp_path, monkeyp
 def test_secrets_among_the_options_do_not_get_into_a_card():
     card = model_card(CardFacts(**FACTS), GRPOConfig(model_init_kwargs={"token": "hf_" + "a" * 30}))
     assert "hf_aaa" not in card
+
+
+def test_objects_and_long_values_are_named_and_not_printed():
+    options = {"model_init_kwargs": {"config": SimpleNamespace()}, "generation_kwargs": {"bad_words": ["w"] * 200}}
+    args = GRPOConfig(**options, chat_template_kwargs={"tools": [len]}, lr_scheduler_kwargs={"num_cycles": 2})
+    fill_loader_options(args, stream=False)  # an object, in an option that has no effect here
+    (options,) = re.findall("```yaml\n(.*?)```", model_card(CardFacts(**FACTS), args), re.DOTALL)
+    named = "model_init_kwargs, generation_kwargs, chat_template_kwargs"
+    assert options == f"lr_scheduler_kwargs:\n  num_cycles: 2\n# and {named}, which have no short text\n"
+
+
+def test_dtypes_and_paths_are_readable(tmp_path):
+    args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, "cache_dir": tmp_path})
+    card = model_card(CardFacts(**FACTS), args)
+    assert "  dtype: torch.bfloat16\n" in card
+    assert f"  cache_dir: {tmp_path}\n" in card
 
 
 def test_an_adapters_card_loads_it_with_peft_and_has_no_empty_table():

@@ -41,3 +41,11 @@ def test_the_first_step_has_a_line_of_its_own_and_its_time_is_in_no_mean(make_tr
     assert first[1]["reward"] == records[0]["reward"]
     assert last[1]["reward"] == pytest.approx(sum(record["reward"] for record in records) / 4)
     assert last[1]["step_time"] == pytest.approx(sum(record["step_time"] for record in records[1:]) / 3)
+
+
+def test_the_last_lines_say_where_report_and_model_are(make_trainer, capsys) -> None:
+    result = make_trainer(max_steps=1).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"report: {result.report}", f"model: {result.checkpoint}"]
+    assert result.report.is_file()
+    assert (result.checkpoint / "config.json").is_file()
