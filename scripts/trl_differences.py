@@ -18,8 +18,8 @@ DIFFERENT: dict[str, str] = {
     "resume_from_checkpoint": "True finds the newest complete checkpoint; exact, rollouts in progress included",
     "model_init_kwargs": "trust_remote_code in it is used for tokenizer and engine too",
     "delta": "dropped with a warning where the loss has no unclipped branch (TRL: no warning)",
-    "steps_per_generation": "a multiple or (num_iterations=1) a divisor of gradient_accumulation_steps; not shuffled",
-    "generation_batch_size": "a multiple or a divisor of the effective batch; see steps_per_generation",
+    "steps_per_generation": "rounded up to a multiple of gradient_accumulation_steps; not shuffled",
+    "generation_batch_size": "rounded up to a multiple of the effective batch; see steps_per_generation",
     "gradient_accumulation_steps": "losses are normalised over the whole step, so it changes memory and nothing else",
     "router_aux_loss_coef": "of each micro-batch, as there; under accumulation those hold other sequences",
     "bf16": "None: on if there is a GPU; weights stay in fp32 under autocast",
@@ -143,7 +143,7 @@ SIZES = {
     "num_generations_eval": "evaluations only",
     "optim": "none where it is accepted",
     "router_aux_loss_coef": "0.001, two micro-batches: parameters (they move by 9e-3) 2e-4 to 4e-4; of one: 1.2e-7",
-    "steps_per_generation": "above; of a divisor: other samples",
+    "steps_per_generation": "above; where it is rounded: other samples",
     "use_vllm": "another sampler",
     "vllm_importance_sampling_mode": "vLLM's log-probs against the trainer's: none if they agree",
 }
@@ -158,7 +158,7 @@ ABSENT: dict[str, str] = {
         current_gradient_accumulation_steps compute_loss_func loss_is_scaled_for_ga
         model_accepts_loss_kwargs""",
     "the loss is `fused_grpo.loss`, its options `args.loss_config()`": """
-        get_gamma_weights get_high_entropy_mask get_off_policy_mask label_smoother""",
+        get_gamma_weights label_smoother""",
     "`sampler` draws the rows as they are needed": """
         get_test_dataloader get_batch_samples get_total_train_batch_size
         set_initial_training_values num_examples data_collator""",

@@ -367,7 +367,7 @@ class GRPOTrainer(TransformersFace):
                 self._sync_engine(phases)
                 with all_ranks_succeed(self.accelerator, "requesting the next batch"):
                     self.collector.prefetch(self.engine)
-        scored = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
+        scored = self.scored = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             self.engine.sleep()
             self._undo.pop_all()  # the run has made something

@@ -12,16 +12,20 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.checkpoint.saving import ModelFiles
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
+from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
-from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.data.prompts import as_completion
+from fused_grpo.trainer.learner import Learner, quantile
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.model_card import CardFacts, write_model_card
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
@@ -71,6 +75,7 @@ class TransformersFace:
             shown=(model, start.tokenizer, learner.optimizer, learner.scheduler),
             log=lambda *entry: self.log(*entry),
         )
+        self.scored: Scored | None = None  # the newest generated batch
         self.use_vllm = start.engine_name != "transformers"
         self.output_dir, self.results = Path(self.args.output_dir), Results()
         self.files = ModelFiles(
@@ -224,6 +229,53 @@ class TransformersFace:
         batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         own_batches = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         return DataLoader(rows, batch_sampler=own_batches, collate_fn=list, num_workers=workers)
+
+    # Parts of TRL's loss, whose place `fused_grpo.loss` takes, and its log.
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Which tokens have at least the entropy that a share of `threshold` of all tokens is below: [B, T] bool.
+
+        Args:
+            entropies: [B, T], of this process; the quantile is that of the tokens of all processes.
+            mask: [B, T], 1 for tokens and 0 for padding.
+            threshold: from 0 (all tokens) to 1 (those of the greatest entropy).
+        """
+        is_token = mask.bool()
+        padded = self.accelerator.pad_across_processes(entropies[is_token].float(), dim=0, pad_index=-1)
+        values: Any = self.accelerator.gather(padded)
+        return is_token & (entropies >= quantile(values[values >= 0], threshold))  # no entropy is below 0
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """[B, 1] of the mask's dtype: 0 for sequences that the loss leaves out (DeepSeek-V3.2), else 1.
+
+        Those have a negative `advantages` [B, 1] and a mean of log p_sampling - log p over their tokens, of [B, T]
+        each, beyond the threshold. A token without a log-prob of the sampler (NaN) counts as one without a difference.
+        """
+        drift = torch.where(mask.bool(), sampling_per_token_logps - per_token_logps.detach(), 0.0).nan_to_num(nan=0.0)
+        means = drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return ((advantages >= 0) | (means <= off_policy_threshold)).to(mask.dtype)
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        """The completions of this process in the newest generated batch: what TRL's table of completions has."""
+        samples = [] if self.scored is None else self.scored.samples
+        columns = dict.fromkeys(name for sample in samples for name in sample.logged)
+        return {
+            "prompt": [sample.row["prompt"] for sample in samples],
+            "completion": [as_completion(sample.row, sample.text) for sample in samples],
+            "rewards": {
+                name: [sample.rewards[place] for sample in samples] for place, name in enumerate(self.rewards.names)
+            },
+            "advantages": [sample.advantage for sample in samples],
+            "extra": {name: [sample.logged.get(name) for sample in samples] for name in columns},
+        }
 
     # Callbacks and processes.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.redaction import redacted
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING
 
 # Sampling options that `generation_kwargs` replaces, as in TRL.
@@ -35,27 +36,32 @@ class DerivedOptions:
     dynamic_sampling: int
 
     def micro_batches_per_generation(self, num_processes: int) -> int:
-        """`steps_per_generation`, from `generation_batch_size` where that is given.
+        """`steps_per_generation`, from `generation_batch_size` where that is given, rounded up to optimizer steps.
 
-        At least `gradient_accumulation_steps`: until the weights change, one generation samples what several would.
+        Until the weights change, one generation samples what several would. Otherwise rounding is another run than
+        TRL's, in which an optimizer step may use parts of two generated batches: a warning says so, once.
 
         Raises:
-            InputError: micro-batches of a generation that neither fill optimizer steps nor, used once, part of one.
+            InputError: a `generation_batch_size` that is no whole number of micro-batches.
         """
         step, given = self.gradient_accumulation_steps, f"steps_per_generation={self.steps_per_generation}"
         count, rest = self.steps_per_generation or step, 0
         if self.generation_batch_size is not None:
             given = f"generation_batch_size={self.generation_batch_size}"
             count, rest = divmod(self.generation_batch_size, self.per_device_train_batch_size * num_processes)
-        part_of_a_step = count and not step % count and self.num_iterations == 1
-        if rest or not count or (count % step and not part_of_a_step):
-            batch = f"{self.per_device_train_batch_size} sequences on each of {num_processes} process(es)"
+        if rest or not count:
             raise InputError(
-                f"got {given} with gradient_accumulation_steps={step} and num_iterations={self.num_iterations}, want "
-                f"{step} micro-batches ({batch}) times a whole number, or for num_iterations=1 a divisor of {step}: an "
-                "optimizer step uses one generated batch; fix: leave it out, or change one of the others"
+                f"got {given}, want a multiple of {self.per_device_train_batch_size} sequences on each of "
+                f"{num_processes} process(es); fix: leave it out, or change one of the others"
             )
-        return max(count, step)
+        rounded = -(-count // step) * step
+        if count % step and (self.num_iterations > 1 or step % count):
+            warn_once(
+                f"got {given} with gradient_accumulation_steps={step} and num_iterations={self.num_iterations}: a "
+                f"generation has {rounded} micro-batches instead of {count}, since an optimizer step uses one "
+                f"generated batch; fix: a multiple of {step} micro-batches"
+            )
+        return rounded
 
     def optimizer_steps_per_generation(self, num_processes: int) -> int:
         """Optimizer steps of one pass over a generated batch; there are `num_iterations` passes."""

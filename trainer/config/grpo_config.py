@@ -78,8 +78,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     num_iterations: int = 1
     """Number of passes over each generated batch. Beyond 1 the ratio leaves 1 and clipping has an effect."""
     steps_per_generation: int | None = None
-    """Number of micro-batches per generation, a multiple of `gradient_accumulation_steps`. None is that many, and so is
-    a divisor: until the weights change, one generation samples what several would."""
+    """Number of micro-batches per generation, rounded up to a multiple of `gradient_accumulation_steps`. None is that
+    many."""
     generation_batch_size: int | None = None
     """Number of sequences per generation, over all processes. Excludes `steps_per_generation`."""
     max_tokens_per_micro_batch: int | None = None

@@ -4,6 +4,7 @@ import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.common.warnings import warn_once
 
 INF, NAN = float("inf"), float("nan")
 
@@ -78,21 +79,38 @@ def test_a_generation_is_for_whole_optimizer_steps(options, micro_batches):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "count", "rounded"),
     [
-        {"steps_per_generation": 4},
-        {"steps_per_generation": 2, "num_iterations": 2},  # the second pass would come before the weights change
-        {"generation_batch_size": 8 * 4},
-        {"generation_batch_size": 8 * 6 + 4},
-        {"generation_batch_size": 4},
+        ({"steps_per_generation": 4}, 4, 6),
+        ({"steps_per_generation": 7}, 7, 12),
+        ({"steps_per_generation": 2, "num_iterations": 2}, 2, 6),  # the second pass comes before the weights change
+        ({"generation_batch_size": 8 * 8}, 8, 12),
     ],
 )
-def test_a_generation_that_ends_within_a_step_is_refused(options):
+def test_a_generation_that_ends_within_a_step_is_rounded_up_with_a_warning(options, count, rounded, caplog):
+    warn_once.cache_clear()
+    args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=6, **options)
+    assert [args.micro_batches_per_generation(1) for _ in range(2)] == [rounded] * 2
+    (record,) = caplog.records
     given = "{}={}".format(*next(iter(options.items())))
-    with pytest.raises(InputError, match=rf"got {given} with gradient_accumulation_steps=6 .*, want 6 micro-batches"):
-        GRPOConfig(
-            per_device_train_batch_size=8, gradient_accumulation_steps=6, **options
-        ).micro_batches_per_generation(1)
+    assert f"got {given} with gradient_accumulation_steps=6" in record.message
+    assert f"has {rounded} micro-batches instead of {count}" in record.message
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_generation": 2}, {"steps_per_generation": 12, "num_iterations": 2}]
+)
+def test_a_generation_of_the_same_samples_gets_no_warning(options, caplog):
+    warn_once.cache_clear()
+    GRPOConfig(gradient_accumulation_steps=6, **options).micro_batches_per_generation(1)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("size", [8 * 6 + 4, 4])
+def test_a_generation_of_parts_of_micro_batches_is_refused(size):
+    args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=6, generation_batch_size=size)
+    with pytest.raises(InputError, match=rf"got generation_batch_size={size}, want a multiple of 8 sequences"):
+        args.micro_batches_per_generation(1)
 
 
 def test_groups_on_several_processes_are_not_replaced():
