@@ -10,10 +10,18 @@ BIN := .venv/bin
 # The tests start a hundred processes, and importing torch and transformers costs each 5 s with bytecode, 13 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-full test-gpu test-cpus test-versions coverage faults check bench bench-gpu soak clean
+.PHONY: setup wheel demo test test-full test-gpu test-cpus test-versions coverage faults check bench bench-gpu soak clean
 
 setup:   ## a virtual environment with the package and the rollout engine for this machine
 	@$(PYTHON) scripts/setup_env.py
+
+wheel:   ## dist/: the wheel and the sdist of this clone, and the command that installs the wheel elsewhere
+	@$(PYTHON) scripts/setup_env.py dev
+	@rm -rf build dist && mkdir dist
+	@$(BIN)/python -m build --outdir dist . > dist/build.log || { cat dist/build.log; exit 1; }
+	@rm dist/build.log
+	@ls dist/*
+	@echo "install it:  pip install '$$(ls $(CURDIR)/dist/*.whl)[trainer]'    # or [vllm], [trainer,peft,math], ...: README.md"
 
 demo:    ## train the built-in arithmetic task with vLLM rollouts; SEED=n, OUTPUT_DIR=path
 	@$(PYTHON) scripts/setup_env.py

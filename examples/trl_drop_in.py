@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with our ops under it: one line of a script changes, the numbers do not.
 
 Trains a tiny random model for ten steps with `trl.GRPOTrainer`, and again with `FusedGRPOTrainer`; prints what TRL logs
-and how far apart the two models are. Needs `pip install fused-grpo 'trl==1.16.*'`. Leaves nothing behind.
+and how far apart the two models are. Needs fused-grpo and `pip install 'trl==1.16.*'`. Leaves nothing behind.
 """
 
 import os

@@ -114,10 +114,12 @@ def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
     wheel, _ = archives
     tops = {name.split("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fused_grpo"}
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainer").rglob("*.py")}
-    for data in ("templates/*", "config/*.json"):
-        sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainer").rglob(data)}
-    assert {f"fused_grpo/{name}" for name in sources} <= set(wheel)
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_grpo").rglob("*.py")}
+    for link in ("kernels", "trainer", "bench"):
+        folder = (ROOT / "fused_grpo" / link).resolve()
+        paths = [path for data in ("*.py", "templates/*", "config/*.json") for path in folder.rglob(data)]
+        sources |= {f"fused_grpo/{link}/{path.relative_to(folder).as_posix()}" for path in paths}
+    assert sources <= set(wheel)
     for name in ("py.typed", "fused_loss.py", "kernels/logprob_forward.py", *RECIPES):
         assert f"fused_grpo/{name}" in wheel
 
