@@ -115,10 +115,10 @@ def test_the_wheel_holds_only_fused_grpo_with_all_three_floors(archives):
     tops = {name.split("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fused_grpo"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_grpo").rglob("*.py")}
-    for link in ("kernels", "trainer", "bench"):
-        folder = (ROOT / "fused_grpo" / link).resolve()
+    for floor in ("kernels", "trainer", "bench"):
+        folder = (ROOT / "fused_grpo" / floor).resolve()
         paths = [path for data in ("*.py", "templates/*", "config/*.json") for path in folder.rglob(data)]
-        sources |= {f"fused_grpo/{link}/{path.relative_to(folder).as_posix()}" for path in paths}
+        sources |= {f"fused_grpo/{floor}/{path.relative_to(folder).as_posix()}" for path in paths}
     assert sources <= set(wheel)
     for name in ("py.typed", "fused_loss.py", "kernels/logprob_forward.py", *RECIPES):
         assert f"fused_grpo/{name}" in wheel
