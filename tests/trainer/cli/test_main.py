@@ -229,7 +229,7 @@ def test_what_is_true_or_false_needs_no_value_and_may_have_one(arguments, expect
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--bf16=maybe", "--no-bf16=True", "--no-model", "--shuffle-dataset=2", "--dry-run=2"]
+    "argument", ["--bf16=maybe", "--no-bf16=True", "--no-model", "--shuffle-dataset=2", "--dry-run=2"]
 )
 def test_other_values_of_flags_are_refused(argument, capsys):
     with pytest.raises(SystemExit, match="2"):
