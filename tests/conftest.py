@@ -70,7 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(device_run)
     if DEVICE != "cuda":
-        patch_helpers_once()
+        import quick_interpreter
+
+        quick_interpreter.make_quick()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
     if "FARM" not in os.environ:
         os.environ["FARM"] = f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}"
@@ -151,27 +153,6 @@ def skip_what_cannot_run(items: list[pytest.Item]) -> None:
         for keyword, reason in reasons.items():  # a marker, or a folder
             if reason and keyword in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def patch_helpers_once() -> None:
-    """Half the time of an interpreted kernel: at every call of a helper, Triton's interpreter looks through all of
-    `triton.language` for functions to patch, although they are patched already."""
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        languages = [module for module in self.fn.__globals__.values() if module is tl or module is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in languages):
-            interpreter._patch_lang(self.fn)
-        try:
-            return self.rewrite()(*arguments, **options)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.InterpretedFunction.__call__ = call
 
 
 class Process:
