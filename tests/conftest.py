@@ -82,6 +82,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # and where a test collects garbage, none of them is looked through
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Nor what a file has imported: once vLLM is there, a collection takes a second, and some tests make several."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     folder, _, session = os.environ.get("FARM", "").partition(":")
     if session == str(os.getpid()):

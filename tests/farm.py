@@ -22,6 +22,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -130,6 +131,8 @@ def import_libraries() -> None:
         # No test samples with vLLM through TRL, and importing it takes longer than all the rest.
         with mock.patch.object(import_utils, "is_vllm_available", return_value=False):
             import trl.trainer.grpo_trainer  # noqa: F401
+    # PyTorch looks through all modules for the one that registers an op: here once, and not in every fork.
+    inspect.getmodule(sys._getframe())
 
 
 def import_trainer() -> None:

@@ -75,6 +75,7 @@ def tf32() -> Iterator[None]:
 @pytest.mark.usefixtures("tf32")
 def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tokenizer, prompts) -> None:
     torch.manual_seed(5)
+    gc.unfreeze()  # what the suite has frozen
     before = process_state()
     engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
     assert process_state() == before
