@@ -14,14 +14,18 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.rewards.builtin_rewards import text_of
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
-from fused_grpo.trainer.tasks.entries import as_text, difficulties, last_answer
+from fused_grpo.trainer.tasks.entries import difficulties, from_text, last_answer
 from fused_grpo.trainer.tasks.task import Row, Task
 
 HELD_OUT_SEEDS = 2**31
@@ -63,18 +67,21 @@ def reasoning_gym_task(
     for name, value, least in (("size", size, 1), ("heldout_size", heldout_size, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
-    heldout = _entries(generator, options, seed=seed + HELD_OUT_SEEDS, size=heldout_size, without=())
-    train = _entries(generator, options, seed=seed, size=size, without=[entry["question"] for entry in heldout])
+    made = _made_entries(generator, options, [(seed + HELD_OUT_SEEDS, heldout_size), (seed, size)])
+    seen = set[str]()
+    heldout, train = (list(_new_rows(entries, seen)) for entries in made)
     if not train:
         raise DataError(
             f"got no question of {generator} to train on: all of {size} are among {len(heldout)} held-out ones; fix: "
             "fewer held-out rows, or options with more questions"
         )
-    rows = _rows([*train, *heldout])
+    rows = [*train, *heldout]
+    for row, difficulty in zip(rows, difficulties([from_text(row["entry"]) for row in rows]) or (), strict=False):
+        row["difficulty"] = difficulty
     return Task(
         name=f"reasoning_gym:{generator}",
-        train=rows[: len(train)],
-        heldout=rows[len(train) :],
+        train=train,
+        heldout=heldout,
         reward=_reward(generator, json.dumps([generator, options]), read_answer),
     )
 
@@ -127,33 +134,37 @@ def _module() -> ModuleType:
     return module
 
 
-def _entries(
-    name: str, options: Mapping[str, Any], *, seed: int, size: int, without: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The entries of a seed, each question once, and none of `without`."""
-    entries, seen = list[dict[str, Any]](), set(without)
-    if not size:
-        return entries
-    dataset = _module().create_dataset(name, seed=seed, size=size, **options)
-    for index in range(size):
-        try:
-            entry = dataset[index]
-        except Exception as error:
-            raise DataError(
-                f"got {type(error).__name__} from {name} for entry {index} of seed {seed}: {shown(error)}; fix: other "
-                "options"
-            ) from error
-        if entry["question"] not in seen:
-            seen.add(entry["question"])
-            entries.append(entry)
+def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> list[list[str]]:
+    """The entries of a generator for each (seed, size), as text; the same in every process.
+
+    Raises:
+        DataError: an entry that cannot be made.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    made = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.make_entries"],
+        input=json.dumps({"name": name, "options": options, "parts": parts}).encode(),
+        stdout=subprocess.PIPE,
+        env={**without_secrets(os.environ), "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+    )
+    try:
+        reply = json.loads(made.stdout)
+    except ValueError:
+        reply = {"error": f"its process ended with status {made.returncode}"}
+    if "error" in reply:
+        raise DataError(f"got no entries from {name}: {reply['error']}; fix: other options")
+    entries: list[list[str]] = reply["parts"]
     return entries
 
 
-def _rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
-    rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": as_text(entry)} for entry in entries]
-    for row, difficulty in zip(rows, difficulties(entries) or (), strict=False):
-        row["difficulty"] = difficulty
-    return rows
+def _new_rows(entries: Iterable[str], seen: set[str]) -> Iterator[Row]:
+    """Rows of the entries whose question has not been seen, which it then has been."""
+    for text in entries:
+        entry = from_text(text)
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            # Some puzzles have many solutions, and no answer.
+            yield {"prompt": entry["question"], "answer": str(entry["answer"] or ""), "entry": text}
 
 
 def _reward(name: str, generator: str, read_answer: ReadAnswer) -> Callable[..., list[float]]:
