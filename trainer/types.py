@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 FinishReason = Literal["stop", "length"]
 SupportChoice = Literal["auto", "require", "off"]
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.

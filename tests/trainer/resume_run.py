@@ -2,6 +2,7 @@
 
     python resume_run.py OUTPUT_DIR ENGINE (fresh|again|resume) WHERE NUMBER
 
+ENGINE is "transformers", "vllm", or "curriculum": transformers, with prompts that are drawn by their rewards.
 WHERE is "generation", "accumulation", "logging" (half a record is written), "saving" or "renaming": the process kills
 itself there, once step NUMBER is reached, with a signal that nothing can catch. Or "operation in a save": before the
 NUMBER-th time that a save asks the file system to change something. Or "wait": after its first save, it waits to be
@@ -47,6 +48,12 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     """Differs between completions, and takes what one of them logs."""
     columns["log_metric"]("digits", float(sum(text.count("1") for text in completions)))
     return [len(set(text)) + 0.1 * len(text) for text in completions]
+
+
+def reward_of_some(completions: list[str], prompts: list[str], **columns: Any) -> list[float]:
+    """The same for half of the prompts; 0 for the others, so that a curriculum has something to tell apart."""
+    rewards = reward(completions, **columns)
+    return [value * (prompt < "3") for value, prompt in zip(rewards, prompts, strict=True)]
 
 
 def die_when(trainer: GRPOTrainer, where: str, step: int) -> None:
@@ -161,8 +168,10 @@ def make_trainer(
         save_total_limit=2,
         resume_from_checkpoint=how == "resume",
         overwrite_output_dir=how == "fresh",
+        curriculum="unequal_rewards" if engine == "curriculum" else "off",
     )
-    return GRPOTrainer(model(), reward, args, rows, eval_dataset=rows[:4], processing_class=build_tokenizer())
+    scores = reward_of_some if engine == "curriculum" else reward
+    return GRPOTrainer(model(), scores, args, rows, eval_dataset=rows[:4], processing_class=build_tokenizer())
 
 
 def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:

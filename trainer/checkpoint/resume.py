@@ -63,7 +63,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ),
     # None may be the same as a number.
     ("steps_per_generation generation_batch_size", Rule("none", f"refused by its number: {_BATCHES}")),
-    ("data_seed shuffle_dataset", Rule("none", "another order of the data is refused")),
+    ("data_seed shuffle_dataset curriculum", Rule("none", "another order of the data is refused")),
     ("optim_target_modules", Rule("none", "a state of the optimizer with other parameters is refused")),
     ("per_device_train_batch_size gradient_accumulation_steps", Rule("refused", _BATCHES)),
     ("num_generations num_iterations", Rule("refused", _BATCHES)),

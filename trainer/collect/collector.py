@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,6 @@ from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advant
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
 from fused_grpo.trainer.collect.scoring import (
-    EQUAL_REWARDS,
     Evaluation,
     RolloutFacts,
     Scored,
@@ -49,6 +49,7 @@ from fused_grpo.trainer.collect.scoring import (
 )
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
@@ -58,7 +59,7 @@ from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
-from fused_grpo.trainer.types import Sample, SamplingParams, with_fields
+from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 
@@ -135,9 +136,7 @@ class Collector:
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.num_tokens for one in facts)
         metrics = self._metrics(facts, self.args.num_generations) | metrics | {"num_tokens": float(self.num_tokens)}
-        if self.sampler.dropped:
-            metrics["prompts/dropped"] = float(self.sampler.dropped)
-        return replace(scored.with_advantages(advantages), metrics=metrics)
+        return replace(scored.with_advantages(advantages), metrics=metrics | self.sampler.metrics())
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
@@ -279,7 +278,17 @@ class Collector:
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
-        return self._dropped_everywhere(scored)
+        scored = self._dropped_everywhere(scored)
+        if isinstance(self.sampler, CurriculumSampler):
+            self.sampler.update(self.sampler.batch, self._groups_of_all(scored))
+        return scored
+
+    def _groups_of_all(self, scored: Scored) -> list[list[float]]:
+        """The rewards of the groups of all ranks, in the order of the batch; NaN in a group that was dropped."""
+        own = [math.nan if sample.dropped else sample.reward for sample in scored.samples]
+        rewards = [reward for part in gather_object([own]) for reward in part]
+        size = self.args.num_generations
+        return [rewards[first : first + size] for first in range(0, len(rewards), size)]
 
     def _dropped_everywhere(self, scored: Scored) -> Scored:
         """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
@@ -354,10 +363,11 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         InputError: options about rewards without any, and as `Rewards`.
     """
     if args.distillation_coef > 0 and (functions is None or functions == []):
-        if args.dynamic_sampling:
+        if args.dynamic_sampling or args.curriculum != "off":
+            given = f"dynamic_sampling={args.dynamic_sampling} and curriculum={args.curriculum!r}"
             raise InputError(
-                f"got dynamic_sampling={args.dynamic_sampling} without reward_funcs, want rewards that differ in some "
-                "groups; fix: dynamic_sampling=0"
+                f"got {given} without reward_funcs, want rewards that differ in some groups; fix: dynamic_sampling=0 "
+                "and curriculum='off'"
             )
         functions = no_reward
     elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
@@ -382,7 +392,8 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
 def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, limit: PromptLimit) -> PromptSampler:
     """The sampler of a dataset's rows; of a stream, without prompts that are too long."""
     processes = accelerator.num_processes
-    return prompt_sampler(
+    by_rewards: Any = partial(CurriculumSampler, curriculum=args.curriculum)
+    sampler: PromptSampler = (prompt_sampler if args.curriculum == "off" else by_rewards)(
         dataset,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -392,3 +403,4 @@ def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, limit
         repeats=args.num_generations // args.group_part(processes),
         keep=None if limit.tokens is None else limit.fits,
     )
+    return sampler

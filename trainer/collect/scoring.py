@@ -28,10 +28,9 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.types import Sample, with_fields
+from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
 _log = logging.getLogger(__name__)
-EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 
 # The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
 LOSS_METRICS = {

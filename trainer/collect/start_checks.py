@@ -34,6 +34,7 @@ from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.curriculum import levels_of
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
@@ -283,6 +284,12 @@ def check_prompts(start: Start) -> None:
     start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
 
 
+def check_curriculum(start: Start) -> None:
+    """A curriculum has the column that it reads, and is not of a stream."""
+    if start.args.curriculum != "off":
+        levels_of(start.train, start.args.curriculum)
+
+
 def positions(text_config: Any) -> int | None:
     """The longest sequence of a model, with what a scaled rotary embedding adds to it; None where none is known."""
     most = getattr(text_config, "max_position_embeddings", None)
@@ -379,7 +386,7 @@ def check_rewards(start: Start) -> None:
 
 
 CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
-CHECKS += (check_places, check_saving, check_disk, check_rewards)
+CHECKS += (check_curriculum, check_places, check_saving, check_disk, check_rewards)
 
 
 def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:

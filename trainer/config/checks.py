@@ -201,6 +201,26 @@ def _check_estimator(args: Any) -> None:
             )
 
 
+def _check_curriculum(args: Any) -> None:
+    if args.curriculum == "off":
+        return
+    others = {
+        "generate_ahead": (False, "the rewards of a batch before the next one is drawn"),
+        "shuffle_dataset": (True, "an order that the rewards decide"),
+    }
+    for name, (wanted, why) in others.items():
+        if getattr(args, name) is not wanted:
+            raise InputError(
+                f"got {name}={not wanted} with curriculum={args.curriculum!r}, want {why}; fix: {name}={wanted}, or "
+                "curriculum='off'"
+            )
+    if args.num_generations < 2:
+        raise InputError(
+            f"got num_generations={args.num_generations} with curriculum={args.curriculum!r}, want at least 2: a "
+            "curriculum is made from rewards that differ in a group; fix: curriculum='off'"
+        )
+
+
 def _check_together(args: Any) -> None:
     if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
         raise InputError(
@@ -224,6 +244,7 @@ def _check_together(args: Any) -> None:
     _check_best_model(args)
     _check_estimator(args)
     _check_distillation(args)
+    _check_curriculum(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

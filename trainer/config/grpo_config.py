@@ -86,6 +86,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Number of tokens, prompts included, that limits a micro-batch instead of `per_device_train_batch_size`."""
     dynamic_sampling: int = 0
     """Number of further generations for groups whose rewards are all equal (DAPO). 0 keeps such groups."""
+    curriculum: Literal["off", "difficulty", "unequal_rewards"] = "off"
+    """Draw prompts more often whose groups have unequal rewards: those of their level of the column "difficulty", or
+    each prompt's own ("unequal_rewards"). "off" draws each prompt once in an epoch."""
 
     skip_zero_advantages: bool = True
     """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no teacher, no

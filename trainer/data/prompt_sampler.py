@@ -53,6 +53,8 @@ class PromptSampler:
     """
 
     dropped = 0
+    curriculum: str | None = None
+    """What decides which prompts come next; None where each comes once in a pass."""
     stream_form: Any = None
     """What a position in the stream looks like; None where a position is a number of prompts alone."""
 
@@ -71,6 +73,7 @@ class PromptSampler:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self.used = 0  # prompts drawn so far, by all ranks
         self.row_numbers = list[int]()  # of what was drawn last; of a stream, in its pass
+        self.batch = list[int]()  # the same of all ranks, each prompt once; not of a stream
         self._dataset, self._seed, self._shuffle, self._keep = dataset, seed, shuffle, keep
         self._size = prompts_per_batch * world_size // repeats
         places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
@@ -79,9 +82,14 @@ class PromptSampler:
 
     def next_batch(self) -> list[Row]:
         """The rows of this rank, `prompts_per_batch` of them; DataError for one that cannot be read or used."""
-        self.row_numbers = [self._number_at(self.used + place) for place in self._share]
+        self.batch = self._batch()
+        self.row_numbers = [self.batch[place] for place in self._share]
         self.used += self._size
         return [self._row(number) for number in self.row_numbers]
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say about what was drawn."""
+        return {"prompts/dropped": float(self.dropped)} if self.dropped else {}
 
     def next_pass(self) -> None:
         """Leave the rest of this pass over the dataset out."""
@@ -116,7 +124,7 @@ class PromptSampler:
             if state.get(name) != here:
                 raise CheckpointError(
                     f"got a train_dataset with {name}={here}, want {name}={reprlib.repr(state.get(name))} as in the "
-                    "checkpoint; fix: the dataset, seed and shuffle_dataset of that run, or a new run"
+                    "checkpoint; fix: the dataset, seed, shuffle_dataset and curriculum of that run, or a new run"
                 )
         try:
             self._go_to(state)
@@ -134,11 +142,16 @@ class PromptSampler:
             "num_prompts": self.num_prompts,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "curriculum": self.curriculum,
             "contents": None if is_stream(self._dataset) else fingerprint(self._dataset),
         }
 
     def _go_to(self, state: dict[str, Any]) -> None:
         self.used = int(state["prompts"])
+
+    def _batch(self) -> list[int]:
+        """The rows of the next batch, of all ranks."""
+        return [self._number_at(self.used + place) for place in range(self._size)]
 
     def _row(self, number: int) -> Row:
         try:

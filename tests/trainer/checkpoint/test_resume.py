@@ -31,6 +31,16 @@ OPTIONS = {
 }
 
 
+def even_reward(completions: list[str], prompts: list[str], **columns: object) -> list[float]:
+    """0 for prompts with an odd first digit."""
+    return [len(text) * (prompt[0] in "02") for text, prompt in zip(completions, prompts, strict=True)]
+
+
+SUMS = [{"prompt": f"{a}+{b}=", "difficulty": a} for a in range(4) for b in range(4)]
+DRAWS = {"reward": even_reward, "dataset": SUMS, "per_device_train_batch_size": 8, "steps_per_generation": 2}
+OPTIONS |= {f"curriculum by {kind}": {**DRAWS, "curriculum": kind} for kind in ("difficulty", "unequal_rewards")}
+
+
 class Killed(BaseException):
     pass
 
@@ -103,6 +113,17 @@ def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path
     verify_checkpoint(checkpoints(output_dir)[-1])
     farm.run(RUN, output_dir, "transformers", "resume", "nowhere", 0)
     assert_same_end(undisturbed, output_dir)
+
+
+@pytest.mark.parametrize("step", [5, 9])
+def test_killed_in_a_curriculum_and_resumed_is_the_same_run(farm, tmp_path, step):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    farm.run(RUN, whole, "curriculum", "fresh", "nowhere", 0)
+    assert farm.start(RUN, cut, "curriculum", "fresh", "accumulation", step).wait() == -9
+    farm.run(RUN, cut, "curriculum", "resume", "nowhere", 0)
+    assert_same_end(whole, cut)
+    saved = json.loads((cut / "checkpoint-10" / "training.json").read_text())["collector"]["sampler"]
+    assert set(saved["groups"]["unequal"]) == {0, 1}
 
 
 @pytest.mark.full  # the demo's test kills it with vLLM by the command line
