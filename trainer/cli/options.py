@@ -57,6 +57,9 @@ DESCRIPTION = """Train a causal language model with GRPO.
 Without --model: the demo. Its defaults are beside the others where they differ.
 """
 
+# Further spellings, as the other options of evaluations begin.
+ALIASES = {"num_generations_eval": ["--eval-num-generations"]}
+
 # What the help shows as a value; tyro's "{None}|STR" says no more, since the default is None.
 METAVARS: dict[Any, str] = {
     str | None: "STR",
@@ -322,6 +325,7 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
             "help": helps[name],
             "help_behavior_hint": lambda default, demos=demos: f"(default: {default or 'none'}{demos})",
             "metavar": METAVARS.get(types[name]),
+            "aliases": ALIASES.get(name),
         }
         annotation = Annotated[annotation, tyro.conf.arg(**shown)]
         sections[title].append((name, annotation, field(default_factory=partial(getattr, defaults, name))))

@@ -40,6 +40,7 @@ from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
+from fused_grpo.trainer.collect.pass_rates import pass_rates
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -190,6 +191,8 @@ class Collector:
                 facts = RolloutFacts.of(scored)
         everywhere = gather_object([facts])
         metrics = self._metrics(everywhere, sampling.n) | {"num_tokens": float(self.num_tokens)}
+        if count is not None:
+            metrics |= pass_rates([one.per_function for one in everywhere], count)
         advantages = self._advantages(everywhere, sampling.n)
         batch = [] if scored is None else self._learned_from(scored.with_advantages(advantages))
         skipped = [self.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]

@@ -332,11 +332,12 @@ class Evaluation(NamedTuple):
         return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
 
     def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
-        """The mean reward, and that of each of the functions `names`: what `TrainResult` has.
+        """The mean reward, that of each of the functions `names`, and pass rates: what `TrainResult` has.
 
-        They are "reward" and "rewards/<function>/mean", after "<set>_" where the set has a name.
+        They are "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" where the set has a name.
         """
         keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
+        keys += [name for name in self.metrics if name.startswith("pass@")]
         return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
 
 

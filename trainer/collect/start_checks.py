@@ -30,6 +30,7 @@ from fused_grpo.errors import DataError, InputError, UnavailableError, WrongType
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.collector import make_rewards
+from fused_grpo.trainer.collect.pass_rates import pass_names
 from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
@@ -375,7 +376,8 @@ def check_rewards(start: Start) -> None:
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
-    metrics = (*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens")
+    metrics = [*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens"]
+    metrics += pass_names(start.args.num_generations_eval) if start.args.num_generations_eval else ()
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in metrics}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):

@@ -302,7 +302,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     eval_on_start: bool = False
     """Evaluate before the first step, whatever `eval_strategy` is."""
     num_generations_eval: int | None = None
-    """Number of completions per prompt in an evaluation, sampled as in training. None is one, greedy."""
+    """Number n of completions per prompt in an evaluation, sampled as in training, for the mean and pass@k, k = 1, 2,
+    4, ..., n. None is one, greedy."""
     logging_strategy: Literal["no", "steps", "epoch"] = "steps"
     """Time of the entries of `trainer.state.log_history`: every `logging_steps`, each "epoch", or never ("no")."""
     logging_first_step: bool = False

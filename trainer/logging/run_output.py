@@ -60,8 +60,8 @@ class TrainResult:
     steps: int
     training_loss: float  # mean over the steps of this call of `train`
     metrics: dict[str, Any]  # of the last step, and transformers' train_runtime, train_loss, ...
-    # {"reward": ..., "rewards/<fn>/mean": ...}, after "<set>_" where eval sets have names; None without an evaluation
-    # before the first or after the last step
+    # {"reward": ..., "rewards/<fn>/mean": ..., "pass@<k>": ...}, after "<set>_" where eval sets have names; None
+    # without an evaluation before the first or after the last step
     eval_before: dict[str, float] | None
     eval_after: dict[str, float] | None
     checkpoint: Path
@@ -132,7 +132,9 @@ class RunOutput:
         """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""
         self._log({"step": step} | {f"{prefix}/{name}": value for name, value in result.items()})
         for name in (name for name in result if name.endswith("reward")):
-            self.console.note(f"step {step}: held-out {name} {result[name]:.3f} on {num_prompts} prompts")
+            passes = [key for key in result if key.startswith(f"{name.removesuffix('reward')}pass@")]
+            rates = "".join(f", {key} {result[key]:.3f}" for key in passes[-1:])  # that of all completions
+            self.console.note(f"step {step}: held-out {name} {result[name]:.3f}{rates} on {num_prompts} prompts")
 
     def numbers(self, step: int, numbers: dict[str, Any]) -> None:
         """What the user's code has logged."""

@@ -34,6 +34,11 @@ def test_with_a_model_the_defaults_are_those_of_the_config():
     assert options.reward_funcs == ["m:f", "n:g"]
 
 
+def test_an_option_of_evaluations_may_be_spelt_like_the_others():
+    options = parse_train_options(["--model", "m", "--eval-num-generations", "4"])
+    assert options.num_generations_eval == 4
+
+
 def test_a_yaml_file_is_below_the_command_line(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 5e-1\nmax_steps: 9\nshuffle_dataset: false\nbf16: false\nepsilon_high: null\n")

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -15,6 +16,7 @@ from fused_grpo.trainer.data import curriculum
 from fused_grpo.trainer.data.curriculum import GROUPS, LEAST, CurriculumSampler, levels_of
 from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
 
+RUN = Path(__file__).parents[1] / "curriculum_run.py"
 EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]
 ROWS = [{"prompt": f"{number}=", "difficulty": number % 5} for number in range(100)]
 
@@ -214,6 +216,23 @@ def test_rewards_of_all_rounds_reach_it_and_those_of_evaluations_do_not(make_tra
     assert set(hard) == {0}
     assert sum(groups["unequal"]) > 0
     assert 0 <= trainer.results.metrics["curriculum/difficulty"] <= 3
+
+
+@pytest.mark.parametrize("sequences", [2, 4])  # of each of two processes: half of a group, or a whole one
+def test_the_sampler_of_each_rank_hears_the_groups_of_all(farm, make_model, tmp_path, sequences):
+    make_model(vocab_size=512).save_pretrained(tmp_path / "model")
+    farm.run(RUN, tmp_path / "model", tmp_path / "out", sequences, processes=2)
+    ranks = [json.loads((tmp_path / "out" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0]["batches"] == ranks[1]["batches"]
+    expected = []
+    for rows, *parts in zip(ranks[0]["batches"], *(rank["rewards"] for rank in ranks), strict=True):
+        groups = [[*parts[0], *parts[1]]] if sequences == 2 else parts
+        known = [[reward for reward in group if not math.isnan(reward)] for group in groups]
+        expected += [(row, int(max(group) > min(group))) for row, group in zip(rows, known, strict=True) if group[1:]]
+    assert len(expected) > 2
+    for rank in ranks:
+        groups = rank["position"]["groups"]
+        assert list(zip(groups["rows"], groups["unequal"], strict=True)) == expected
 
 
 def test_without_rewards_there_is_no_curriculum(make_trainer):
