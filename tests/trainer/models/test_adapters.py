@@ -44,6 +44,8 @@ BATCH = batch_of(
 class MergingEngine(TransformersEngine):
     """Keeps what it is given, as an engine in another process would."""
 
+    has_own_weights = True
+
     def load_weights(self, named_weights, version) -> None:
         self.given, self.weight_version = dict(named_weights), version
 
