@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import FusedGRPOError, UnsupportedError
-from fused_grpo.integrations._peers import replaced
 from fused_grpo.integrations.model_head import check_transform
-from fused_grpo.integrations.model_modes import as_it_was, has_dropout
+from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
 from fused_grpo.trainer.batching.micro_batches import pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.loading import takes_any_lengths

@@ -52,7 +52,6 @@ add up to the loss of the step, for any split into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,13 +325,6 @@ def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_ma
 def largest(values: Tensor) -> Tensor:
     """max() that gives -inf for no values at all."""
     return values.max() if values.numel() else values.new_tensor(-torch.inf)
-
-
-def merge_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The statistics of several chunks as of one: sums of sums, extremes of extremes."""
-    merged = {name: torch.stack([part[name] for part in partials]) for name in partials[0]}
-    reduce = {"_max": torch.amax, "_min": torch.amin}
-    return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
 
 
 # Metrics that are statistics as they are, and those that are a sum over the number of tokens.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.integrations._peers import replaced
 from fused_grpo.integrations.logit_transform import head_transform, mismatch
+from fused_grpo.integrations.model_modes import replaced
 
 
 def to_head(causal_lm: Any, **inputs: Any) -> tuple[Tensor, Any]:

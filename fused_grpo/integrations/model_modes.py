@@ -62,6 +62,25 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace `owner.name` by `value` inside the context. Afterwards it is restored, or deleted if it was inherited.
+
+    If other code has replaced it in the meantime, that replacement stays: that code has to undo it.
+    """
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is not value:
+            pass
+        elif own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """A context that restores the modes of all layers and the states of torch's generators. Nothing is compiled."""
     modes = [(layer, layer.training) for layer in model.modules()]

@@ -39,9 +39,10 @@ from torch.nn.functional import pad
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import outside_graphs
-from fused_grpo.integrations._peers import check_version, replaced
+from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
 from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
+from fused_grpo.integrations.model_modes import replaced
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.passes.choice import Impl
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
-from fused_grpo.integrations._peers import replaced
-from fused_grpo.integrations.model_modes import as_it_was
+from fused_grpo.integrations.model_modes import as_it_was, replaced
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -198,7 +198,11 @@ def grpo_token_loss(
     return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 
-token_statistics = formulas.merge_statistics
+def token_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The statistics of several chunks as of one: sums of sums, extremes of extremes."""
+    merged = {name: torch.stack([part[name] for part in partials]) for name in partials[0]}
+    reduce = {"_max": torch.amax, "_min": torch.amin}
+    return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
 
 
 _PARTS = 4
