@@ -168,8 +168,6 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
 def main(plan: Path) -> None:
     # Drawing takes five times as long as training.
     loop.RunOutput.report = lambda self, model: Path(self.args.output_dir)
-        self.args.output_dir
-    )  # drawing takes five times as long as training
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         sharding.Accelerator = ShardingAccelerator
     for entry in json.loads(plan.read_text()):
