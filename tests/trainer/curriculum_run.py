@@ -10,15 +10,33 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from shared_work_run import RANK, make
+from shared_work_run import RANK, Engine
 
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.logging.console import Phases
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
+
+
+def is_long(completion_ids: list[list[int]], **columns: object) -> list[float]:
+    """1 for a fifth of the completions, so that about half of the groups have equal rewards."""
+    return [float(len(ids) > 4) for ids in completion_ids]
 
 
 def main(folder: str, out: Path, sequences: str) -> None:
-    trainer = make(folder, out, curriculum="unequal_rewards", per_device_train_batch_size=int(sequences), max_steps=1)
-    trainer.engine.prompts, batches, rewards = [], [], []
-    for _ in range(4):
+    args = GRPOConfig(
+        str(out / "run"),
+        num_generations=4,
+        max_completion_length=6,
+        per_device_train_batch_size=int(sequences),
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+        curriculum="unequal_rewards",
+    )
+    rows, engine = [{"prompt": f"{number}+1="} for number in range(8)], Engine()
+    trainer = GRPOTrainer(folder, is_long, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
+    engine.prompts, batches, rewards = [], list[list[int]](), list[list[float]]()
+    for _ in range(8):
         scored = trainer.collector.collect(trainer.engine, Phases())
         batches.append(trainer.sampler.batch)
         rewards.append([sample.reward for sample in scored.samples])

@@ -1,0 +1,44 @@
+"""The bugs of `planted_bugs.py` in the curriculum and in pass@k: (file, old, new, caught by)."""
+
+CURRICULUM = ["tests/trainer/data/test_curriculum.py", "-k", "not hears"]
+RESUMED = ["tests/trainer/checkpoint/test_resume.py", "-k", "stopped and curriculum"]
+RATES = ["tests/trainer/collect/test_pass_rates.py"]
+
+BUGS = {
+    "a resumed curriculum has forgotten what it saw": (
+        "trainer/data/curriculum.py",
+        "self._window.extend(zip(rows, unequal, strict=True))",
+        "",
+        RESUMED,
+    ),
+    "a curriculum draws the same in every batch": (
+        "trainer/data/curriculum.py",
+        '/curriculum/{self.used}"',
+        '/curriculum"',
+        CURRICULUM,
+    ),
+    "a curriculum draws what teaches nothing": (
+        "trainer/data/curriculum.py",
+        "unequal[self.levels[row]] += differs",
+        "unequal[self.levels[row]] += 1 - differs",
+        CURRICULUM,
+    ),
+    "a dropped group counts in a curriculum": (
+        "trainer/data/curriculum.py",
+        "if len(known) > 1:",
+        "if True:",
+        CURRICULUM,
+    ),
+    "pass@k of samples with replacement": (
+        "trainer/collect/pass_rates.py",
+        "1 - math.comb(n - right, k) / math.comb(n, k)",
+        "1 - (1 - right / n) ** k",
+        RATES,
+    ),
+    "a completion that was not scored is right": (
+        "trainer/collect/pass_rates.py",
+        "(group >= FULL_REWARD).sum()",
+        "(~(group < FULL_REWARD)).sum()",
+        RATES,
+    ),
+}
