@@ -366,12 +366,12 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         InputError: options about rewards without any, and as `Rewards`.
     """
     if args.distillation_coef > 0 and (functions is None or functions == []):
-        if args.dynamic_sampling or args.curriculum != "off":
-            given = f"dynamic_sampling={args.dynamic_sampling} and curriculum={args.curriculum!r}"
-            raise InputError(
-                f"got {given} without reward_funcs, want rewards that differ in some groups; fix: dynamic_sampling=0 "
-                "and curriculum='off'"
-            )
+        for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
+            if (value := getattr(args, name)) != off:
+                raise InputError(
+                    f"got {name}={value!r} without reward_funcs, want rewards that differ in some groups; fix: "
+                    f"{name}={off!r}"
+                )
         functions = no_reward
     elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
         raise InputError(
