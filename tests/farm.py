@@ -210,13 +210,14 @@ def run_script(script: str, *arguments: str) -> None:
 def run_and_leave(command: list[str]) -> NoReturn:
     """End as Python does, but for taking down all that was imported: that takes half a second."""
     status: Any = 0
+    interrupted = False
     try:
         run_script(*command)
     except SystemExit as end:
         status = end.code
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        status = 1
+        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
         status = 1
@@ -224,6 +225,9 @@ def run_and_leave(command: list[str]) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if interrupted:  # as Python ends, which forgets to where an `exec` ran on its way
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit((status or 0) & 0xFF)
 
 

