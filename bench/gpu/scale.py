@@ -37,7 +37,14 @@ class Scale:
     kernel_tokens: tuple[int, ...]
     tiles: tuple[tuple[int, int], ...]
     """Rows and columns of tiles of logits: those of the ops, and some that stay in the L2 cache."""
+    gemm_tiles: tuple[dict[str, int], ...]
+    """Changes of the tile of the kernel without logits that are tried."""
+    row_tiles: tuple[tuple[int, int], ...]
+    """Columns and warps of the tiles of a row that are tried."""
+    tile_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
+    few: tuple[int, ...]
+    """Tokens of works that are so small that launches count, beside the peers."""
     usual: int
     """Tokens of the works that are measured at one size."""
     budgets: tuple[float, ...]
@@ -77,10 +84,29 @@ FULL = Scale(
     chunk=4096,
     kernel_tokens=(1, 64, 512, 2048, 8192),
     tiles=((8192, 8192), (8192, 1024), (8192, 512), (4096, 2048), (4096, 1024)),
+    gemm_tiles=(
+        {},
+        {"num_stages": 3},
+        {"group_n": 8},
+        {"group_n": 32},
+        {"narrow": 32},
+        {"narrow": 256},
+        {"block_d": 128, "num_stages": 2},
+        {"block_d": 32, "num_stages": 8},
+        {"block_n": 256, "block_v": 128},
+        {"block_n": 256, "block_v": 128, "num_stages": 3},
+        {"block_v": 128, "num_warps": 4},
+        {"block_v": 128, "num_warps": 8, "num_stages": 6},
+        {"block_n": 64, "num_warps": 4},
+        {"max_splits": 256},
+    ),
+    row_tiles=((1024, 1), (2048, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8)),
+    tile_tokens=(64, 512, 4096),
     tokens=(64, 256, 1024, 4096, 8192, 16384, 65536),
+    few=(1024, 256, 64),
     usual=8192,
     budgets=(0.25, 0.5, 1.0, 1.25, 2.5),
-    peers=(FLOOR, OURS, "full logits", "TRL", "Liger GRPO", "Liger FSLCE", "CCE"),
+    peers=(FLOOR, OURS, "full logits", "full logits, compiled", "TRL", "Liger GRPO", "Liger FSLCE", "CCE", "verl"),
 )
 TINY = Scale(
     device="cpu",
@@ -93,7 +119,11 @@ TINY = Scale(
     chunk=2,
     kernel_tokens=(1,),
     tiles=((8, 100),),
+    gemm_tiles=({}, {"group_n": 1}, {"block_n": 24}),
+    row_tiles=((64, 1),),
+    tile_tokens=(2,),
     tokens=(64,),
+    few=(),
     usual=64,
     budgets=(1e-4,),
     peers=(OURS, "TRL"),
