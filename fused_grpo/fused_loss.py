@@ -213,11 +213,11 @@ def _reference_loss(
     loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
     passes = choice.passes("reference")
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
     if teacher is not None:
         rows = inputs.tokens.mask.nonzero()[:, 0]
         divergence = reference_divergence(TwoHeads(head, teacher.head).select(rows), teacher.kind, teacher.beta)
         loss = loss + (teacher.weights[rows] * divergence).sum()
         teacher.divergence[rows] = divergence.detach()
         statistics = teacher.added_to(statistics)
-    return loss, logprobs.detach(), {**statistics, "recomputed": torch.zeros_like(loss.detach())}
+    return loss, logprobs.detach(), {**statistics, "recomputed_fraction": torch.zeros_like(loss.detach())}

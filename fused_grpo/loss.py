@@ -114,7 +114,7 @@ def grpo_loss(
     chosen = choice.choose(impl, logprobs)
     passes = choice.passes(chosen)
     upstream, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
     if chosen == "reference":
         loss = factors.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:

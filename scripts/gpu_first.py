@@ -94,7 +94,16 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
     def right(name: str, seconds: int, *command: str | Path) -> Stage:
         return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
 
-    timings = {"ceilings": 30, "gemms": 60, "passes": 45, "forward": 60, "tiles": 90, "losses": 150, "trace": 45, "peers": 180}
+    timings = {
+        "ceilings": 30,
+        "gemms": 60,
+        "passes": 45,
+        "forward": 60,
+        "tiles": 90,
+        "losses": 150,
+        "trace": 45,
+        "peers": 180,
+    }
     trainers = {"phase": 400, "longest": 400, "published": 400}
     measure = (python, "-m", "fused_grpo.bench.gpu.timings")
     options = (*(("--tiny",) if tiny else ()), "--output", output)

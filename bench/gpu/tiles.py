@@ -1,4 +1,4 @@
-"""Figures of other tiles than those of the tables in `kernels/tuning.py`: what a table for a new device is made from."""
+"""Figures of other tiles than those in the tables of `kernels/tuning.py`: what a table for a device is made from."""
 
 from __future__ import annotations
 

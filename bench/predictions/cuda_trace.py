@@ -352,7 +352,7 @@ def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
             (FakeTensor, "tolist", _answer),
             (torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
-            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (buffers, "total_memory", lambda device: memory),
         ):

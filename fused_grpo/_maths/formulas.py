@@ -52,6 +52,7 @@ add up to the loss of the step, for any split into micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,9 @@ class Sequences:
 
     def spread(self, values: Tensor, count: int) -> Tensor:
         """[N] from [B]: the value of a sequence at each of its tokens, N = `count`."""
-        repeats = self.lengths[1] if isinstance(self.lengths, tuple) else self.lengths
-        return values.repeat_interleave(repeats, output_size=count)
+        if isinstance(self.lengths, tuple):
+            return values[:, None].expand(self.lengths).reshape(-1)
+        return values.repeat_interleave(self.lengths, output_size=count)
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """[B] fp64: the mean over a sequence's unmasked tokens, 0 where there are none."""
@@ -103,6 +105,8 @@ class TokenInputs:
 
     def rows(self, rows: slice | Tensor) -> TokenInputs:
         """The inputs of some tokens."""
+        if rows == slice(0, self.mask.shape[0]):
+            return self
         fields: Any = {name: None if value is None else value[rows] for name, value in vars(self).items()}
         return TokenInputs(**fields)
 
@@ -165,7 +169,7 @@ def token_loss(
     log_ratio: Tensor | None = None,
     terms: TokenTerms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `finish_metrics`.
+    """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `token_metrics`.
 
     All inputs are [N]. `log_ratio` is given where the ratio is not that of the token. Masked tokens are replaced before
     any arithmetic, so NaN or inf there affects neither the loss nor a gradient.
@@ -340,23 +344,31 @@ MEANS = {
     "entropy": "entropy",
     "kl": "kl",
     "sampling_difference_mean": "sampling_difference",
-    "recomputed_fraction": "recomputed",
-    "distillation": "distillation",
 }
 
 
-def finish_metrics(statistics: dict[str, Tensor], inputs: LossInputs, *, has_entropy: bool) -> dict[str, Tensor]:
-    """The metrics: means over tokens, without those whose inputs were not given. Extremes of no tokens are infinite."""
-    sampled = inputs.tokens.sampling_logprobs is not None
-    given = {"entropy": has_entropy, "kl": inputs.tokens.ref_logprobs is not None}
-    given |= {"sampling_difference_mean": sampled, "sampling_difference_max": sampled}
-    given |= {"recomputed_fraction": "recomputed" in statistics, "distillation": "distillation" in statistics}
-    metrics = {name: statistics[name] for name in TOTALS if given.get(name, True)}
-    means = {name: key for name, key in MEANS.items() if given.get(name, True)}
-    # One division: on a GPU, each small operation takes as long as a large one.
-    values = torch.stack([statistics[key] for key in means.values()]) / statistics["loss_tokens"].clamp_min(1.0)
-    metrics |= dict(zip(means, values.unbind(), strict=True))
+def token_metrics(statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and all metrics from the statistics of all tokens: means over them. Extremes of no tokens are infinite.
+
+    The statistics are those of `token_loss`, and "zero_gradient", the number of unmasked tokens without a gradient.
+    """
+    means = torch.stack([statistics[key] for key in MEANS.values()])
+    metrics = {name: statistics[name] for name in ("loss", *TOTALS)}
+    metrics |= dict(zip(MEANS, over_tokens(means, statistics).unbind(), strict=True))
     return metrics | {"clip_ratio_region": metrics["clip_ratio_low"] + metrics["clip_ratio_high"]}
+
+
+def over_tokens(sums: Tensor, statistics: Mapping[str, Tensor]) -> Tensor:
+    """Sums over the number of unmasked tokens, 0 where there are none."""
+    return sums / statistics["loss_tokens"].clamp_min(1.0)
+
+
+def finish_metrics(metrics: dict[str, Tensor], inputs: LossInputs, *, has_entropy: bool) -> dict[str, Tensor]:
+    """The metrics of a call, without the loss and those whose inputs were not given."""
+    sampled = inputs.tokens.sampling_logprobs is not None
+    given = {"loss": False, "entropy": has_entropy, "kl": inputs.tokens.ref_logprobs is not None}
+    given |= {"sampling_difference_mean": sampled, "sampling_difference_max": sampled}
+    return {name: value for name, value in metrics.items() if given.get(name, True)}
 
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:

@@ -58,6 +58,8 @@ class Statistics(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Statistics:
         """The statistics of some rows."""
+        if rows == slice(0, self.shift.shape[0]):
+            return self
         return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
@@ -170,7 +172,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 @contextlib.contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, no TF32, and no partial sum in 16 bits."""
-    with torch.autocast(tensor.device.type, enabled=False):
+    cast = torch.is_autocast_enabled(tensor.device.type)
+    with torch.autocast(tensor.device.type, enabled=False) if cast else contextlib.nullcontext():
         if not tensor.is_cuda:
             yield
             return

@@ -44,6 +44,7 @@ _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperatu
 IMPLS = ("auto", "triton", "torch", "reference")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
+FEW_ROWS = 256
 SMALLEST = torch.finfo(torch.float32).tiny
 
 # What torch.func, and batched gradients, wrap tensors in.
@@ -206,6 +207,15 @@ def check_plan(
 def may_synchronize(tensor: Tensor) -> bool:
     """Whether reading values of the tensor is allowed: not while a CUDA graph is captured."""
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def leaves_out_rows(tensor: Tensor) -> bool:
+    """Whether rows that need nothing are left out, for which they have to be counted on the host.
+
+    Not where a CUDA graph is captured, nor where a GPU has so few rows that a product with W takes the time of reading
+    W: then the rows' hidden states, which may hold anything, must be replaced.
+    """
+    return may_synchronize(tensor) and not (tensor.is_cuda and tensor.shape[0] <= FEW_ROWS)
 
 
 def check_temperatures(temperature: Tensor, targets: Tensor) -> None:

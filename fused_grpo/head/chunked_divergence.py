@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fused_grpo._maths import formulas
 from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted
 from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.passes import buffers
@@ -108,7 +109,8 @@ class Teacher:
     def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The statistics of the other loss, with the divergences in them and in the loss."""
         loss = statistics["loss"] + (self.weights * self.divergence).sum()
-        return {**statistics, "loss": loss, "distillation": self.divergence.sum()}
+        divergence = formulas.over_tokens(self.divergence.sum(), statistics)
+        return {**statistics, "loss": loss, "distillation": divergence}
 
 
 def chunked_divergence(

@@ -42,6 +42,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -52,7 +53,7 @@ from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, joined, no_columns
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-from fused_grpo.head.checks import differentiated_once, may_synchronize
+from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted
 from fused_grpo.head.logprob_plans import power_of_two_scale
@@ -102,8 +103,13 @@ def chunked_loss(
     # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
     # stay where they are, since all have a gradient.
     removes_rows = (any(plan.wanted) or shards is not None) and teacher is None
-    order, active = rows_in_order(inputs, config, plan.score, removes_rows)
-    rows, two_phases = head if order is None else head.select(order), formulas.needs_other_tokens(inputs, config)
+    mask, order = inputs.tokens.mask, None
+    if leaves_out_rows(mask) or teacher is not None or (plan.score == "needed" and may_synchronize(mask)):
+        order, active = rows_in_order(inputs, config, plan.score, removes_rows)
+        rows = head.select(order)
+    else:
+        rows, active = head.blank(mask), mask.shape[0]
+    two_phases = formulas.needs_other_tokens(inputs, config)
     if teacher is None:
         memory = rows.chunk_memory(passes, plan.chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
     else:
@@ -170,8 +176,8 @@ def _one_by_one(
         visits.append((seen.statistics, upstream, sums))
     every, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
-    statistics = statistics_of(parts, upstream, tokens.mask, passes)
-    return {**statistics, "recomputed": torch.zeros_like(statistics["loss"])}, joined(every), upstream
+    statistics = statistics_of(parts, upstream, tokens.mask, config, passes)
+    return {**statistics, "recomputed_fraction": torch.zeros_like(statistics["loss"])}, joined(every), upstream
 
 
 def _in_two_phases(
@@ -188,7 +194,7 @@ def _in_two_phases(
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=visitor.sweep.passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, visitor.sweep.passes)
+    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, visitor.sweep.passes)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
     if visitor.sweep.gradients is not None:
         last = tile.rows
@@ -198,7 +204,8 @@ def _in_two_phases(
         for tile in head.select(others).tiles(memory) if recomputed else ():
             again = others[tile.rows]
             visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again))
-    return {**statistics, "recomputed": torch.full_like(statistics["loss"], recomputed)}, rows, upstream
+    fraction = formulas.over_tokens(torch.full_like(statistics["loss"], recomputed), statistics)
+    return {**statistics, "recomputed_fraction": fraction}, rows, upstream
 
 
 def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
@@ -219,7 +226,7 @@ def rows_in_order(
     """
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
     if not may_synchronize(mask):
-        return None, len(mask)
+        return None, mask.shape[0]
     needed = score == "needed" and not _needs_all_tokens(inputs, config)
     moves = mask
     if (needed or differentiated) and not (config.beta or config.entropy_coef or config.kl_cov_ratio):
@@ -407,10 +414,15 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def statistics_of(sums: Sequence[Any], upstream: Upstream, mask: Tensor, passes: RowPasses) -> dict[str, Tensor]:
-    """The statistics of all tokens, and the number of unmasked ones without a gradient."""
-    zero = (mask > upstream.have_gradient()).sum()  # in the mask and without: one operation on two bools
-    return {**passes.token_statistics(sums), "zero_gradient": zero.to(upstream.logprobs.dtype)}
+def statistics_of(
+    sums: Sequence[Any], upstream: Upstream, mask: Tensor, config: GRPOLossConfig, passes: RowPasses
+) -> dict[str, Tensor]:
+    """The loss and the metrics of all tokens. `passes` know of the part of the gradient that is a token's own."""
+    statistics = passes.token_statistics(sums)
+    if config.ratio_of_sequence or upstream.entropy is not None:
+        zero = (mask > upstream.have_gradient()).sum()
+        statistics["zero_gradient_fraction"] = formulas.over_tokens(zero.to(upstream.logprobs.dtype), statistics)
+    return statistics
 
 
 class AttachGradients(torch.autograd.Function):
@@ -449,10 +461,11 @@ def scaled(
     gradients: Sequence[Tensor | None], factor: Tensor, passes: RowPasses, *, in_place: bool
 ) -> list[Tensor | None]:
     """Gradients times a 0-d factor. In place, autograd can take them as `.grad` without a copy."""
-    results = list[Tensor | None]()
-    for gradient in gradients:
-        if gradient is not None:
-            gradient = gradient if in_place else gradient.clone()
-            gradient = (passes if gradient.is_contiguous() else torch_passes).scale_(gradient, factor)
-        results.append(gradient)
+    results = [gradient if gradient is None or in_place else gradient.clone() for gradient in gradients]
+    given = [gradient for gradient in results if gradient is not None]
+    for gradient in (gradient for gradient in given if not gradient.is_contiguous()):
+        torch_passes.scale_(gradient, factor)
+    dense = [gradient for gradient in given if gradient.is_contiguous()]
+    for pair in zip_longest(dense[::2], dense[1::2]):
+        passes.scale_(pair[0], factor, pair[1])
     return results

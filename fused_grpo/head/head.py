@@ -101,6 +101,10 @@ class Head:
         rows = index if self.index is None else self.index[index]
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
+    def blank(self, kept: Tensor) -> Head:
+        """The same head with hidden states of 0 in the rows that are not `kept` [N]."""
+        return replace(self, hidden=torch.where(kept[:, None], self.hidden, 0.0))
+
     def without_ignored(self, ignore_index: int, *, vocab_size: int | None = None) -> tuple[Tensor, Head]:
         """(which targets are not `ignore_index`, bool of their shape; this head with 0 in the place of those that are).
 
@@ -111,7 +115,7 @@ class Head:
             InputError: a target or a temperature is out of range; on a GPU, an assertion of the device.
         """
         kept = self.targets != ignore_index
-        targets = torch.where(kept, self.targets, 0)
+        targets = self.targets * kept
         if not torch.compiler.is_compiling():
             vocab_size = len(self.weight) if vocab_size is None else vocab_size
             check_values(targets, self.temperature, vocab_size=vocab_size, ignore_index=ignore_index)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fused_grpo._maths import formulas
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order, statistics_of, value_and_gradient
@@ -35,8 +36,9 @@ def supported_loss(
     upstream, sums = value_and_gradient(
         row_statistics.logprobs, row_statistics.entropy, inputs, config=config, passes=passes
     )
-    statistics = statistics_of([sums], upstream, scored, passes)
+    statistics = statistics_of([sums], upstream, scored, config, passes)
     recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
     gradients = rows.gradients(row_statistics, upstream, rounded=plan.rounded) if differentiated else (None, None, None)
-    statistics = {**statistics, "recomputed": recomputed.to(statistics["loss"].dtype)}
+    fraction = formulas.over_tokens(recomputed.to(statistics["loss"].dtype), statistics)
+    statistics = {**statistics, "recomputed_fraction": fraction}
     return ChunkedLoss(statistics, row_statistics.logprobs, row_statistics.entropy, upstream, gradients)

@@ -31,7 +31,7 @@ from fused_grpo._maths.statistics import (
     with_part,
 )
 from fused_grpo.head import several_targets
-from fused_grpo.head.checks import may_synchronize
+from fused_grpo.head.checks import leaves_out_rows, may_synchronize
 from fused_grpo.head.head import INVARIANT_ROWS, NOTHING, Gradients, Head, HeadGradients, Wanted, local_targets
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import LogprobForward, RowPasses
@@ -59,6 +59,11 @@ class Options(NamedTuple):
 def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
     """Log-probs, the entropy on request, and the row statistics for a backward pass."""
     with full_precision(head.hidden):
+        kernel = _kernel(head, passes, options)
+        if kernel is not None and _in_one_launch(head, options):
+            targets, transform = head.targets, head.transform()
+            logprobs, entropy, state = kernel(head.hidden, head.weight, targets, entropy=options.entropy, **transform)
+            return Statistics(logprobs, entropy, *state[:2])
         parts = _parts(head, passes, options)
         groups = [several_targets.finish_rows(row_parts, passes, entropy=options.entropy) for row_parts in parts]
     return joined(groups).rows(slice(len(head.targets)))
@@ -96,10 +101,19 @@ def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward |
     return None if prefers_tiles else passes.logprob_forward
 
 
+def _in_one_launch(head: Head, options: Options) -> bool:
+    """Whether all rows and columns are."""
+    return head.weight.dtype == head.hidden.dtype and head.hidden.shape[0] <= _room(options) // _SPLIT_BYTES
+
+
+def _room(options: Options) -> int:
+    """Bytes for the numbers of splits, and as many for a slice of a weight that is cast."""
+    return (buffers.DEFAULT_TILE_BYTES if options.chunk_bytes is None else options.chunk_bytes) // 2
+
+
 def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> Iterator[list[RowState]]:
     """The states by the kernel without tiles. A weight of another dtype is cast by vocabulary slices, each once."""
-    vocab_size, hidden_size = head.weight.shape
-    room = (buffers.DEFAULT_TILE_BYTES if options.chunk_bytes is None else options.chunk_bytes) // 2
+    (vocab_size, hidden_size), room = head.weight.shape, _room(options)
     cast = head.weight.dtype != head.hidden.dtype
     most_rows, most_columns = room // _SPLIT_BYTES, room // (hidden_size * head.hidden.dtype.itemsize)
     parts = list[RowState]()
@@ -132,10 +146,11 @@ def backward(
     """
     grad_logprobs, grad_entropy = upstream
     has_gradient = several_targets.rows_with(grad_logprobs != 0)
-    index = rows_of(has_gradient if grad_entropy is None else has_gradient | (grad_entropy != 0))
-    head = head.select(index)
-    if index is not None:
-        statistics, upstream = statistics.rows(index), upstream.rows(index)
+    has_gradient = has_gradient if grad_entropy is None else has_gradient | (grad_entropy != 0)
+    if head.index is None and not leaves_out_rows(has_gradient):
+        head = head.blank(has_gradient)
+    elif (index := rows_of(has_gradient)) is not None:
+        head, statistics, upstream = head.select(index), statistics.rows(index), upstream.rows(index)
     scale = power_of_two_scale(head, *upstream, exponent=_FP16_EXPONENT)
     targets = None
     if upstream.logprobs.ndim == 2:

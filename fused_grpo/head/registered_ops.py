@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
 from fused_grpo.head import logprob_plans, several_targets
-from fused_grpo.head.checks import differentiated_once, may_synchronize
+from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.head import Head, Wanted
 from fused_grpo.head.several_targets import rows_with
 from fused_grpo.passes import choice
@@ -70,8 +70,8 @@ def _linear_logprobs(
     # Of no element, each with a memory of its own: PyTorch takes no output twice.
     d_hidden, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
-    one_launch = chosen == "triton" and not any(wanted)
-    index = None if one_launch or batch_invariant else logprob_plans.rows_of(rows)
+    stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
+    index = None if stay else logprob_plans.rows_of(rows)
     options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
     if _takes_gradient(wanted, batch_invariant):
         plan = logprob_plans.forward_with_gradient

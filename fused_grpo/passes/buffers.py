@@ -25,6 +25,7 @@ tensor by `torch.frombuffer`, so its storage cannot be resized.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import weakref
@@ -74,6 +75,7 @@ def chunk_budget(chunk_bytes: int | None, device: torch.device) -> int:
     return total_memory(device) // MEMORY_SHARE
 
 
+@functools.cache
 def total_memory(device: torch.device) -> int:
     """The memory of the device, in bytes."""
     if device.type == "cuda":

@@ -127,8 +127,8 @@ class RowPasses(Protocol):
     def scale_hidden(self, hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
         """(factor = scale * grad_logprobs, factor * hidden [R, D])."""
 
-    def scale_(self, values: Tensor, factor: Tensor) -> Tensor:
-        """Contiguous values times a 0-d factor, in place."""
+    def scale_(self, values: Tensor, factor: Tensor, others: Tensor | None = None) -> Tensor:
+        """Contiguous values, and others, times a 0-d factor, in place."""
 
     def divergence_gradient_(
         self,
@@ -158,7 +158,7 @@ class RowPasses(Protocol):
         """
 
     def token_statistics(self, partials: Sequence[Any]) -> dict[str, Tensor]:
-        """The statistics of `formulas.token_loss` over the tokens of several calls."""
+        """The loss and the metrics (`formulas.token_metrics`) of the tokens of several calls."""
 
     def entry_logits(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype

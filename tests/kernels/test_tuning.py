@@ -20,7 +20,7 @@ def test_an_architecture_without_a_row_has_that_of_its_family(monkeypatch, capab
     assert _device.architecture(CUDA) == arch
     expected = tuning.ALIGNED.get(arch) or tuning.HALF.get(arch, tuning.HALF["default"])
     assert tuning.gemm_tile(CUDA, torch.bfloat16, aligned=True) == expected
-    assert tuning.row_tile(CUDA) == tuning.ROW["default"]
+    assert tuning.row_tile(CUDA) == tuning.ROW.get(arch, tuning.ROW["default"])
 
 
 @pytest.mark.parametrize(

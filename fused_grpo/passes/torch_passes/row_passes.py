@@ -165,8 +165,10 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
     return factor, (hidden * factor[:, None]).to(hidden.dtype).masked_fill_((factor == 0)[:, None], 0.0)
 
 
-def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """Values times a 0-d factor, in place. A factor of 1 is skipped on a CPU; elsewhere the test would synchronize."""
+def scale_(values: Tensor, factor: Tensor, others: Tensor | None = None) -> Tensor:
+    """Values and others times a 0-d factor, in place. A CPU skips a factor of 1; elsewhere that would synchronize."""
+    if others is not None:
+        scale_(others, factor)
     if factor.device.type == "cpu":
         return values if factor.item() == 1.0 else values.mul_(factor)
     # Of one dimension: a GPU would round one of none to the dtype of the values first.
@@ -195,14 +197,18 @@ def grpo_token_loss(
         else:
             loss, statistics = loss_of(*(x.requires_grad_() for x in leaves))
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    # In the mask and without a gradient: one operation on two bools.
+    statistics["zero_gradient"] = (inputs["mask"] > (gradients[0] != 0)).sum().to(logprobs.dtype)
     return gradients[0], None if log_ratio is None else gradients[1], statistics
 
 
 def token_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The statistics of several chunks as of one: sums of sums, extremes of extremes."""
+    """The loss and the metrics of the tokens of several chunks: sums of sums, extremes of extremes, and means."""
+    if len(partials) == 1:
+        return formulas.token_metrics(partials[0])
     merged = {name: torch.stack([part[name] for part in partials]) for name in partials[0]}
     reduce = {"_max": torch.amax, "_min": torch.amin}
-    return {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in merged.items()}
+    return formulas.token_metrics({name: reduce.get(name[-4:], torch.sum)(x, 0) for name, x in merged.items()})
 
 
 _PARTS = 4

@@ -48,7 +48,11 @@ def architecture(device: torch.device) -> str:
     return FAMILY.get(name, name)
 
 
+HERE = nullcontext()
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` current: Triton launches on the current device, not on that of the tensors."""
     _check_device(device)
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return HERE if is_current else torch.cuda.device(device)

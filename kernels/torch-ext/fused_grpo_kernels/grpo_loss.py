@@ -16,8 +16,8 @@ Added to it are `kl_cov_weights` |d| and beta kl, or beta r kl with `bias_correc
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
 and the loss is sum(weights * l) - sum(entropy_weights * entropy). The derivatives have a closed form, so no backward
-pass is needed: the caller multiplies the gradient by the upstream one. Each program writes its partial sums; the
-launcher adds them in fp64 and in a fixed order, so that a count of tokens is exact and two runs are bitwise equal.
+pass is needed: the caller multiplies the gradient by the upstream one. Each program writes its partial sums;
+another kernel adds them, in fp64 and in a fixed order.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -45,11 +45,30 @@ SUMS = (
     "clip_high",
     "effective_weight",
     "sampling_difference",
+    "zero_gradient",
 )
 LARGEST = ("sampling_difference_max", "ratio_max")
 SMALLEST = ("ratio_min",)
 STATISTICS = len(SUMS + LARGEST + SMALLEST)
-PARTIALS = tl.constexpr(STATISTICS)  # of a program
+PARTIALS, TOTALS = tl.constexpr(STATISTICS), tl.constexpr(len(SUMS))  # of a program
+LOSS_TOKENS, CLIP_LOW, CLIP_HIGH = (tl.constexpr(SUMS.index(name)) for name in ("loss_tokens", "clip_low", "clip_high"))
+# What `token_statistics` makes of sums over the number of tokens, by its names.
+MEANS = {
+    "ratio_mean": "ratio",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "effective_weight": "effective_weight",
+    "zero_gradient_fraction": "zero_gradient",
+    "entropy": "entropy",
+    "kl": "kl",
+    "sampling_difference_mean": "sampling_difference",
+}
+_COLUMNS = SUMS + LARGEST + SMALLEST
+# Where its results are: of all columns first the totals, then the means, and behind them that of all clipped tokens.
+PLACES = {name: _COLUMNS.index(name) for name in ("loss", "policy_term", "loss_tokens", *LARGEST, *SMALLEST)}
+PLACES |= {name: STATISTICS + _COLUMNS.index(of) for name, of in MEANS.items()} | {"clip_ratio_region": 2 * STATISTICS}
+# Partials of programs that are added at a time.
+PROGRAMS = 32
 INPUTS = (
     "advantages",
     "weights",
@@ -163,7 +182,7 @@ def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: t
 
 
 @triton.jit
-def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho, difference):
+def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho, difference, gradient):
     """The numbers of a program in the order of SUMS, LARGEST and SMALLEST."""
     tl.store(row + 0, tl.sum(total))
     tl.store(row + 1, tl.sum(policy))
@@ -175,9 +194,10 @@ def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho
     tl.store(row + 7, tl.sum((on & high).to(tl.float32)))
     tl.store(row + 8, tl.sum(tl.where(on, rho, 0.0)))
     tl.store(row + 9, tl.sum(difference))
-    tl.store(row + 10, tl.max(difference))
-    tl.store(row + 11, tl.max(tl.where(on, ratio, float("-inf"))))
-    tl.store(row + 12, tl.min(tl.where(on, ratio, float("inf"))))
+    tl.store(row + 10, tl.sum((on & (gradient == 0.0)).to(tl.float32)))
+    tl.store(row + 11, tl.max(difference))
+    tl.store(row + 12, tl.max(tl.where(on, ratio, float("-inf"))))
+    tl.store(row + 13, tl.min(tl.where(on, ratio, float("inf"))))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=TOKEN_VECTORS)
@@ -259,12 +279,35 @@ def _grpo_loss_kernel(
         of_logprob += of_ratio
     else:
         tl.store(grad_log_ratio + tokens, tl.where(on, weight * of_ratio, 0.0), mask=exists)
-    tl.store(grad_logprobs + tokens, tl.where(on, weight * of_logprob, 0.0), mask=exists)
+    gradient = tl.where(on, weight * of_logprob, 0.0)
+    tl.store(grad_logprobs + tokens, gradient, mask=exists)
 
     entropies = _load_masked(entropy, tokens, on)
     total = weight * cost - _load_masked(entropy_weights, tokens, on) * entropies
     row = partials + tl.program_id(0).to(tl.int64) * PARTIALS
-    _store_partials(row, on, total, weight * policy, kl, entropies, ratio, low, high, rho, difference)
+    _store_partials(row, on, total, weight * policy, kl, entropies, ratio, low, high, rho, difference, gradient)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _token_statistics_kernel(partials, totals, means, programs, BLOCK: tl.constexpr):
+    """Grid: one program. It adds in fp64 and in a fixed order, so a count of tokens is exact. A mean is over tokens;
+    that after the last statistic is of all clipped ones."""
+    column = tl.arange(0, 16)
+    exists, is_sum, is_smallest = column < PARTIALS, column < TOTALS, column == PARTIALS - 1
+    sums, largest = tl.zeros([16], tl.float64), tl.full([16], float("-inf"), tl.float32)
+    for first in range(0, programs, BLOCK):
+        row = first + tl.arange(0, BLOCK)[:, None]
+        there = (row < programs) & exists[None, :]
+        part = tl.load(partials + row * PARTIALS + column[None, :], mask=there, other=0.0)
+        sums += tl.sum(part.to(tl.float64), 0)
+        signed = tl.where(is_smallest[None, :], -part, part)
+        largest = tl.maximum(largest, tl.max(tl.where(there, signed, float("-inf")), 0))
+    total = tl.where(is_sum, sums.to(tl.float32), tl.where(is_smallest, -largest, largest))
+    tokens = tl.maximum(tl.sum(tl.where(column == LOSS_TOKENS, total, 0.0)), 1.0)
+    mean = tl.math.div_rn(tl.where(is_sum, total, 0.0), tl.full([16], 1.0, tl.float32) * tokens)
+    clipped = tl.sum(tl.where((column == CLIP_LOW) | (column == CLIP_HIGH), mean, 0.0))
+    tl.store(totals + column, total, mask=exists)
+    tl.store(means + column, tl.where(exists, mean, clipped), mask=column <= PARTIALS)
 
 
 def grpo_token_loss(
@@ -290,7 +333,7 @@ def grpo_token_loss(
     Returns:
         (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, partial sums for `token_statistics`).
 
-    Memory: 13 fp32 numbers per 512 tokens.
+    Memory: 14 fp32 numbers per 512 tokens.
     """
     N, device = logprobs.shape[0], logprobs.device
     form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
@@ -325,9 +368,20 @@ def grpo_token_loss(
 def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
     """The statistics of the tokens of several calls, by name, each 0-d fp32.
 
-    "loss" and "policy_term" are weighted sums, "sampling_difference_max", "ratio_min" and "ratio_max" extremes over the
-    mask (the ratio's are inf and -inf where nothing is unmasked), the others sums over the mask.
+    "loss" and "policy_term" are weighted sums, "loss_tokens" is the number of unmasked tokens, and
+    "sampling_difference_max", "ratio_min" and "ratio_max" are extremes over them (the ratio's are inf and -inf where
+    there are none). The others are means over them, 0 where there are none: "ratio_mean", "clip_ratio_low",
+    "clip_ratio_high" and their sum "clip_ratio_region", "effective_weight", "zero_gradient_fraction" (of the gradient
+    in `logprobs`), "entropy", "kl" and "sampling_difference_mean".
+
+    Memory: 29 numbers.
     """
-    sums, largest, smallest = torch.cat(list(partials)).split((len(SUMS), len(LARGEST), len(SMALLEST)), dim=1)
-    reduced = torch.cat([sums.sum(0, dtype=torch.float64).float(), largest.amax(0), smallest.amin(0)])
-    return dict(zip(SUMS + LARGEST + SMALLEST, reduced.unbind(), strict=True))
+    parts = partials[0] if len(partials) == 1 else torch.cat(list(partials))
+    results = torch.empty(2 * STATISTICS + 1, dtype=torch.float32, device=parts.device)
+    totals, means = results[:STATISTICS], results[STATISTICS:]
+    with launching_on(parts.device):
+        _token_statistics_kernel[(1,)](
+            parts, totals, means, parts.shape[0], BLOCK=PROGRAMS, num_warps=4, **FUSED_MULTIPLY_ADD
+        )
+    values = results.unbind()
+    return {name: values[place] for name, place in PLACES.items()}

@@ -76,22 +76,29 @@ def scale_hidden(hidden: Tensor | None, scale: Tensor, grad_logprobs: Tensor) ->
     return factor, scaled
 
 
+@triton.jit
+def _scale_blocks(values, times, count, BLOCK: tl.constexpr):
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        scaled = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * times
+        tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < count)
+
+
 @triton.jit(do_not_specialize_on_alignment=["factor"])
-def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+def _scale_kernel(values, others, factor, count, other_count, BLOCK: tl.constexpr):
     """Grid: any number of programs; program i alone reads and writes blocks i, i + programs, i + 2 programs, ..."""
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            scaled = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * times
-            tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < count)
+        _scale_blocks(values, times, count, BLOCK)
+        if others is not None:
+            _scale_blocks(others, times, other_count, BLOCK)
 
 
-def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """Values times a 0-d factor, in place; nothing is read or written where it is 1.
+def scale_(values: Tensor, factor: Tensor, others: Tensor | None = None) -> Tensor:
+    """Values, and other values, times a 0-d factor, in place; nothing is read or written where it is 1.
 
     Args:
-        values: contiguous, bf16, fp16 or fp32.
+        values, others: contiguous, bf16, fp16 or fp32.
         factor: 0-d, any float dtype, on the same device.
 
     Returns:
@@ -99,10 +106,10 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
 
     Memory: none.
     """
-    count = values.numel()
-    if count:
+    count, other_count = values.numel(), 0 if others is None else others.numel()
+    if count or other_count:
         with launching_on(values.device):
-            _scale_kernel[(min(-(-count // BLOCK), PROGRAMS),)](
-                values, factor, count, BLOCK=BLOCK, num_warps=WARPS, **FUSED_MULTIPLY_ADD
+            _scale_kernel[(min(-(-max(count, other_count) // BLOCK), PROGRAMS),)](
+                values, others, factor, count, other_count, BLOCK=BLOCK, num_warps=WARPS, **FUSED_MULTIPLY_ADD
             )
     return values
