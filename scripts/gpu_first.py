@@ -1,10 +1,11 @@
 """Tests and timings for a GPU that has not been tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
 
-First come the tests of correctness (the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and tests/ops on
-the device), then timings (ceilings, GEMMs, kernels, losses, a trace, peers), each beside its prediction, and
-compute-sanitizer, if it is installed, in the time that is left. Whole trainers are runs of their own, `--stages phase`,
-`longest` and `published`, for which TRL must be installed. A stage is a process with a time limit. If a stage fails, or
-exceeds its limit, this is recorded and the next stage runs. In OUT:
+First come the tests of correctness, side by side: the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and
+tests/ops on the device, and compute-sanitizer if it is installed; beside them the stage `warm` compiles what timings
+launch. Then come timings, alone and each beside its prediction: peers, losses, a trace, tiles, kernels, ceilings and
+GEMMs. Whole trainers are runs of their own, `--stages phase`, `longest` and `published`, for which TRL must be
+installed. A stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded and the
+others run. In OUT:
 
     results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, machine and commit
     stages.log       the output of all stages
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -53,6 +55,8 @@ class Stage:
     command: tuple[str | Path, ...] | None
     """None if the machine does not have what the stage needs."""
     environment: dict[str, str] = field(default_factory=dict)
+    alone: bool = True
+    """Whether nothing may run beside it; neighbours in the list that are not alone run side by side."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,23 +64,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, nargs="?", help="the folder for results; it is created")
     parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
-    parser.add_argument("--stages", help="names of stages or groups, separated by commas (default: all but trainers)")
+    parser.add_argument(
+        "--stages", help="names of stages or groups in order, separated by commas (default: all but trainers)"
+    )
     parser.add_argument("--list", action="store_true", help="list the stages, and run none")
     parser.add_argument("--seconds", type=int, default=570, help="time limit of all stages in sum (default: 570)")
     given = parser.parse_args(arguments)
     found = stages((given.output or Path()).resolve(), tiny=given.tiny)
     known = {x for stage in found for x in (stage.name, stage.group)}
-    asked = {*given.stages.split(",")} if given.stages else {"correctness", "timing"} & known
-    chosen = [stage for stage in found if {stage.name, stage.group} & asked]
-    if unknown := asked - known:
+    asked = given.stages.split(",") if given.stages else [x for x in ("correctness", "timing") if x in known]
+    chosen = {stage.name: stage for x in asked for stage in found if x in (stage.name, stage.group)}
+    if unknown := {*asked} - known:
         parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list shows them")
     if given.list:
-        for stage in found:
+        for stage in chosen.values() if given.stages else found:
             print(f"{stage.name:12} {stage.group:12} {stage.seconds:4} s  {shown(stage)}")
         return 0
     if given.output is None:
         parser.error("got no folder for results")
-    return run_all(chosen, given.output.resolve(), tiny=given.tiny, seconds=given.seconds)
+    return run_all([*chosen.values()], given.output.resolve(), tiny=given.tiny, seconds=given.seconds)
 
 
 def stages(output: Path, *, tiny: bool) -> list[Stage]:
@@ -92,30 +98,22 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
     sanitizer = None if tiny else sanitizer_command(python)
 
     def right(name: str, seconds: int, *command: str | Path) -> Stage:
-        return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device)
+        return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device, alone=False)
 
-    timings = {
-        "ceilings": 30,
-        "gemms": 60,
-        "passes": 45,
-        "forward": 60,
-        "tiles": 90,
-        "losses": 150,
-        "trace": 45,
-        "peers": 180,
-    }
+    def timed(name: str, seconds: int, *, alone: bool = True) -> Stage:
+        command = (python, "-m", "fused_grpo.bench.gpu.timings", name, *(("--tiny",) if tiny else ()))
+        return Stage(name=name, group="timing", seconds=seconds, command=(*command, "--output", output), alone=alone)
+
+    timings = {"peers": 180, "losses": 90, "trace": 45, "tiles": 90}
+    timings |= {"forward": 60, "ceilings": 30, "gemms": 60, "passes": 45}
     trainers = {"phase": 400, "longest": 400, "published": 400}
-    measure = (python, "-m", "fused_grpo.bench.gpu.timings")
-    options = (*(("--tiny",) if tiny else ()), "--output", output)
     return [
         right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
-        right("gpu", 180, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
-        right("device", 180, *pytest, *spread, *both),
-        *(
-            Stage(name=name, group="timing", seconds=seconds, command=(*measure, name, *options))
-            for name, seconds in timings.items()
-        ),
-        Stage(name="sanitizer", group="correctness", seconds=240, command=sanitizer),
+        right("gpu", 150, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
+        right("device", 150, *pytest, *spread, *both),
+        Stage(name="sanitizer", group="correctness", seconds=110, command=sanitizer, alone=False),
+        timed("warm", 90, alone=False),
+        *(timed(name, seconds) for name, seconds in timings.items()),
         *(
             Stage(name=part, group="trainers", seconds=seconds, command=whole_trainers(part, tiny=tiny))
             for part, seconds in trainers.items()
@@ -147,10 +145,13 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
     output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     records = Records(output / "results.jsonl", {"tiny": tiny, "commit": commit()})
-    if run(machine(tiny=tiny), output, records, end) != "green":
+    if run([machine(tiny=tiny)], output, records, end) != ["green"]:
         print((output / LOG).read_text()[-2000:], file=sys.stderr)
         return 1
-    results = [(stage, run(stage, output, records, end)) for stage in chosen]
+    results: list[tuple[Stage, str]] = []
+    for alone, some in itertools.groupby(chosen, key=lambda stage: stage.alone):
+        for stages in [[stage] for stage in some] if alone else [list(some)]:
+            results += zip(stages, run(stages, output, records, end), strict=True)
     print()
     for stage, status in results:
         print(f"{stage.name:12} {stage.group:12} {status}")
@@ -188,49 +189,84 @@ class Records:
         self.add("machine", {"figure": "machine", "facts": facts})
 
 
-def run(stage: Stage, output: Path, records: Records, end: float) -> str:
-    """Run a stage, at most until `end`, and record its results: "green", "absent", or what went wrong."""
-    start, log = time.monotonic(), output / LOG
-    limit = min(stage.seconds, end - start)
-    if stage.command is None:
-        status = "absent"
-    elif limit <= 1:
-        status = "left out: the time of all stages is over"
-    else:
-        written = log.stat().st_size if log.exists() else 0
-        status = watched(stage, limit, log)
-        said = log.read_bytes()[written:].decode(errors="replace")
-        for figure in (figure for line in said.splitlines() for figure in figures_in(line)):
-            note(figure, stage, records)
-    seconds = time.monotonic() - start
-    records.add(stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
-    print(f"--- {stage.name}: {status}, {seconds:.1f} s", flush=True)
-    return status
+def run(stages: list[Stage], output: Path, records: Records, end: float) -> list[str]:
+    """Run stages side by side, at most until `end`, and record their results: "green", "absent", or what went wrong."""
+    running = [Running(stage, output, records, end) for stage in stages]
+    try:
+        while [one for one in running if not one.ended()]:
+            time.sleep(0.05)
+    finally:
+        for one in running:
+            one.close()
+    return [one.status or "" for one in running]
 
 
-def watched(stage: Stage, limit: float, log: Path) -> str:
-    """How the stage ended. Its children end with it."""
-    assert stage.command is not None
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    if stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
-        env.pop("TRITON_INTERPRET", None)
-    how: dict[str, Any] = {"cwd": ROOT, "env": env | stage.environment, "stderr": subprocess.STDOUT}
-    with log.open("a") as file:
-        print(f"=== {stage.name}", file=file, flush=True)
-        process = subprocess.Popen(stage.command, stdout=file, start_new_session=True, **how)
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest prints its failures then
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-            return f"past its limit of {limit:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return f"failed with status {status}" if status else "green"
+class Running:
+    """A stage that runs. Its output goes to a file of its own, and from there to that of all stages when it ended."""
+
+    def __init__(self, stage: Stage, output: Path, records: Records, end: float) -> None:
+        self.stage, self.records, self.log = stage, records, output / LOG
+        self.start = time.monotonic()
+        self.limit = min(stage.seconds, end - self.start)
+        self.own, self.line, self.late = output / f"{stage.name}.log", "", False
+        self.status: str | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        if stage.command is None:
+            self._end("absent")
+        elif self.limit <= 1:
+            self._end("left out: the time of all stages is over")
+        else:
+            self._launch(stage.command)
+
+    def _launch(self, command: tuple[str | Path, ...]) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        if self.stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
+            env.pop("TRITON_INTERPRET", None)
+        given: dict[str, Any] = {"cwd": ROOT, "env": env | self.stage.environment, "stderr": subprocess.STDOUT}
+        with self.own.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, start_new_session=True, **given)
+        self.said = self.own.open(errors="replace")
+
+    def ended(self) -> bool:
+        """Whether it has ended. Records what it said since the last call, and has it end after its limit."""
+        if self.process is None:
+            return True
+        code = self.process.poll()  # before it is read, so that nothing is said after the last reading
+        lines = (self.line + self.said.read()).split("\n")
+        self.line = lines.pop() if code is None else ""
+        for figure in (figure for line in lines for figure in figures_in(line)):
+            note(figure, self.stage, self.records)
+        if code is not None:
+            late = f"past its limit of {self.limit:.0f} s"
+            self._end(late if self.late else f"failed with status {code}" if code else "green")
+            return True
+        over = time.monotonic() - self.start - self.limit
+        if over > 0 and not self.late:
+            self.late = True
+            self.process.send_signal(signal.SIGINT)  # pytest prints its failures then
+        if over > GRACE:
+            self.process.kill()
+        return False
+
+    def _end(self, status: str) -> None:
+        self.close()
+        self.status, seconds = status, time.monotonic() - self.start
+        self.records.add(self.stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
+        print(f"--- {self.stage.name}: {status}, {seconds:.1f} s", flush=True)
+
+    def close(self) -> None:
+        """End the process and its children, and move its output."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+        self.said.close()
+        with self.log.open("ab") as file:
+            file.write(b"=== " + self.stage.name.encode() + b"\n" + self.own.read_bytes())
+        self.own.unlink()
 
 
 def figures_in(line: str) -> Iterator[dict[str, Any]]:
@@ -256,6 +292,7 @@ def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:
     if value is not None and not said:
         said = f"{value:10.4g} {figure.get('unit', ''):8}"
         said += f" predicted {predicted:10.4g}   x {value / predicted:.2f}" if predicted else ""
+        said += f" promised {figure['promised']}" if figure.get("promised") else ""
     shape = " ".join(f"{name}={x}" for name, x in (figure.get("shape") or {}).items())
     print(f"{stage.name:10} {figure.get('figure', '?')[:48]:48} {shape:36} {said}", flush=True)
 

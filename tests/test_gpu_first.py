@@ -40,8 +40,10 @@ def test_a_rehearsal_with_five_packages_ends_green(rehearsed):
     assert seconds < 180
     ends = {line["stage"]: line["status"] for line in results_in(out) if line["figure"] == "seconds"}
     usual = [stage.name for stage in gpu_first.stages(out, tiny=True) if stage.group != "trainers"]
-    assert usual[-1] == "sanitizer"  # which takes long, and of all stages is the first to leave out
-    assert list(ends) == ["machine", *usual]
+    beside = [stage.name for stage in gpu_first.stages(out, tiny=True) if not stage.alone]
+    assert usual[: len(beside)] == beside == ["products", "gpu", "device", "sanitizer", "warm"]
+    assert [name for name in ends if name not in beside] == ["machine", *usual[len(beside) :]]
+    assert ends.keys() == {"machine", *usual}
     assert set(ends.values()) == {"green", "absent"}
     assert ends["sanitizer"] == "absent"
     said = (out / "stages.log").read_text()
@@ -66,13 +68,24 @@ def test_tests_run_and_absent_peers_are_said_to_be(rehearsed):
     passed = {line["stage"]: line["value"] for line in lines if line["figure"] == "tests"}
     assert passed["gpu"] > 40
     assert passed["device"] > 40
-    (trl,) = [line for line in lines if line["figure"] == "TRL: loss, trainable"]
-    assert trl["value"] is None
-    assert trl["note"].startswith("absent: is not installed")
+    absent = [line for line in lines if line["figure"] == "TRL: loss, trainable"]
+    assert [line["shape"].get("idle") for line in absent] == [None, 0.5]
+    assert all(line["value"] is None and line["note"].startswith("absent: is not installed") for line in absent)
 
 
-def stage(name: str, code: str, *, seconds: int = 20, group: str = "correctness"):
-    return gpu_first.Stage(name=name, group=group, seconds=seconds, command=(sys.executable, "-u", "-c", code))
+def test_peers_and_the_promised_ratios_are_measured(rehearsed):
+    lines = {line["figure"]: line for line in results_in(rehearsed[1]) if line["stage"] == "peers"}
+    assert lines["full logits: loss, trainable"]["value"] > 0
+    ours, alone = (lines[f"{name}: logprobs, no_grad"]["value"] for name in ("fused-grpo", "products alone"))
+    found = lines["fused-grpo / products alone: logprobs, no_grad"]
+    assert found["value"] == ours / alone
+    assert found["promised"] == "<= 1.2"
+    assert lines["fused-grpo, 50% idle / none: loss, trainable"]["value"] > 0
+
+
+def stage(name: str, code: str, *, seconds: int = 20, group: str = "correctness", alone: bool = True):
+    command = (sys.executable, "-u", "-c", code)
+    return gpu_first.Stage(name=name, group=group, seconds=seconds, command=command, alone=alone)
 
 
 FAILS = stage("fails", "raise SystemExit('FAILED tests/test_x.py::test_y - AssertionError')")
@@ -119,6 +132,20 @@ def test_a_stage_that_fails_or_goes_on_is_said_to_and_the_next_one_runs(run, tmp
     assert [line["value"] for line in kept if line["figure"] == "early"] == [1.0]
 
 
+def test_stages_that_are_not_alone_run_side_by_side(run, tmp_path):
+    waits = "import pathlib, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.01)\nprint('=== waited')"
+    makes = "import pathlib; pathlib.Path({!r}).touch()"
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    one = stage("one", waits.format(first), alone=False)
+    two = stage("two", f"{makes.format(first)}\n{waits.format(second)}", alone=False, seconds=2)
+    _, last, _ = run(one, two, stage("alone", makes.format(second)))
+    ends = {name: line["status"] for name, line in last.items()}
+    assert ends == {"machine": "green", "one": "green", "two": "past its limit of 2 s", "alone": "green"}
+    log = (tmp_path / "out" / "stages.log").read_text()
+    assert log.index("=== one\n=== waited\n") < log.index("=== two\n") < log.index("=== alone\n")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.jsonl", "stages.log"}
+
+
 def test_with_all_stages_green_it_ends_with_0(run):
     assert run(WORKS, ABSENT)[0] == 0
 
@@ -134,6 +161,8 @@ def test_some_stages_can_be_chosen_and_no_others(run):
     timing = gpu_first.Stage(name="costs", group="timing", seconds=9, command=WORKS.command)
     _, last, _ = run(WORKS, timing, arguments=("--stages", "timing"))
     assert list(last) == ["machine", "costs"]
+    _, last, _ = run(WORKS, timing, arguments=("--stages", "timing,works"))
+    assert list(last) == ["machine", "costs", "works"]
     with pytest.raises(SystemExit):
         run(WORKS, arguments=("--stages", "work"))
 

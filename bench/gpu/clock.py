@@ -34,6 +34,8 @@ class Figure:
     predicted: float | None = None
     shape: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
+    promised: str | None = None
+    """A bound of the value, as "<= 1.15"."""
 
     def line(self) -> str:
         ratio = self.value / self.predicted if self.value is not None and self.predicted else None

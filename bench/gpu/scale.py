@@ -108,7 +108,7 @@ FULL = Scale(
     few=(1024, 256, 64),
     usual=8192,
     budgets=(0.25, 0.5, 1.0, 1.25, 2.5),
-    peers=(FLOOR, OURS, "full logits", "full logits, compiled", "TRL", "Liger GRPO", "Liger FSLCE", "CCE", "verl"),
+    peers=(FLOOR, OURS, "TRL", "Liger GRPO", "CCE", "verl", "full logits", "Liger FSLCE", "full logits, compiled"),
 )
 TINY = Scale(
     device="cpu",
@@ -128,5 +128,5 @@ TINY = Scale(
     few=(),
     usual=64,
     budgets=(1e-4,),
-    peers=(OURS, "TRL"),
+    peers=(FLOOR, OURS, "TRL", "full logits"),
 )

@@ -5,6 +5,7 @@ the parts, a process each. Needs torch and triton alone. `--tiny` is for a machi
 seconds, with interpreted kernels.
 
     machine    versions, and the device
+    warm       compiles what other parts launch, all side by side, so that the caches on disk have it
     ceilings   a large product and a large copy: upper bounds of everything below
     gemms      the three products of a chunk, over its rows
     passes     the kernels that read all logits, by the bytes that they move
@@ -12,7 +13,7 @@ seconds, with interpreted kernels.
     tiles      candidates for the tables of kernels/tuning.py
     losses     loss and log-probs over plans, tokens and sizes of a chunk
     trace      the launches of one call of the loss; trace.json.gz goes to DIR
-    peers      ours and others in interleaved rounds, after a check against fp64
+    peers      ours and others in interleaved rounds, after a check against fp64, and the promised ratios
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import torch
 
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, scaled
 from fused_grpo.bench.gpu.kernels import forward, gemms, passes
+from fused_grpo.bench.gpu.peers import peers
 from fused_grpo.bench.gpu.scale import FULL, GIB, OURS, TINY, Scale
 from fused_grpo.bench.gpu.tiles import tiles
+from fused_grpo.bench.gpu.warm import warm
 from fused_grpo.bench.heads.implementations import Implementation, ours_loss
 from fused_grpo.bench.heads.peers import named
 from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.heads.work import Gradients, Kind, Work, batch_of
-from fused_grpo.bench.heads.worker_pool import WorkerPool
 from fused_grpo.bench.memory import allocations_of
 from fused_grpo.bench.predictions import predicted
 from fused_grpo.env import environment, versions
@@ -154,40 +156,8 @@ def trace(scale: Scale, output: Path) -> Iterator[Figure]:
             yield figure_of(key[:100], sum(each), "ms", None, count=len(each), **shape)
 
 
-def peers(scale: Scale) -> Iterator[Figure]:
-    """Of each implementation the time, the most bytes beside the inputs, and the error of the small work."""
-    pool = WorkerPool(scale.device, patience=60.0)
-    try:
-        for work in compared(scale):
-            for name, found in pool.measure(work, scale.peers, rounds=5).items():
-                plan = predicted.plan_of(name, work.kind, work.gradients)
-                shape = {"N": work.tokens, "D": work.shape.hidden, "idle": work.idle or None}
-                expected = predicted.of_work(name, work.described(), scale.device_name)
-                value = None if found.absent else found.median * 1e3
-                figure = figure_of(plan, value, "ms", scaled(expected, 1e3), **shape)
-                yield replace(figure, note=found.absent and f"absent: {found.absent}")
-                if found.peak is not None:
-                    yield figure_of(f"{plan}: peak", found.peak / GIB, "GiB", None, **shape)
-                for what, error in (found.errors or {}).items():
-                    if error is not None:
-                        yield figure_of(f"{plan}: error of {what}", error, "", None, **shape)
-    finally:
-        pool.close()
-
-
-def compared(scale: Scale) -> Iterator[Work]:
-    """The works of the peers: every kind with the largest head, a loss over tokens with the smallest."""
-    large, small = scale.heads[0], scale.heads[-1]
-    kinds: list[tuple[Kind, Gradients]] = [("loss", "trainable"), ("logprobs", "no_grad")]
-    kinds += [("logprobs", "trainable"), ("loss", "frozen")] if scale is not TINY else []
-    yield from (scale.work(kind, gradients, large, scale.usual) for kind, gradients in kinds)
-    yield replace(scale.work("loss", "trainable", large, scale.usual), idle=0.5)
-    if scale is not TINY:
-        yield from (scale.work("loss", "trainable", small, tokens) for tokens in (scale.usual, *scale.few))
-
-
 PARTS: dict[str, Callable[..., Any]] = {
-    part.__name__: part for part in (machine, ceilings, gemms, passes, forward, tiles, losses, trace, peers)
+    part.__name__: part for part in (machine, warm, ceilings, gemms, passes, forward, tiles, losses, trace, peers)
 }
 
 if __name__ == "__main__":

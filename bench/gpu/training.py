@@ -25,16 +25,18 @@ import torch
 
 from fused_grpo.bench.gpu.clock import Figure, figure_of
 from fused_grpo.bench.gpu.scale import GIB
-from fused_grpo.bench.interleaved import interleaved_seconds
+from fused_grpo.bench.interleaved import quotient
 from fused_grpo.bench.memory import allocations_of
 from fused_grpo.bench.trainers import training_step
 from fused_grpo.bench.trainers.training_step import Problem, TrainingStep
 
-ROUNDS = 5
+# Rounds of a comparison: at least the first number, at most the second, and no more after so many seconds.
+FEWEST, MOST, SECONDS = 2, 5, 25.0
+PROMISED = ">= 1.4"
 OURS, FUSED, TRL = "fused-grpo trainer", "TRL, fused-grpo ops", "TRL"
 
 
-def qwen3(hidden: int, layers: int, intermediate: int, heads: int, *, longest: int, completions: int = 16) -> Problem:
+def qwen3(hidden: int, layers: int, intermediate: int, heads: int, *, longest: int, completions: int = 8) -> Problem:
     more = {"intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": 8}
     more |= {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 2**20}
     sizes = {"vocab": 151936, "hidden": hidden, "layers": layers, "completions": completions, "longest": longest}
@@ -47,14 +49,14 @@ FULL = {
 }
 # Eight completions have 3.2 times as many tokens as the longest one: about 16,384 and 65,536 in sum.
 PUBLISHED = [
-    (name, replace(problem, completions=8, longest=longest), rank)
+    (name, replace(problem, longest=longest), rank)
     for name, problem, rank in (
         ("Qwen3-0.6B", FULL["Qwen3-0.6B"], None),
         ("Qwen3-4B, LoRA", qwen3(2560, 36, 9728, 32, longest=8192), 16),
     )
     for longest in (5120, 20480)
 ]
-SMALL = replace(qwen3(32, 2, 64, 8, longest=24, completions=8), vocab=500)
+SMALL = replace(qwen3(32, 2, 64, 8, longest=24), vocab=500)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,16 +72,20 @@ def makers() -> dict[str, Callable[[Problem], TrainingStep]]:
     """TRL scores the completion tokens alone where it has Triton, so `compact` changes nothing on a GPU."""
     return {
         OURS: functools.partial(training_step.ours, learning_rate=0.0),
-        FUSED: functools.partial(training_step.trl, learning_rate=0.0, fused=True),
         TRL: functools.partial(training_step.trl, learning_rate=0.0, compact=True),
+        FUSED: functools.partial(training_step.trl, learning_rate=0.0, fused=True),
     }
 
 
 def phase(*, tiny: bool) -> Iterator[Figure]:
-    """Tokens of completions a second, and bytes beside weights and optimizer state, gradients included."""
+    """Tokens of completions a second, and bytes beside weights and optimizer state, gradients included.
+
+    After each step the figures of all steps until then, the first ones left out, which compile and make the optimizer's
+    state: the last figures are those that count.
+    """
     for name, problem in {"tiny": SMALL}.items() if tiny else FULL.items():
         try:
-            yield from compared(name, problem, rounds=2 if tiny else ROUNDS)
+            yield from compared(name, problem, rounds=FEWEST if tiny else MOST)
         except torch.OutOfMemoryError:
             figure = figure_of("training phase", None, "tokens/s", None, **shape_of(name, problem))
             yield replace(figure, note="absent: out of memory with three trainers at a time")
@@ -88,18 +94,28 @@ def phase(*, tiny: bool) -> Iterator[Figure]:
 
 def compared(name: str, problem: Problem, *, rounds: int) -> Iterator[Figure]:
     tokens, shape = sum(sample.num_own for sample in problem.batch()), shape_of(name, problem)
-    steps = {trainer: make(problem) for trainer, make in makers().items()}
-    actions = {trainer: made.step for trainer, made in steps.items()}
-    interleaved_seconds(actions, rounds=1)
-    rates = {
-        trainer: tokens / statistics.median(seconds)
-        for trainer, seconds in interleaved_seconds(actions, rounds=rounds).items()
-    }
-    for trainer, rate in rates.items():
-        yield figure_of(f"training phase: {trainer}", rate, "tokens/s", None, **shape)
-        peak = allocations_of(actions[trainer], device()).peak
-        yield figure_of(f"training phase: {trainer}, peak", peak / GIB, "GiB", None, **shape)
-    yield figure_of("training phase: ours over TRL", rates[OURS] / rates[TRL], "x", None, **shape)
+    steps: dict[str, Callable[[], object]] = {}
+    for trainer, make in makers().items():
+        start = time.perf_counter()
+        steps[trainer] = make(problem).step
+        steps[trainer]()
+        yield figure_of(f"made, and a first step: {trainer}", time.perf_counter() - start, "s", None, **shape)
+    seconds: dict[str, list[float]] = {trainer: [] for trainer in steps}
+    start, names = time.perf_counter(), [*steps]
+    for number in range(rounds):
+        if number >= FEWEST and time.perf_counter() - start > SECONDS:
+            break
+        for trainer in names[number % 3 :] + names[: number % 3]:
+            before = time.perf_counter()
+            peak = allocations_of(steps[trainer], device()).peak  # which waits for the device
+            seconds[trainer].append(time.perf_counter() - before)
+            yield figure_of(f"a step: {trainer}", seconds[trainer][-1], "s", None, **shape)
+            rate = tokens / statistics.median(seconds[trainer])
+            yield figure_of(f"training phase: {trainer}", rate, "tokens/s", None, **shape)
+            yield figure_of(f"training phase: {trainer}, peak", peak / GIB, "GiB", None, **shape)
+        for over in (TRL, FUSED):
+            figure = figure_of(f"training phase: ours over {over}", quotient(seconds, over, OURS), "x", None, **shape)
+            yield replace(figure, promised=PROMISED if over == TRL else None)
 
 
 def longest(*, tiny: bool) -> Iterator[Figure]:

@@ -210,8 +210,11 @@ def full_logits_compiled(hidden: Tensor, weight: Tensor, targets: Tensor, work: 
 
 @functools.cache
 def _compiler() -> LogprobOp:
-    """`full_logits` compiled, on first use because torch.compile takes seconds to import."""
-    return torch.compile(full_logits, dynamic=False)
+    """`full_logits` compiled, on first use because torch.compile takes seconds to import.
+
+    Its kernels are tuned in each process: what one found while others used the device is not kept on disk.
+    """
+    return torch.compile(full_logits, dynamic=False, options={"autotune_local_cache": False})
 
 
 def exact(batch: Batch, work: Work) -> Result:

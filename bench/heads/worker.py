@@ -5,7 +5,7 @@ interleaved, while an out-of-memory, imports and compilation of one have no effe
 
     {"do": "prepare", "work": {...}, "memory": true}
         -> {"absent": why} | {"rejected": errors} | {"errors": ..., "memory": bytes of each phase | null}
-    {"do": "measure"}                 -> {"seconds": s}, between device events where there is a device
+    {"do": "measure"}                 -> {"seconds": s}, on a device the median of as many runs as take `SECONDS`
     {"do": "release"}                 -> {}, after which no inputs are held
     {"do": "longest", "work": {...}, "most": n}  -> {"tokens": n}, before memory runs out
 """
@@ -16,17 +16,21 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from typing import Any
 
 import torch
 
-from fused_grpo.bench.heads.correctness import errors_of
+from fused_grpo.bench.heads.correctness import Errors, errors_of
 from fused_grpo.bench.heads.implementations import Implementation
 from fused_grpo.bench.heads.peers import named
 from fused_grpo.bench.heads.work import Batch, Work, batch_of
 from fused_grpo.bench.memory import allocations_of
+
+# A short run on a device is repeated for so many seconds, and at most so often.
+SECONDS, MOST = 0.05, 20
 
 
 class Worker:
@@ -36,6 +40,7 @@ class Worker:
         self.implementation, self.device = implementation, device
         self.work: Work | None = None
         self.batch: Batch | None = None
+        self._errors: dict[Work, Errors] = {}
 
     def prepare(self, work: dict[str, Any], *, memory: bool) -> dict[str, Any]:
         """Make the inputs and run once, unless the implementation cannot do the work or fails its check.
@@ -51,7 +56,7 @@ class Worker:
             return {"absent": reason}
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # after a few shapes torch.compile stops compiling and runs the eager code
-        errors = None if self.implementation.floor else errors_of(self.implementation, self.work, self.device)
+        errors = None if self.implementation.floor else self.errors(self.work)
         if errors is not None and errors.too_large(self.work):
             return {"rejected": errors._asdict()}
         self.batch = batch_of(self.work, self.device)
@@ -60,6 +65,12 @@ class Worker:
         counted = self.memory() if memory else None
         self.rest()
         return {"errors": None if errors is None else errors._asdict(), "memory": counted}
+
+    def errors(self, work: Work) -> Errors:
+        """Errors on the small work, which several works share."""
+        if work.small() not in self._errors:
+            self._errors[work.small()] = errors_of(self.implementation, work, self.device)
+        return self._errors[work.small()]
 
     def release(self) -> dict[str, Any]:
         """Drop the inputs while others are measured."""
@@ -80,21 +91,27 @@ class Worker:
         self.implementation.run(self.batch, self.work)
 
     def measure(self) -> dict[str, float]:
-        """Seconds of one run."""
+        """Seconds of a run."""
         if self.device != "cuda":
             start = time.perf_counter()
             self.run()
             return {"seconds": time.perf_counter() - start}
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.run()  # warms clocks and caches after the run of another implementation
-        torch.cuda.synchronize()
-        start_event.record()
-        self.run()
-        end_event.record()
-        torch.cuda.synchronize()
-        seconds = start_event.elapsed_time(end_event) / 1e3
+        seconds = [self.timed()]
+        for _ in range(min(MOST, int(SECONDS / seconds[0]))):
+            seconds.append(self.timed())
         self.rest()
-        return {"seconds": seconds}
+        return {"seconds": statistics.median(seconds)}
+
+    def timed(self) -> float:
+        """Seconds of one run between device events."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        self.run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def memory(self) -> dict[str, int | None]:
         """The most bytes at a time that each phase adds to the inputs, gradients included."""
@@ -129,6 +146,8 @@ def main(name: str, device: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of peers must not mix with answers
     worker = Worker(named(name), device)
+    gc.collect()
+    gc.freeze()  # each round collects garbage, and need not look at what the imports made
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -12,7 +12,9 @@ import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,8 @@ class Measurement:
     """The reason why it was not measured: not installed, cannot do the work, out of memory, and others."""
     rejected: bool = False
     """Whether it failed its correctness check."""
+    preparation: float = 0.0
+    """Seconds of its preparation, imports and compilation included."""
 
     @property
     def median(self) -> float:
@@ -57,19 +61,40 @@ class WorkerPool:
 
         Implementations that are `slow` take part in every third round.
         """
-        found = {name: Measurement() for name in names}
-        for name in self._workers.keys() - set(names):
-            self._ask(name, do="release")
+        self.release_all_but(names)
+        found = dict(self.prepare(work, names, memory=memory))
+        self.time(found, rounds=rounds, slow=slow)
+        return found
+
+    def prepare(
+        self, work: Work, names: Sequence[str], *, memory: bool = True, at_once: int = 1
+    ) -> Iterator[tuple[str, Measurement]]:
+        """Errors and bytes of each implementation, in order, as soon as they are known; `at_once` work side by side."""
         for name in names:
             self._ensure(name)
-        for name in names:
-            self._note(found[name], self._ask(name, do="prepare", work=vars(work), memory=memory))
+
+        def one(name: str) -> tuple[str, Measurement]:
+            found, start = Measurement(), time.monotonic()
+            self._note(found, self._ask(name, do="prepare", work=vars(work), memory=memory))
+            found.preparation = time.monotonic() - start
+            return name, found
+
+        with ThreadPoolExecutor(at_once) as threads:
+            yield from threads.map(one, names)
+
+    def time(self, found: Mapping[str, Measurement], *, rounds: int, slow: Sequence[str] = ()) -> None:
+        """Add the seconds of interleaved rounds to what was prepared."""
+        names = list(found)
         for number in range(rounds):
             for position in range(len(names)):
                 name = names[(number + position) % len(names)]
                 if found[name].absent is None and (number % 3 == 0 or name not in slow):
                     self._note(found[name], self._ask(name, do="measure"))
-        return found
+
+    def release_all_but(self, names: Sequence[str]) -> None:
+        """Have the other workers drop their inputs."""
+        for name in self._workers.keys() - set(names):
+            self._ask(name, do="release")
 
     def longest(self, work: Work, names: Sequence[str], *, most: int) -> dict[str, dict[str, Any]]:
         """The largest power of two of tokens for which memory suffices, one implementation after the other."""

@@ -1,6 +1,7 @@
 """The measurements of whole trainers on a GPU, rehearsed on a CPU."""
 
 import json
+from types import SimpleNamespace
 
 import gpu_first
 import pytest
@@ -14,7 +15,11 @@ pytest.importorskip("trl", reason="TRL is not installed")
 @pytest.mark.parametrize(
     ("part", "figures"),
     [
-        ("phase", {f"training phase: {name}{what}" for name in training.makers() for what in ("", ", peak")}),
+        (
+            "phase",
+            {f"training phase: {name}{what}" for name in training.makers() for what in ("", ", peak")}
+            | {"training phase: ours over TRL"},
+        ),
         pytest.param("longest", {f"longest completion: {name}" for name in training.makers()}, marks=pytest.mark.full),
         ("published", {"training phase"}),
     ],
@@ -27,6 +32,21 @@ def test_a_part_measures_every_trainer(part, figures, capsys):
     for name in figures:
         assert found[name]["value"] > 0
         assert found[name]["shape"]["longest" if part != "longest" else "model"]
+
+
+def test_the_first_step_of_a_trainer_is_not_timed(monkeypatch):
+    done: list[str] = []
+
+    def made(name: str):
+        return lambda problem: SimpleNamespace(step=lambda: done.append(name))
+
+    names = (training.OURS, training.TRL, training.FUSED)
+    monkeypatch.setattr(training, "makers", lambda: {name: made(name) for name in names})
+    figures = list(training.compared("tiny", training.SMALL, rounds=2))
+    assert done == [*names, *names, *names[1:], names[0]]
+    assert [sum(figure.figure.startswith(what) for figure in figures) for what in ("made", "a step")] == [3, 6]
+    ratios = [figure.promised for figure in figures if figure.figure == f"training phase: ours over {training.TRL}"]
+    assert ratios == [training.PROMISED] * 2
 
 
 def test_the_longest_completion_is_the_last_that_fitted(monkeypatch):
