@@ -187,8 +187,8 @@ def loss_inputs(
     if given.entropy_threshold is not None:
         check_threshold(given.entropy_threshold, device)
     sequences, num_entropy_tokens = Sequences(sequence_lengths(shape, given.cu_seqlens)), given.num_entropy_tokens
-    mask = torch.ones(shape, dtype=torch.bool, device=device) if given.mask is None else given.mask != 0
-    mask = mask.reshape(-1) if kept is None else mask.reshape(-1) & kept
+    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if kept is None else kept
+    mask = mask if given.mask is None else torch.logical_and(given.mask.reshape(-1), mask)
     flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
     tokens = TokenInputs(
         advantages=per_token_advantages(given.advantages, shape, sequences).to(dtype),
