@@ -87,8 +87,6 @@ FULL = Scale(
     gemm_tiles=(
         {},
         {"num_stages": 3},
-        {"flatten": True},
-        {"flatten": True, "num_stages": 3},
         {"group_n": 8},
         {"group_n": 32},
         {"narrow": 32},

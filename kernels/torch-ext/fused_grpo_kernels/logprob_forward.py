@@ -83,7 +83,6 @@ def _logprob_forward_kernel(
     GROUP_N: tl.constexpr,
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     """Grid: row tiles x splits, flattened; GROUP_N row tiles go through a split together, then the next split.
 
@@ -114,7 +113,7 @@ def _logprob_forward_kernel(
     row_target, row_maximum, row_total, row_weighted = start_statistics(target)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
     # Hoisting out of this loop would occupy registers that the epilogue needs.
-    for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True, flatten=FLATTEN):
+    for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True):
         first_column = tile * BLOCK_V
         raw = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         for d in range(0, D, BLOCK_D):

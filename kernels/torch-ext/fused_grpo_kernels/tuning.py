@@ -40,8 +40,6 @@ class GemmTile:
     narrow: int = 32
     # Operands are read through tensor descriptors, not pointers.
     tma: bool = False
-    # The loads of the next tile begin before the epilogue of this one.
-    flatten: bool = False
 
     def launch_options(self) -> dict[str, int]:
         """The keyword arguments of the launch, as the kernel names them."""
@@ -52,7 +50,6 @@ class GemmTile:
             "GROUP_N": self.group_n,
             "WIDE": self.wide,
             "NARROW": self.narrow,
-            "FLATTEN": self.flatten,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             **FUSED_MULTIPLY_ADD,
