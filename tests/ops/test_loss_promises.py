@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
-from fused_grpo.head import chunked_loss
+from fused_grpo.head import chunked_loss, logprob_plans, registered_ops
 
 pytestmark = pytest.mark.grid
 
@@ -197,6 +197,26 @@ def test_hidden_states_of_masked_tokens_may_hold_anything(leaves, rest, impl, le
     of_dirty, of_clean = (torch.autograd.grad(x.loss, [h, leaves[1]]) for x, h in ((out, hidden), (clean, leaves[0])))
     assert all(torch.equal(one, other) for one, other in zip(of_dirty, of_clean, strict=True))
     assert (of_dirty[0][masked] == 0).all()
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("options", [{}, {"importance_sampling_level": "sequence"}, {"entropy_coef": 0.1}], ids=str)
+def test_rows_that_stay_in_place_change_nothing(leaves, rest, impl, options, monkeypatch):
+    """As few rows on a GPU do, where none is counted: those that need nothing may hold anything all the same."""
+    masked, config = torch.arange(T).expand(B, T) > 3, GRPOLossConfig(**options)
+    hidden = leaves[0].detach().masked_fill(masked[..., None], torch.nan).requires_grad_()
+    found = []
+    for leaves_out in (True, False):
+        for module in (chunked_loss, logprob_plans, registered_ops):
+            monkeypatch.setattr(module, "leaves_out_rows", lambda tensor, leaves_out=leaves_out: leaves_out)
+        loss = run([hidden, leaves[1]], rest, impl=impl, config=config, mask=~masked).loss
+        targets = rest["targets"].masked_fill(masked, -100)
+        logprobs = linear_logprobs(hidden, leaves[1], targets, impl=impl)
+        values = [loss, (logprobs * torch.linspace(-1, 1, T)).sum()]
+        found.append([values, *(torch.autograd.grad(value, [hidden, leaves[1]]) for value in values)])
+    for usual, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-7)
+    assert all((of_hidden[masked] == 0).all() for of_hidden, _ in found[1][1:])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
