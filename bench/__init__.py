@@ -9,7 +9,7 @@ pytest-benchmark runs the suite (conftest.py, heads/test_head.py, trainers/test_
     trainers/     the training phase, whole steps and generation
     report/       the result file (results_file.py), tables and charts
     predictions/  predicted times of GPUs, from traces on fake tensors; predict.py makes them
-    gpu/          what scripts/gpu_first.py measures first on a GPU
+    gpu/          what scripts/gpu_first.py measures first on a GPU, and its page (page.py)
     results/      committed result files, a folder for each machine
     compare.py    two result files beside each other
     accuracy.py   errors from fp64 alone

@@ -12,6 +12,8 @@ A page has blocks, whose content this module writes:
     machine           machine, versions and date of a result file, in one sentence
     accuracy          all of a file of accuracy.py
     predictions       all of predicted.json
+    gpu of SECTION    of a results.jsonl of scripts/gpu_first.py: machine, correctness, promises, peers, training or
+                      predictions
 
 `loss of GPT-2, N=2048 from ...` selects a group with that in its name; so does `trainer of ...`. The path is relative
 to the page, like that of a link. Without PAGE these are the pages of `PAGES` in the current folder. `--check` changes
@@ -31,6 +33,7 @@ from typing import Any
 from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.predictions.predicted import shape_of
 from fused_grpo.bench.report import tables
+from fused_grpo.bench.report.gpu_results import SECTIONS, read_lines
 from fused_grpo.bench.report.results_file import (
     Result,
     commit,
@@ -43,7 +46,7 @@ from fused_grpo.bench.report.results_file import (
 )
 from fused_grpo.errors import DataError, FusedGRPOError
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md", "docs/gpu.md")
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
 BLOCK = re.compile(START.pattern + rf"\n(?P<inside>.*?){re.escape(END)}", re.DOTALL)
@@ -54,6 +57,7 @@ COMPACT: dict[str, tables.Cell] = {
     "memory (MiB)": tables.memory_cell,
     "largest error": tables.error_cell,
 }
+GPU = COMPACT | {"spread": tables.HEAD["spread"]}
 Times = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By plan and shape, what is predicted."""
 
@@ -68,11 +72,13 @@ def figures(what: str, group: str | None, path: Path) -> str:
         case "machine":
             result = read(path)
             return f"Measured on {machine_text(result)}, on {day(result)} at commit `{commit(result)}`."
+        case "gpu":
+            return gpu_text(path, group)
         case "accuracy":
             return accuracy_text(json.loads(path.read_text()))
         case "predictions":
             return predictions_text(json.loads(path.read_text()))
-    want = "loss, logprobs, divergence, distillation, trainer, machine, accuracy or predictions"
+    want = "loss, logprobs, divergence, distillation, trainer, machine, gpu, accuracy or predictions"
     raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
 
 
@@ -91,6 +97,25 @@ def trainer_text(result: Result, name: str | None) -> str:
         has = "; ".join(group.name for group in found) or "none"
         raise DataError(f"got no group of a trainer with {name!r} in its name, want one of: {has}; fix: name one")
     return "\n\n".join(f"{group.name}:\n\n{tables.other_table(group)}" for group in chosen)
+
+
+def gpu_text(path: Path, section: str | None) -> str:
+    if section in SECTIONS:
+        return SECTIONS[section](read_lines(path))
+    result = read(path)
+    heads = [group for group in groups_of(result).values() if tables.is_head(group)]
+    match section:
+        case "promises":
+            text = tables.promises_text(result, title="")
+        case "peers":
+            parts = [(f"### {group.name}", tables.table(group, GPU), tables.absent_text(group)) for group in heads]
+            text = "\n\n".join(text for part in parts for text in part if text)
+        case "training":
+            text = trainer_text(result, None) if len(heads) < len(groups_of(result)) else ""
+        case _:
+            want = ", ".join([*SECTIONS, "promises", "peers or training"])
+            raise DataError(f"got the section {section!r} of a GPU, want {want}; fix: name one of these")
+    return text or "Not measured yet."
 
 
 def accuracy_text(content: Mapping[str, Any]) -> str:

@@ -36,6 +36,8 @@ class Figure:
     note: str | None = None
     promised: str | None = None
     """A bound of the value, as "<= 1.15"."""
+    rounds: tuple[float, ...] = ()
+    """The value of each interleaved round; empty where there were none."""
 
     def line(self) -> str:
         ratio = self.value / self.predicted if self.value is not None and self.predicted else None

@@ -6,6 +6,7 @@ takes time from itself alone: after `PATIENCE` seconds of preparations it is lef
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -106,10 +107,11 @@ def facts(scale: Scale, work: Work, name: str, found: Measurement) -> Iterator[F
 
 def time_of(scale: Scale, work: Work, name: str, found: Measurement) -> Figure:
     expected = predicted.of_work(name, work.described(), scale.device_name)
-    value = found.median * 1e3 if found.absent is None else None
+    rounds = tuple(seconds * 1e3 for seconds in found.seconds) if found.absent is None else ()
     plan = predicted.plan_of(name, work.kind, work.gradients)
+    value = statistics.median(rounds) if rounds else None
     figure = figure_of(plan, value, "ms", scaled(expected, 1e3), **shape_of(work))
-    return replace(figure, note=found.absent and f"absent: {found.absent}")
+    return replace(figure, note=found.absent and f"absent: {found.absent}", rounds=rounds)
 
 
 def ratios(scale: Scale, work: Work, found: Mapping[str, Measurement], times: dict[Work, float]) -> Iterator[Figure]:

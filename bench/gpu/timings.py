@@ -19,6 +19,7 @@ seconds, with interpreted kernels.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import os
@@ -44,6 +45,8 @@ from fused_grpo.bench.predictions import predicted
 from fused_grpo.env import environment, versions
 from fused_grpo.errors import UnavailableError
 
+PACKAGES = ("numpy", "pytest", "hypothesis", "trl", "liger-kernel", "cut-cross-entropy", "verl")
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def machine(scale: Scale) -> dict[str, Any]:
-    found: dict[str, Any] = {**environment(), **versions(("numpy", "pytest", "hypothesis")), "gpu": scale.device_name}
+    found: dict[str, Any] = {**environment(), **versions(PACKAGES), "gpu": scale.device_name}
+    found["date"] = datetime.date.today().isoformat()
     if scale.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {"memory": properties.total_memory, "multiprocessors": properties.multi_processor_count}

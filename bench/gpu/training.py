@@ -109,7 +109,8 @@ def compared(name: str, problem: Problem, *, rounds: int) -> Iterator[Figure]:
             before = time.perf_counter()
             peak = allocations_of(steps[trainer], device()).peak  # which waits for the device
             seconds[trainer].append(time.perf_counter() - before)
-            yield figure_of(f"a step: {trainer}", seconds[trainer][-1], "s", None, **shape)
+            figure = figure_of(f"a step: {trainer}", statistics.median(seconds[trainer]), "s", None, **shape)
+            yield replace(figure, rounds=tuple(seconds[trainer]))
             rate = tokens / statistics.median(seconds[trainer])
             yield figure_of(f"training phase: {trainer}", rate, "tokens/s", None, **shape)
             yield figure_of(f"training phase: {trainer}, peak", peak / GIB, "GiB", None, **shape)

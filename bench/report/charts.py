@@ -2,6 +2,7 @@
 
     time              a bar for each implementation of a group, and the time of the products alone as a line
     memory            the same of the most bytes beside the inputs, and the bytes of the gradients as a line
+    overview          both beside each other
     pareto            error over time, the area of a point is its memory: down, left and small is better
     scaling-tokens    time and memory over N, where works differ in nothing else
     scaling-heads     the same over models, ordered by the size D x V of their heads
@@ -81,6 +82,7 @@ def figures(result: Result, group: Group) -> Iterator[tuple[str, Figure]]:
         least = ("gradients alone", float(group.gradient_bytes)) if group.gradient_bytes else None
         words = (f"Memory of {subject(group)}, beside the inputs", size(group), caption)
         yield "memory", bar_chart({row: float(row.peak or 0) for row in measured}, bytes_text, least, words)
+        yield "overview", overview(result, group)
     if sum(row.error is not None for row in measured) > 1:
         yield "pareto", pareto_chart(group, caption)
     for name, key in (("scaling-tokens", "tokens"), ("scaling-heads", "head")):
@@ -130,6 +132,13 @@ def bar_chart(
 ) -> Figure:
     """A bar for each row, and a line for the floor."""
     figure, (axes,) = page(1.4 + 0.33 * len(values), 1, words)
+    draw_bars(axes, values, text, floor)
+    if floor is not None:
+        axes.legend(loc="lower right")
+    return figure
+
+
+def draw_bars(axes: Axes, values: Mapping[Row, float], text: Text, floor: tuple[str, float] | None) -> None:
     names = [f"{row.implementation} {row.version or ''}".strip() for row in values]
     bars = axes.barh(names, list(values.values()), color=[OURS if row.ours else PEERS for row in values])
     labels = [text(value) + (f"  {number_text(value / floor[1])}×" if floor else "") for value in values.values()]
@@ -139,7 +148,22 @@ def bar_chart(
     axes.set_xticks([])
     if floor is not None:
         axes.axvline(floor[1], color=LINE, linestyle="--", label=f"{floor[0]} {text(floor[1])}")
-        axes.legend(loc="lower right")
+
+
+def overview(result: Result, group: Group) -> Figure:
+    """Time and memory beside each other, in the order of the times."""
+    words = (f"Time and memory of {subject(group)}", size(group), caption_of(result, [group]))
+    rows = group.implementations
+    figure, (time, memory) = page(1.6 + 0.33 * len(rows), 2, words)
+    floor = None if group.floor is None else ("products alone", group.floor.median)
+    draw_bars(time, {row: row.median for row in rows}, seconds_text, floor)
+    least = ("gradients alone", float(group.gradient_bytes)) if group.gradient_bytes else None
+    draw_bars(memory, {row: float(row.peak or 0) for row in rows}, bytes_text, least)
+    memory.set_yticks([])
+    for axes, what, bound in ((time, "time", floor), (memory, "memory beside the inputs", least)):
+        dashed = "" if bound is None else f"   (dashed: {bound[0]})"
+        axes.set_title(what + dashed, loc="left", fontsize=9)
+        axes.margins(x=0.35)
     return figure
 
 

@@ -113,12 +113,16 @@ class Group:
 
 
 def read(path: str | Path) -> Result:
-    """A result file; older ones with the keys of today.
+    """A result file; older ones with the keys of today, and the results.jsonl of scripts/gpu_first.py.
 
     Raises:
         DataError: there is no such file, or it is not a result file.
     """
     path = Path(path)
+    if path.suffix == ".jsonl":
+        from fused_grpo.bench.report.gpu_results import result_of
+
+        return result_of(path)
     want = "want a result file of the benchmarks"
     try:
         result = json.loads(path.read_text(), object_hook=with_current_keys)

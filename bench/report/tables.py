@@ -217,13 +217,13 @@ def tokens_cell(entry: Mapping[str, Any], best: int) -> str:
     return bold(f"{tokens:,}", tokens == best) if tokens else "not even the first"
 
 
-def promises_text(result: Result) -> str:
+def promises_text(result: Result, title: str = "## Promises\n\n") -> str:
     promises = result.get("promises", [])
     outcome = {True: "met", False: "**NOT MET**"}
     # Four digits, so that a value that misses its bound does not look like it.
     lines = [[p["what"], p["group"], f"{p['value']:.4g}", p["bound"], outcome[bool(p["met"])]] for p in promises]
     header = ["what", "group", "measured", "promised", ""]
-    return "## Promises\n\n" + markdown(header, lines, text=2) if lines else ""
+    return title + markdown(header, lines, text=2) if lines else ""
 
 
 def settings_text(groups: Iterable[Group]) -> str:

@@ -29,7 +29,7 @@ def drawn(result, name):
 
 def test_every_chart_is_one_svg_and_the_same_byte_for_byte(full, tmp_path):
     once, twice = (charts.write(full, tmp_path / folder) for folder in ("once", "twice"))
-    assert [path.stem for path in once] == ["time", "memory", "pareto", "scaling-tokens", "scaling-heads"]
+    assert [path.stem for path in once] == ["time", "memory", "overview", "pareto", "scaling-tokens", "scaling-heads"]
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in twice]
     root = ElementTree.parse(tmp_path / "once" / "time.svg").getroot()
     texts = {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
