@@ -104,7 +104,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         command = (python, "-m", "fused_grpo.bench.gpu.timings", name, *(("--tiny",) if tiny else ()))
         return Stage(name=name, group="timing", seconds=seconds, command=(*command, "--output", output), alone=alone)
 
-    timings = {"peers": 180, "losses": 90, "trace": 45, "tiles": 90}
+    timings = {"peers": 130, "losses": 90, "trace": 45, "tiles": 90}
     timings |= {"forward": 60, "ceilings": 30, "gemms": 60, "passes": 45}
     trainers = {"phase": 400, "longest": 400, "published": 400}
     return [

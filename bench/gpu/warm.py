@@ -13,7 +13,13 @@ from fused_grpo.bench.gpu.peers import compared
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.bench.heads.worker_pool import WorkerPool
 
-PARTS = ("tiles", "forward", "passes")
+# The trainers at a tiny size: their imports take longer than their kernels.
+PARTS = {
+    "tiles": ("timings", "tiles"),
+    "forward": ("timings", "forward"),
+    "passes": ("timings", "passes"),
+    "trainers": ("training", "phase", "--tiny"),
+}
 
 
 def warm(scale: Scale) -> Iterator[Figure]:
@@ -32,8 +38,9 @@ def seconds_of(run: Callable[[str, Scale], None], name: str, scale: Scale) -> fl
 
 
 def run_part(part: str, scale: Scale) -> None:
+    module, *arguments = PARTS[part]
     tiny = ["--tiny"] if scale.device == "cpu" else []
-    command = [sys.executable, "-m", "fused_grpo.bench.gpu.timings", part, *tiny]
+    command = [sys.executable, "-m", f"fused_grpo.bench.gpu.{module}", *arguments, *tiny]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
