@@ -148,8 +148,8 @@ def test_equal_models_have_no_divergence_and_no_gradient(kind, impl):
     ours = solve(inputs | {"teacher_logit_scale": -1.25}, kind=kind, impl=impl)
     assert not ours["divergence"].any()
     for name in LEAVES:
-        # Two products of one number, of which a fused multiply-add rounds one.
-        assert ours[name].abs().max() < (1e-7 if kind == "forward_kl" else 1e-20)
+        # Two products of one number, of which the fused multiply-add of plain torch rounds one.
+        assert ours[name].abs().max() < (1e-7 if kind == "forward_kl" and impl == "torch" else 1e-20)
 
 
 @pytest.mark.parametrize(("impl", "chunk_bytes"), PATHS)

@@ -36,6 +36,10 @@ LEAST = tl.constexpr(-60.0)
 REVERSE, FORWARD, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"reverse_kl": REVERSE, "forward_kl": FORWARD, "jsd": JSD}
 
+# Both models, and every sweep, must round alike: c is 0 only at the largest logit, and equal logits have no divergence.
+# A compiler fuses a product into a sum where it likes, in one model, or in one sweep, and not in the other.
+ROUND_EACH = {"enable_fp_fusion": False}
+
 ROW_VECTORS = ["student_temperature", "teacher_temperature", "upstream", "targets", "grad_logprobs", "divergence"]
 
 
@@ -235,7 +239,7 @@ def divergence_gradient_(
             *(head[name] for head in heads for name in ("logit_scale", "softcap")),
             beta,
             KIND=KINDS[kind].value,
-            **pair_tile(student.device).launch_options(),
+            **pair_tile(student.device).launch_options() | ROUND_EACH,
         )
     return divergence, gradient
 

@@ -56,7 +56,7 @@ def _logits_gradient_kernel(
     m, row_total = tl.load(shift + row), tl.load(total + row)
     m = tl.where(m == float("-inf"), 0.0, m)
     others = -expm1(row_logprob)
-    share = others / tl.where(row_total == 0.0, 1.0, row_total)
+    share = tl.math.div_rn(others, tl.where(row_total == 0.0, 1.0, row_total))
     g_entropy, mean, of_target, surprise = 0.0, 0.0, 0.0, 0.0
     if grad_entropy is not None:
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0.

@@ -202,7 +202,7 @@ def _softmax_weights_kernel(
             if ENTROPY:
                 tl.store(entropy + row, row_entropy)
     if weights is not None:
-        share = -expm1(row_logprob) / tl.where(row_total == 0.0, 1.0, row_total)
+        share = tl.math.div_rn(-expm1(row_logprob), tl.where(row_total == 0.0, 1.0, row_total))
         tl.store(scale + row, -share * logit_scale * inverse_temperature)
         _write_target(written, target, row_total, slope, C, BLOCK_V)
 
