@@ -105,6 +105,33 @@ def test_what_is_written_in_place_is_written_here_too():
     assert tensor[0, 0] == 1
 
 
+class Kept:
+    """Keeps a tensor from one call to the next."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def pair(self, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tensor, other
+
+    def add_(self, other: torch.Tensor) -> torch.Tensor:
+        return self.tensor.add_(other)[1:]
+
+
+def test_an_object_stays_there_and_what_its_methods_return_comes_back():
+    tensor, other = torch.arange(3.0), torch.ones(3)
+    kept = between(Kept)(tensor)
+    inside = kept._itself
+    assert inside.tensor.data_ptr() != tensor.data_ptr()
+    returned = kept.pair(other)
+    assert [x is y for x, y in zip(returned, (tensor, other), strict=True)] == [True, True]
+    inside.pair = lambda x: x.data_ptr() != other.data_ptr()
+    assert kept.pair(other)
+    assert kept.add_(other).data_ptr() == tensor[1:].data_ptr()
+    assert tensor.tolist() == [1.0, 2.0, 3.0]
+    assert kept.tensor is tensor
+
+
 def test_calls_within_the_package_stay_as_they_are(monkeypatch):
     seen = []
     monkeypatch.setattr(torch_passes, "probe", between(seen.append), raising=False)

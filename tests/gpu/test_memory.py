@@ -59,6 +59,17 @@ def test_log_probs_without_gradient_hold_no_logits_beyond_the_budget(mib):
     assert peak <= allowed
 
 
+def test_kept_tokens_hold_numbers_per_entry_and_gradients():
+    """64 kept tokens of each row: gathered rows of the head would be 2 GiB, logits 5 GiB."""
+    problem, kept = make_problem(N, D, V, off_policy=False), 64
+    tokens = (problem.targets.clamp(min=0)[:, None] + torch.arange(kept, device=problem.targets.device)) % V
+    support = tokens.flatten(), torch.arange(0, kept * N + 1, kept, device=tokens.device)
+    peak = peak_of(lambda: logprobs_of(problem, "trainable", support=support))
+    allowed = 2 * leaves_of(problem) + 200 * kept * N + SLACK
+    report("peak of kept tokens", peak / MIB, "MiB", promised=allowed / MIB)
+    assert peak <= allowed
+
+
 @pytest.fixture
 def scarce():
     """scarce(bytes): so much more than is taken now, for this process."""

@@ -82,6 +82,8 @@ def between(function: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = trip.there(args), trip.there(kwargs)
         CALLS[function.__name__] += trip.moved > 0
         result = function(*args, **kwargs)
+        if trip.moved and isinstance(function, type):
+            return _Abroad(result, trip)
         return trip.back(result) if trip.moved else result
 
     return call
@@ -120,6 +122,23 @@ class Trip:
                 as_bytes(home.untyped_storage()).copy_(as_bytes(memory))
                 return home if tensor is copy else placed(tensor, home.untyped_storage())
         return tensor.to("cpu", copy=True)
+
+
+class _Abroad:
+    """An object made of tensors that are there: what its methods take goes there, and what they return comes back."""
+
+    def __init__(self, itself: Any, trip: Trip) -> None:
+        self._itself, self._trip = itself, trip
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._itself, name)
+        if not callable(found):
+            return self._trip.back(found)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._trip.back(found(*self._trip.there(args), **self._trip.there(kwargs)))
+
+        return method
 
 
 class _There(torch.autograd.Function):

@@ -99,7 +99,7 @@ def assert_close(ours, expected, tolerance):
         assert (one.double() - other.double()).norm() <= tolerance * other.double().norm().clamp_min(1.0)
 
 
-@pytest.mark.parametrize("config", configs())
+@pytest.mark.parametrize("config", list(configs()))
 def test_all_paths_give_the_loss_and_gradients_of_the_reference(config):
     leaves, rest = step()
     expected, metrics = solve(leaves, rest, config=config, impl="reference")
@@ -150,7 +150,7 @@ def counts_of_the_step(rest, config):
     return counts
 
 
-@pytest.mark.parametrize("config", configs())
+@pytest.mark.parametrize("config", list(configs()))
 def test_the_cut_into_calls_and_the_layout_leave_no_trace(config):
     leaves, rest = step()
     counts, rest = counts_of_the_step(rest, config), of_the_step(rest, config)
@@ -175,7 +175,7 @@ def test_the_cut_into_calls_and_the_layout_leave_no_trace(config):
     assert_close([flat[0], flat[1], flat[2]], [whole[0], whole[1][inside], whole[2]], 1e-12)
 
 
-@pytest.mark.parametrize("config", configs())
+@pytest.mark.parametrize("config", list(configs()))
 def test_tokens_that_need_not_be_scored_change_nothing(config):
     leaves, rest = step()
     everyone, metrics = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24)

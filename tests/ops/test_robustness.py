@@ -305,11 +305,13 @@ def test_each_plan_multiplies_what_it_needs_and_no_more(gemms, plan, impl, dtype
     assert spent == (rows_forward + int(needed.sum()) * backward) * D * V
 
 
-def test_batch_invariance_costs_the_frozen_head_one_gemm_more(gemms):
+@pytest.mark.parametrize(("impl", "rows_forward"), [("torch", 64), ("triton", 0)])
+def test_batch_invariance_costs_the_frozen_head_one_gemm_more(gemms, impl, rows_forward):
+    """In Triton the forward is all in a kernel, whose products are not counted here."""
     inputs = make_inputs(64, 19, 6)
-    solve(inputs, "frozen head", batch_invariant=True)
+    solve(inputs, "frozen head", batch_invariant=True, impl=impl)
     needed = (inputs["targets"] >= 0) & (inputs["g"][0] != 0)
-    assert sum(m * k * n for m, k, n in gemms) == (64 + 2 * int(needed.sum())) * 6 * 19
+    assert sum(m * k * n for m, k, n in gemms) == (rows_forward + 2 * int(needed.sum())) * 6 * 19
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
