@@ -50,7 +50,8 @@ from fused_grpo.errors import FusedGRPOError, UnavailableError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "predictions.md"
 GIB = 2**30
-TRITON_GEMM = 0.75
+# Measured on an H200: 0.87 of the assumed FLOP/s with 8192 rows, 0.96 with 2048.
+TRITON_GEMM = 0.9
 TENSOR_CORES = (torch.bfloat16, torch.float16)
 
 
