@@ -10,7 +10,7 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.passes import choice
 
 pytestmark = pytest.mark.cpu_only(
-    reason="a GPU looks at values in an assertion, which ends the process: tests/gpu has it in one of its own"
+    reason="checks on the host are the same on any device; of values, on a GPU, tests/gpu has those that end a process"
 )
 
 
