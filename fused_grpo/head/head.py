@@ -101,8 +101,13 @@ class Head:
         rows = index if self.index is None else self.index[index]
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
+    def hidden_of(self, rows: slice = slice(None)) -> Tensor:
+        """The hidden states of some of the N rows that take part."""
+        return self.hidden[rows if self.index is None else self.index[rows]]
+
     def blank(self, kept: Tensor) -> Head:
-        """The same head with hidden states of 0 in the rows that are not `kept` [N]."""
+        """The same head, all of whose rows take part, with hidden states of 0 in those that are not `kept` [N]."""
+        assert self.index is None
         return replace(self, hidden=torch.where(kept[:, None], self.hidden, 0.0))
 
     def without_ignored(self, ignore_index: int, *, vocab_size: int | None = None) -> tuple[Tensor, Head]:
@@ -203,7 +208,7 @@ class Head:
         for rows in buffers.chunks(len(self.targets), height):
             count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
-            hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
+            hidden = self.hidden_of(rows).to(self.gemm_dtype)
             targets, temperature = self.targets[rows], self.temperature[rows]
             if pad:
                 hidden, targets, temperature = (

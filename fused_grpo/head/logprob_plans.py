@@ -38,6 +38,7 @@ from fused_grpo.passes.protocol import LogprobForward, RowPasses
 
 # fp16 ends at 2^16: the largest gradient is scaled near 2^10, so that 2^-34 of it does not underflow.
 _FP16_EXPONENT = 10
+_LARGEST_POWER = 100  # its inverse is a normal number
 
 # The forward kernel writes three numbers per row for each of at most 128 splits, which are merged afterwards.
 _SPLIT_BYTES = 128 * 3 * 4
@@ -62,7 +63,8 @@ def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
         kernel = _kernel(head, passes, options)
         if kernel is not None and _in_one_launch(head, options):
             targets, transform = head.targets, head.transform()
-            logprobs, entropy, state = kernel(head.hidden, head.weight, targets, entropy=options.entropy, **transform)
+            rows = head.hidden_of(), head.weight, targets
+            logprobs, entropy, state = kernel(*rows, entropy=options.entropy, **transform)
             return Statistics(logprobs, entropy, *state[:2])
         parts = _parts(head, passes, options)
         groups = [several_targets.finish_rows(row_parts, passes, entropy=options.entropy) for row_parts in parts]
@@ -103,7 +105,7 @@ def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward |
 
 def _in_one_launch(head: Head, options: Options) -> bool:
     """Whether all rows and columns are."""
-    return head.weight.dtype == head.hidden.dtype and head.hidden.shape[0] <= _room(options) // _SPLIT_BYTES
+    return head.weight.dtype == head.hidden.dtype and head.targets.shape[0] <= _room(options) // _SPLIT_BYTES
 
 
 def _room(options: Options) -> int:
@@ -123,7 +125,7 @@ def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> 
         groups = []
         for rows in buffers.chunks(len(targets), max(1, most_rows)):
             transform = head.transform(rows, columns)
-            state = kernel(head.hidden[rows], weight, targets[rows], entropy=options.entropy, **transform)[2]
+            state = kernel(head.hidden_of(rows), weight, targets[rows], entropy=options.entropy, **transform)[2]
             groups.append(RowState(*state))
         parts = with_part(parts, joined(groups))
     yield parts
@@ -210,7 +212,8 @@ def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> T
         return None
     sizes = [g.abs() if g.ndim == 1 else g.abs().sum(1) for g in upstream if g is not None]
     largest = (torch.stack(sizes).sum(0) * abs(head.logit_scale) / head.temperature).amax()
-    return torch.exp2(exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny))))
+    power = exponent - torch.ceil(torch.log2(largest.clamp_min(torch.finfo(largest.dtype).tiny)))
+    return torch.exp2(power.clamp_max(_LARGEST_POWER))  # of no gradient at all, too
 
 
 def rows_of(mask: Tensor) -> Tensor | None:

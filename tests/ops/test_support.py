@@ -256,6 +256,15 @@ def test_padded_tokens_are_those_of_the_flat_rows():
     assert torch.equal(linear_logprobs(**{**inputs, **shaped}), flat.view(2, 3))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_without_a_gradient_are_those_with_one(impl, entropy):
+    """Rows without a restriction take another plan then."""
+    inputs, op = make_inputs(MIXED), linear_logprobs_and_entropy if entropy else linear_logprobs
+    found = [op(**{**inputs, "hidden": inputs["hidden"].requires_grad_(grad)}, impl=impl) for grad in (False, True)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.cpu_only(reason="the ops are given copies there")
 def test_a_weight_that_has_changed_since_is_found_out():
     inputs = make_inputs([3, 2])
