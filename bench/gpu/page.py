@@ -1,6 +1,7 @@
-"""docs/gpu.md and its charts from the results of a GPU: `python -m fused_grpo.bench.gpu.page RESULTS.jsonl`.
+"""docs/gpu.md, docs/gpu-predicted.md and charts from the results of a GPU: `... -m fused_grpo.bench.gpu.page FILE`.
 
-Words of the page stay as they are; its blocks of figures, and the charts in README.md and there, are of this file then.
+Words of the pages stay as they are; their blocks of figures, and the charts in README.md and there, are of this file
+then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NEW = """\
 # On a GPU
 
 What [scripts/gpu_first.py](../scripts/gpu_first.py) found on a real GPU: its tests, and times beside those of other
-projects and beside [the predicted ones](predictions.md). How to run it: [benchmarks](benchmarks.md).
+projects, and beside [the predicted ones](gpu-predicted.md). How to run it: [benchmarks](benchmarks.md).
 
 {machine}
 
@@ -40,8 +41,11 @@ Sorted by time; the best is bold, ours or not. Each is timed in interleaved roun
 ## Whole trainers
 
 {training}
+"""
+PREDICTED = """\
+# Measured and predicted
 
-## Measured and predicted
+What was measured [on a GPU](gpu.md), beside [what was predicted](predictions.md).
 
 {predictions}
 """
@@ -53,18 +57,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="bench/results/<machine>/<date>.jsonl")
     parser.add_argument("--page", type=Path, default=Path("docs/gpu.md"), help="the page (default: docs/gpu.md)")
     given = parser.parse_args(argv)
-    text = given.page.read_text() if given.page.exists() else new_page()
-    path = os.path.relpath(given.results, given.page.parent)
-    text = START.sub(rf"\g<1>{path}\2", text)
-    given.page.write_text(pages.rewritten(text, given.page.parent))
+    for page, new in ((given.page, NEW), (given.page.with_stem(f"{given.page.stem}-predicted"), PREDICTED)):
+        text = page.read_text() if page.exists() else new_page(new)
+        path = os.path.relpath(given.results, page.parent)
+        text = START.sub(rf"\g<1>{path}\2", text)
+        page.write_text(pages.rewritten(text, page.parent))
     written = charts.write(read(given.results), given.results.with_suffix(""))
-    print(f"wrote {given.page} and {len(written)} charts in {given.results.with_suffix('')}")
+    print(f"wrote {given.page}, its predictions and {len(written)} charts in {given.results.with_suffix('')}")
 
 
-def new_page() -> str:
+def new_page(text: str) -> str:
     names = ("machine", "correctness", "promises", "peers", "training", "predictions")
-    blocks = {name: f"<!-- figures: gpu of {name} from FILE -->\n{pages.END}" for name in names}
-    return NEW.format_map(blocks)
+    return text.format_map({name: f"<!-- figures: gpu of {name} from FILE -->\n{pages.END}" for name in names})
 
 
 if __name__ == "__main__":

@@ -139,7 +139,8 @@ def bar_chart(
 
 
 def draw_bars(axes: Axes, values: Mapping[Row, float], text: Text, floor: tuple[str, float] | None) -> None:
-    names = [f"{row.implementation} {row.version or ''}".strip() for row in values]
+    # Without the build that follows the "+" of a version.
+    names = [f"{row.implementation} {(row.version or '').partition('+')[0]}".strip() for row in values]
     bars = axes.barh(names, list(values.values()), color=[OURS if row.ours else PEERS for row in values])
     labels = [text(value) + (f"  {number_text(value / floor[1])}×" if floor else "") for value in values.values()]
     axes.bar_label(bars, labels, padding=5)
@@ -157,10 +158,10 @@ def overview(result: Result, group: Group) -> Figure:
     figure, (time, memory) = page(1.6 + 0.33 * len(rows), 2, words)
     floor = None if group.floor is None else ("products alone", group.floor.median)
     draw_bars(time, {row: row.median for row in rows}, seconds_text, floor)
-    least = ("gradients alone", float(group.gradient_bytes)) if group.gradient_bytes else None
+    least = ("gradients", float(group.gradient_bytes)) if group.gradient_bytes else None
     draw_bars(memory, {row: float(row.peak or 0) for row in rows}, bytes_text, least)
     memory.set_yticks([])
-    for axes, what, bound in ((time, "time", floor), (memory, "memory beside the inputs", least)):
+    for axes, what, bound in ((time, "time", floor), (memory, "memory beside inputs", least)):
         dashed = "" if bound is None else f"   (dashed: {bound[0]})"
         axes.set_title(what + dashed, loc="left", fontsize=9)
         axes.margins(x=0.35)
