@@ -36,8 +36,8 @@ test:    ## the whole suite, with real vLLM and interpreted Triton; JOBS=n files
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(ARGS)
 
-test-full: ## the same with the exhaustive grids and what needs reasoning-gym or the real model, which CI need not run
-	@$(PYTHON) scripts/setup_env.py dev bench smollm2
+test-full: ## the same with the exhaustive grids and what needs reasoning-gym, the real model or a notebook, which CI need not run
+	@$(PYTHON) scripts/setup_env.py dev bench smollm2 notebook
 	@$(MAKE) test ARGS="--full $(ARGS)"
 
 test-gpu: ## tests/kernels and tests/ops on this machine's GPU, and what only a GPU has; says so where there is none. JOBS=n

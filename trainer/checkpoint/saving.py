@@ -11,6 +11,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.logging.callbacks import Events
+from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.models.adapters import saver_of
 
@@ -43,7 +44,7 @@ class ModelFiles:
     def save(self, directory: Path, write_more: Callable[[Path], None] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
         weights = self.learner.weights()
-        with all_ranks_succeed(self.accelerator, f"saving {directory.name}"):
+        with all_ranks_succeed(self.accelerator, f"saving {directory.name}"), without_bars():
             if self.accelerator.is_main_process:
                 save_checkpoint(
                     directory,
@@ -58,7 +59,7 @@ class ModelFiles:
     def save_elsewhere(self, directory: Path) -> Path:
         """Weights and tokenizer in a directory of the user's, among whatever is there."""
         weights = self.learner.weights()
-        with all_ranks_succeed(self.accelerator, f"saving {directory}"):
+        with all_ranks_succeed(self.accelerator, f"saving {directory}"), without_bars():
             if self.accelerator.is_main_process:
                 directory.mkdir(parents=True, exist_ok=True)
                 saver = saver_of(self.model)

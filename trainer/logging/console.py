@@ -10,9 +10,10 @@ While there is nothing else to read (loading, starting the engine, the phases of
     with live("sampling"):                         # leaves nothing
     with phases("generate"):                       # one of these, and adds to the seconds of that phase of a step
 
-On a terminal, the phase and its seconds so far are a line that is rewritten until the phase is over. It leaves the
-cursor at its start, so that what others print meanwhile overwrites it. Elsewhere `progress` prints a plain line when
-the phase has lasted for a second, and another at its end. Shorter phases leave no line. Only the first process writes.
+On a terminal and in a notebook, the phase and its seconds so far are a line that is rewritten until the phase is over.
+It leaves the cursor at its start, so that what others print meanwhile overwrites it. Elsewhere `progress` prints a
+plain line when the phase has lasted for a second, and another at its end. Shorter phases leave no line. Only the first
+process writes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from rich.console import Console as RichConsole
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fused_grpo.errors import elide_lines, elide_middle, visible
 from fused_grpo.trainer.common.formatting import (
@@ -56,12 +59,12 @@ COMPLETION_CHARACTERS = 480
 MAX_LINES = 12
 NARROW = 72
 DEFAULT_ROWS = 4
-CLEAR = "\x1b[2K"  # of a terminal's line
 REFRESH, SLOW = 0.25, 1.0  # seconds
 
 # There is one live line: phases of other threads, and those inside another phase, are not shown.
 _line = threading.Lock()
-# What a terminal shows meanwhile.
+_is_shown = threading.Event()
+# What it says meanwhile.
 DOING = {"sync": "sending weights to the engine", "generate": "sampling", "reward": "scoring", "train": "learning"}
 
 
@@ -106,8 +109,9 @@ class Console:
         out = sys.stdout if file is None else file
         if isinstance(out, TextIOWrapper) and not quiet:
             out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
-        self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False)
-        if not self._rich.is_terminal:
+        # In a notebook too, lines of text: rich would make a page element of each, in an order of their own.
+        self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
+        if not out.isatty():
             self._rich.width = PIPED_WIDTH
         self._rewards: list[float | None] = []
         self._seconds: list[float] = []
@@ -294,7 +298,7 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
     if not _is_first_process():
         yield
         return
-    start, is_plain = time.perf_counter(), bars or not sys.stdout.isatty()
+    start, is_plain = time.perf_counter(), bars or not _rewrites_lines()
     begun = threading.Timer(SLOW, lambda: print(f"{visible(text)} ...", flush=True))
     begun.daemon = True
     if is_plain:
@@ -313,8 +317,8 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
 
 @contextmanager
 def live(text: str) -> Iterator[None]:
-    """A phase that a terminal shows with its seconds while it lasts."""
-    if not (_is_first_process() and sys.stdout.isatty() and _line.acquire(blocking=False)):
+    """A phase that a terminal or a notebook shows with its seconds while it lasts."""
+    if not (_is_first_process() and _rewrites_lines() and _line.acquire(blocking=False)):
         yield
         return
     over = threading.Event()
@@ -329,21 +333,46 @@ def live(text: str) -> Iterator[None]:
         _line.release()
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers draws no bar meanwhile: a notebook has standard error in blocks of its own, between our lines."""
+    are_off, of_hub_off = not is_progress_bar_enabled(), are_progress_bars_disabled()
+    if not are_off:
+        disable_progress_bar()  # also those of the hub
+    try:
+        yield
+    finally:
+        if not are_off:
+            enable_progress_bar()
+            if of_hub_off:
+                disable_progress_bars()
+
+
 def clear_line() -> None:
     """Remove the live line, if there is one, before another line is printed in its place."""
-    if _line.locked() and sys.stdout.isatty():
-        sys.stdout.write(CLEAR)
-        sys.stdout.flush()
+    if _is_shown.is_set():
+        _is_shown.clear()
+        _overwrite("")
 
 
 def _rewrite(text: str, over: threading.Event) -> None:
     """Show `text` with its seconds until it is over."""
     start = time.perf_counter()
     while not over.wait(REFRESH):
-        line = f"{text} ... {duration(time.perf_counter() - start)}"
-        width = shutil.get_terminal_size().columns
-        sys.stdout.write(f"{CLEAR}{line[: width - 1]}\r")
-        sys.stdout.flush()
+        _is_shown.set()
+        _overwrite(f"{text} ... {duration(time.perf_counter() - start)}")
+
+
+def _overwrite(line: str) -> None:
+    """By a line of the terminal's width: notebooks ignore the escape sequence that would clear it."""
+    width = shutil.get_terminal_size().columns - 1
+    sys.stdout.write(f"\r{line[:width]:{width}}\r")
+    sys.stdout.flush()
+
+
+def _rewrites_lines() -> bool:
+    """Whether standard output is a terminal, or a notebook, which says that it is none."""
+    return sys.stdout.isatty() or type(sys.stdout).__module__ == "ipykernel.iostream"
 
 
 def _is_first_process() -> bool:

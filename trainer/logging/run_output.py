@@ -20,7 +20,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class TrainResult:
 
     steps: int
     training_loss: float  # mean over the steps of this call of `train`
-    metrics: dict[str, Any]  # of the last step, and transformers' train_runtime, train_loss, ...
+    # Of the last step, and transformers' train_runtime, train_loss, ...: too many to show.
+    metrics: dict[str, Any] = field(repr=False)
     # {"reward": ..., "rewards/<fn>/mean": ..., "pass@<k>": ...}, after "<set>_" where eval sets have names; None
     # without an evaluation before the first or after the last step
     eval_before: dict[str, float] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.logging import is_progress_bar_enabled
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
 
@@ -25,7 +24,7 @@ from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.console import progress
+from fused_grpo.trainer.logging.console import progress, without_bars
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 
 if TYPE_CHECKING:
@@ -138,9 +137,9 @@ def load_model(
     placed = {} if in_memory_first else {"device_map": {"": accelerator.device}}
     arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **placed, **options}
     downloads = not Path(model).exists() and not _is_cached(str(model))
-    # transformers draws bars of its own unless they are turned off, and the hub does while it downloads.
     words = f"{'downloading and ' * downloads}loading {model}"
-    with loading(f"model {str(model)!r}"), progress(words, bars=downloads or is_progress_bar_enabled()):
+    quietly = nullcontext() if downloads else without_bars()
+    with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model), **arguments)
     return loaded
 
