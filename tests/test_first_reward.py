@@ -52,9 +52,10 @@ def test_what_goes_wrong_is_seen_where_the_page_says(ran, learned):
     assert {(step["reward"], step["groups_with_equal_rewards"]) for step in steps["equal"]} == {(0.0, 1.0)}
     assert "all completions of each prompt got the same reward" in equal
     first, *_, last = steps["hacked"]
-    for name, least in {"reward": 1.0, "completions/mean_length": 1.0}.items():
+    # With ten seeds 1.90, 1.82 and 0.36 on average, sd 0.36, 0.06 and 0.08.
+    for name, least in {"reward": 0.5, "completions/mean_length": 1.0}.items():
         learned(f"docs/first-reward.md, hacked: {name}", found=last[name] - first[name], least=least)
-    learned("docs/first-reward.md, hacked: fall of exact", found=first["exact"] - last["exact"], least=0.1)
+    learned("docs/first-reward.md, hacked: fall of exact", found=first["exact"] - last["exact"], least=0.05)
     assert min(step["completions/clipped_ratio"] for step in steps["cut"]) > 0.5
     assert "were cut at max_completion_length=2" in " ".join(cut.split())
     report = {name: (folder / "runs" / name / "report.html").read_text() for name in steps}
@@ -129,7 +130,7 @@ def run_of_command(command: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_the_notebook_runs_and_its_lines_are_readable(tmp_path, monkeypatch, learned):
+def test_the_notebook_runs_and_its_lines_are_readable(tmp_path, learned):
     reason = "nbclient or ipykernel is not installed (fused-grpo[notebook])"
     nbclient, nbformat = (pytest.importorskip(name, reason=reason) for name in ("nbclient", "nbformat"))
     pytest.importorskip("ipykernel", reason=reason)
@@ -138,14 +139,18 @@ def test_the_notebook_runs_and_its_lines_are_readable(tmp_path, monkeypatch, lea
     notebook.cells.append(nbformat.v4.new_code_cell(slow, id="live"))
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-    assert {output.get("name", "result") for name in RUNS for output in outputs[name]} == {"stdout", "result"}
+    assert {output.get("name", output.output_type) for name in RUNS for output in outputs[name]} == {
+        "stdout",
+        "execute_result",
+    }
     written = {name: "".join(output.get("text", "") for output in outputs[name]) for name in outputs}
     lines = {name: [line for line in screen(text) if line] for name, text in written.items()}
     assert re.search(r"waiting \.\.\. \d", written["live"])
     assert lines["live"] == []
     for name in RUNS:
         assert [line for line in lines[name] if "..." in line] == []
-        assert len(lines[name]) == len(set(lines[name]))
+        steps = re.findall(r"^ *(\d+)/\d+ ", "\n".join(lines[name]), re.MULTILINE)
+        assert steps == sorted(set(steps), key=int) != []
     assert "all completions of each prompt got the same reward" in " ".join(lines["equal"])
     assert "were cut at max_completion_length=2" in " ".join(lines["cut"])
     held_out = [float(value) for value in re.findall(r"held-out reward (\d\.\d+) on 384", written["train"])]
