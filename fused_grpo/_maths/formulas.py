@@ -105,7 +105,7 @@ class TokenInputs:
 
     def rows(self, rows: slice | Tensor) -> TokenInputs:
         """The inputs of some tokens."""
-        if rows == slice(0, self.mask.shape[0]):
+        if isinstance(rows, slice) and rows == slice(0, self.mask.shape[0]):
             return self
         fields: Any = {name: None if value is None else value[rows] for name, value in vars(self).items()}
         return TokenInputs(**fields)

@@ -58,7 +58,7 @@ class Statistics(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Statistics:
         """The statistics of some rows."""
-        if rows == slice(0, self.shift.shape[0]):
+        if isinstance(rows, slice) and rows == slice(0, self.shift.shape[0]):
             return self
         return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
