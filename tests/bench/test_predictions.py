@@ -26,7 +26,7 @@ MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, launch_s=4e-6)
     [
         (Operation("mm", bytes=10**6, flops=10**10, dtype=torch.bfloat16), 100),
         (Operation("mm", bytes=2 * 10**8, flops=10**10, dtype=torch.bfloat16), 200),
-        (Operation("_logprob_forward_kernel", bytes=0, flops=75 * 10**8, dtype=torch.bfloat16, triton=True), 100),
+        (Operation("_logprob_forward_kernel", bytes=0, flops=90 * 10**8, dtype=torch.bfloat16, triton=True), 100),
         (Operation("mul_", bytes=3 * 10**7), 30),
         (Operation("add", bytes=12), 4),
     ],
