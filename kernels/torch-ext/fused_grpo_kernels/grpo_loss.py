@@ -294,7 +294,8 @@ def _grpo_loss_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _token_statistics_kernel(partials, results, programs, BLOCK: tl.constexpr):
-    """Grid: one program. It adds in fp64 and in a fixed order, so a count of tokens is exact."""
+    """Grid: one program, for partials [programs, 14] and results [15]. It adds in fp64 and in a fixed order, so a count
+    of tokens is exact."""
     column = tl.arange(0, 16)
     exists, is_sum, is_smallest = column < PARTIALS, column < TOTALS, column == PARTIALS - 1
     sums, largest = tl.zeros([16], tl.float64), tl.full([16], float("-inf"), tl.float32)
@@ -369,7 +370,7 @@ def grpo_token_loss(
 
 
 def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The statistics of the tokens of several calls, by name, each 0-d fp32.
+    """The statistics of the tokens of several calls, by name, each 0-d fp32, from the sums [P, 14] of each call.
 
     "loss" and "policy_term" are weighted sums, "loss_tokens" is the number of unmasked tokens, and
     "sampling_difference_max", "ratio_min" and "ratio_max" are extremes over them (the ratio's are inf and -inf where
