@@ -29,6 +29,7 @@ from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
+from fused_grpo.trainer.tasks.named import ARITHMETIC
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -78,6 +79,9 @@ JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
     is_instance=lambda value: isinstance(value, dict | None),
     str_from_instance=lambda value: [json.dumps(value) if value is not None else "None"],
 )
+
+# Options that say where rows come from, which a task says itself.
+_OF_DATA = ("dataset", "dataset_config", "prompt_column", "answer_column", "eval_dataset")
 
 # Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
 # hours of parsing.
@@ -206,6 +210,42 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
     )
     return TrainOptions(**{name: value for section in vars(parsed).values() for name, value in vars(section).items()})
+
+
+def check_combination(options: TrainOptions) -> None:
+    """Raise InputError where only some of model, data and rewards are given; with a teacher, rewards may lack."""
+    if options.task is not None:
+        return _check_task(options, options.task)
+    if options.task_options:
+        raise InputError(
+            f"got --task-options {' '.join(options.task_options)} without --task, want the task that takes them; "
+            "fix: add --task"
+        )
+    given = {
+        "--model": options.model is not None,
+        "--dataset": options.dataset is not None,
+        "--reward-funcs": bool(options.reward_funcs),
+    }
+    if options.teacher_model is not None and options.model is not None:
+        del given["--reward-funcs"]
+    if any(given.values()) and not all(given.values()):
+        has, lacks = (" and ".join(option for option in given if given[option] is wanted) for wanted in (True, False))
+        raise InputError(
+            f"got {has} without {lacks}, want all three, or --model and --task, or none for the built-in task; fix: "
+            f"add {lacks}"
+        )
+
+
+def _check_task(options: TrainOptions, name: str) -> None:
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(options)}
+    for option in _OF_DATA:
+        if (value := getattr(options, option)) != defaults[option]:
+            raise InputError(
+                f"got --task {name} and --{option.replace('_', '-')} {value}, want one of them: a task has rows of its "
+                "own; fix: leave one out"
+            )
+    if options.model is None and name != ARITHMETIC:
+        raise InputError(f"got --task {name} without --model, want one to train; fix: add --model")
 
 
 def as_arguments(values: dict[str, Any]) -> list[str]:

@@ -7,10 +7,9 @@ import torch
 import yaml
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli.dry_run import dry_run, resolved
-from fused_grpo.trainer.cli.inputs import Inputs
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
+from fused_grpo.trainer.cli.train import Inputs, dry_run, resolved
 from fused_grpo.trainer.collect.plan import batch_table
 from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, model_shape
 

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli.main import load_prompts, main
+from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import RECIPES, TrainOptions, read_yaml
+from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.logging import console
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fused_grpo.errors import DataError, InputError, UnsupportedError
-from fused_grpo.trainer.cli.main import load_prompts, main
+from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import (
     SECTIONS,
     TrainOptions,
@@ -17,6 +17,7 @@ from fused_grpo.trainer.cli.options import (
     parse_train_options,
     read_yaml,
 )
+from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig, own_fields
 from fused_grpo.trainer.logging.run_log import RunLog
 

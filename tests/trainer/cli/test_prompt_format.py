@@ -7,8 +7,9 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.cli.main import in_format, main
+from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions
+from fused_grpo.trainer.cli.train import in_format
 from fused_grpo.trainer.data.datasets import as_conversations, check_dataset
 from fused_grpo.trainer.data.prompts import rendered
 

@@ -6,8 +6,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from fused_grpo.trainer.cli.main import in_format, load_prompts, main
+from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
+from fused_grpo.trainer.cli.train import in_format, load_prompts
 from fused_grpo.trainer.recipes import arithmetic
 from fused_grpo.trainer.rewards import Rewards
 

@@ -1,0 +1,251 @@
+"""`fused-grpo train`: what a run trains, the run itself, and its dry run.
+
+A run trains the user's model on data and rewards, or in their place on a task. `--dry-run` shows, before anything is
+loaded, started or written: the options that apply after the command line, the file and the defaults, as a YAML file
+that `--config` accepts; how the batch divides; how much memory it needs; and the warnings that the run would begin
+with. Under `accelerate launch` the arithmetic is that of all processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import disable_progress_bars
+from huggingface_hub.utils.tqdm import enable_progress_bars
+from transformers.utils.logging import disable_progress_bar
+
+from fused_grpo.errors import DataError
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
+from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions, check_combination
+from fused_grpo.trainer.collect.plan import Plan, batch_table
+from fused_grpo.trainer.collect.start_checks import Start, check_source, check_start
+from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.data.datasets import (
+    as_conversations,
+    check_dataset,
+    column_names,
+    eval_sets,
+    first_rows,
+    load_rows,
+    renamed,
+)
+from fused_grpo.trainer.data.prompts import has_chat_template
+from fused_grpo.trainer.logging.console import progress
+from fused_grpo.trainer.loop import GRPOTrainer
+from fused_grpo.trainer.models import smollm2
+from fused_grpo.trainer.models.loading import loading, tokenizer_for
+from fused_grpo.trainer.rewards.builtin_rewards import NAMED
+from fused_grpo.trainer.rewards.reward_call import load_reward
+from fused_grpo.trainer.tasks.named import ARITHMETIC, named_task
+from fused_grpo.trainer.tasks.task import Task, interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Arguments of `GRPOTrainer`."""
+
+    model: Any
+    reward_funcs: Any
+    train: Any
+    heldout: Any  # None: there are none
+    processing_class: Any = None  # None: the tokenizer beside the model
+    task: Task | None = None  # where these come from
+
+
+def train(options: TrainOptions) -> None:
+    """Train with these options, or show them (`--dry-run`)."""
+    disable_progress_bar()  # of weights, between our own lines
+    if sys.stderr.isatty():
+        enable_progress_bars()  # of downloads
+    # Before anything slow: the output directory is checked before a model is loaded.
+    options.prompts_per_process(num_processes=options.world_size)
+    check_combination(options)
+    if options.dry_run:
+        for part in dry_run(options, lambda: load_inputs(options)) if options.should_log else ():
+            say(part)
+        return
+    check_output_dir(
+        Path(options.output_dir),
+        resume=bool(options.resume_from_checkpoint),
+        overwrite=options.overwrite_output_dir,
+        keep=options.model,
+    )
+    train_model(options)
+
+
+def train_model(options: TrainOptions) -> None:
+    """Train the user's model, or the built-in one. Of a task, the last line has the held-out mean before and after."""
+    if options.model is None:
+        if not torch.cuda.is_available():
+            # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
+            torch.set_num_threads(1)
+        say("no --model given: training the small one of the built-in arithmetic task")
+    inputs = load_inputs(options)
+    trainer = GRPOTrainer(
+        inputs.model,
+        inputs.reward_funcs,
+        options.trainer_args(),
+        inputs.train,
+        inputs.heldout,
+        inputs.processing_class,
+        peft_config=options.peft_config(),
+        teacher_model=options.teacher_model,
+    )
+    result = trainer.train()
+    trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
+    if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:
+        means = [of["reward"] for of in (result.eval_before, result.eval_after)]
+        count = len(inputs.task.heldout)
+        if all(0 <= mean <= 1 for mean in means):
+            say(f"95 % intervals: {' -> '.join('{:.3f} to {:.3f}'.format(*interval(mean, count)) for mean in means)}")
+        say(f"held-out {inputs.task.measures}: {means[0]:.3f} -> {means[1]:.3f}")
+
+
+def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterator[str]:
+    """The parts of the output of `--dry-run`, one after the other, up to the first error that the run would raise."""
+    processes = options.world_size
+    yield resolved(options)
+    try:
+        inputs = load_inputs()
+    except DataError:
+        yield batch_table(options, processes=processes, prompts=None)
+        raise
+    rows = inputs.train
+    yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
+    check_arguments(options, rollout_func=None, eval_dataset=inputs.heldout, teacher_model=options.teacher_model)
+    start = Start(
+        args=options,
+        model=inputs.model,
+        train=check_dataset(rows, name="train_dataset"),
+        evals=eval_sets(inputs.heldout, check=True),
+        reward_funcs=inputs.reward_funcs,
+        processing_class=inputs.processing_class,
+        peft_config=options.peft_config(),
+        teacher=options.teacher_model,
+    )
+    check_start(start)
+    plan = Plan(start)
+    if prompts := plan.prompt_table():
+        yield prompts
+    yield plan.memory_table()
+    advice = plan.warnings()
+    if start.replaced:
+        names = ", ".join(sorted(entry.name for entry in start.replaced))
+        fate = "removed" if options.overwrite_output_dir else f"moved to {former_run(Path(options.output_dir))}"
+        advice.append(f"{Path(options.output_dir)} holds another run ({names}), which would be {fate}")
+    for text in advice:
+        yield textwrap.fill(f"warning: {text}", 80, break_on_hyphens=False, break_long_words=False)  # paths stay whole
+
+
+def resolved(options: TrainOptions) -> str:
+    """The options that are not at their defaults, as YAML."""
+    default = type(options)()
+    values = {
+        entry.name: getattr(options, entry.name)
+        for entry in dataclasses.fields(options)
+        if entry.name not in (*COMMANDS, "config") and getattr(options, entry.name) != getattr(default, entry.name)
+    }
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
+    return f"# options that are not at their defaults; what --config takes\n{text}"
+
+
+def load_inputs(options: TrainOptions) -> Inputs:
+    """The model, the rewards, and the rows to train on and held-out ones, or None where no option names any."""
+    task, name = None, options.task or (ARITHMETIC if options.model is None else None)
+    if name is None:
+        train = load_prompts(options, held_out=False)
+        heldout = None if options.eval_dataset is None else load_prompts(options, held_out=True)
+    else:
+        with progress(f"making the rows of {name}"):
+            task = named_task(name, options.task_options, limit=options.limit, eval_limit=options.eval_limit)
+        train, heldout = task.train, task.heldout or None
+    if options.model is None:
+        assert task is not None
+        assert task.load_model is not None
+        model, tokenizer = task.load_model()
+    else:
+        model = str(smollm2.model_folder()) if options.model == smollm2.NAME else options.model
+        # Needed before the trainer loads one: it says what form prompts have.
+        check_source("model", model, options.model_init_kwargs)
+        with loading(f"model {model!r}, whose tokenizer"):
+            tokenizer = tokenizer_for(model, None, options)
+    return Inputs(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=options.reward_funcs if task is None else [task.reward, *options.reward_funcs],
+        train=in_format(train, options, tokenizer),
+        heldout=in_format(heldout, options, tokenizer),
+        task=task,
+    )
+
+
+def in_format(rows: Any, options: TrainOptions, tokenizer: Any) -> Any:
+    """The rows with prompts of text in the form that `--prompt-format` and `--system-prompt` ask for."""
+    if rows is None or options.prompt_format == "plain":
+        return rows
+    asked = options.prompt_format == "chat" or options.system_prompt is not None
+    is_chat = asked or has_chat_template(tokenizer, options.chat_template_kwargs)
+    return as_conversations(rows, options.system_prompt) if is_chat else rows
+
+
+def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
+    """The training or the held-out rows that the options name, with the columns that these want; or a DataError."""
+    option, source, split, limit = ("--dataset", options.dataset, options.dataset_split, options.limit)
+    if held_out:
+        option, source, split = "--eval-dataset", options.eval_dataset, options.eval_dataset_split
+        limit = options.eval_limit
+    assert source is not None
+    try:
+        rows = load_source(source, split, options.dataset_config)
+    except DataError as error:
+        raise DataError(f"{error} ({option}{'; None leaves it out' * held_out})") from error
+    return named_columns(rows if limit is None else first_rows(rows, limit), options, f"{option} {source}")
+
+
+def load_source(source: str, split: str, config: str | None) -> Any:
+    """The rows of a file, a hub dataset or a function."""
+    disable_progress_bars()  # a file of prompts is read quickly
+    if ":" in source and not Path(source).exists():
+        function: Any = load_reward(source)  # loads any function by its name
+        try:
+            return function(split)
+        except Exception as error:
+            raise DataError(f"got the dataset {source}, which raised {type(error).__name__}: {error}") from error
+    return load_rows(source, split=split, config=config)
+
+
+def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
+    """The rows with the prompts as "prompt" and the answers as the rewards read them; DataError without a column."""
+    columns = column_names(rows)
+    if not columns or isinstance(rows, Mapping):  # no rows, or no dataset, which the trainer says
+        return rows
+    listed = ", ".join(map(repr, columns))
+    read = {name: NAMED[name].column for name in options.reward_funcs if name in NAMED and NAMED[name].column}
+    names = {"prompt": options.prompt_column}
+    if options.answer_column is not None:
+        names["solution" if "solution" in read.values() else "answer"] = options.answer_column
+    for option, column in zip(("--prompt-column", "--answer-column"), names.values(), strict=False):
+        if column not in columns:
+            raise DataError(f"got {source} with the columns {listed}, want {column!r}; fix: {option} with one of them")
+    for reward, column in read.items():
+        if column not in names and column not in columns:
+            raise DataError(
+                f"got --reward-funcs {reward}, which reads the column {column!r}, and {source} with {listed}; "
+                "fix: --answer-column with the one that has the correct answers"
+            )
+    return renamed(rows, names)
+
+
+def say(text: str) -> None:
+    """Print a line on the first process alone, which the launcher names: there may be no process group yet."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
