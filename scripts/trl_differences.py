@@ -33,7 +33,7 @@ DIFFERENT: dict[str, str] = {
     "vllm_server_base_url": "one URL, or a list for replicas",
     "vllm_max_model_length": "None: measured from the data, not the model's maximum",
     "vllm_model_impl": '"vllm" leaves the choice to vLLM, which takes its own where it has one',
-    "generation_kwargs": "no beams: their completions are no samples of the policy",
+    "generation_kwargs": "beams with a warning: their completions are no samples of the policy",
     "eval_strategy": '"no", and by default also before the first and after the last step (eval_at_ends)',
     "eval_steps": "with eval_at_ends: None is only before the first and after the last step",
     "num_generations_eval": "None: one greedy completion per prompt",

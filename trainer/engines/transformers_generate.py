@@ -20,9 +20,11 @@ from torch import Tensor
 
 from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import as_it_was, replaced
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
+    SEED_BITS,
     Completion,
     Support,
     SupportRecorder,
@@ -36,18 +38,24 @@ from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Fields of GenerationConfig that a user may set: processors that come before the sampling, and the cache.
+# Fields of GenerationConfig that a user may set: processors that come before the sampling, the cache, and beams.
 _EXTRAS = frozenset(
     {
         "bad_words_ids",
         "begin_suppress_tokens",
         "cache_implementation",
         "disable_compile",
+        "length_penalty",
         "min_new_tokens",
+        "num_beams",
         "sequence_bias",
         "stop_token_ids",
         "suppress_tokens",
     }
+)
+_BEAMS = (
+    "got num_beams above 1 in generation_kwargs: the completions of a beam search are no samples of the policy, and a "
+    "gradient that takes them for such is biased, as in TRL; fix: leave it out where you do not want that"
 )
 
 
@@ -71,7 +79,7 @@ class TransformersEngine(RolloutEngine):
 
     name = "transformers"
     has_own_weights = False
-    why_no_support = "it needs a model whose `generate` calls logits processors"
+    why_no_support = "it needs a model whose `generate` calls logits processors, and no beams"
 
     def __init__(
         self,
@@ -142,11 +150,15 @@ class TransformersEngine(RolloutEngine):
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
         # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
         inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
+        beams = sampling.extra.get("num_beams", 1)
+        if type(beams) is not int or beams < 1:
+            raise ValueError(f"num_beams={beams}")
         config = GenerationConfig(
-            do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=0,
+            # The sampler samples; among beams transformers does, by default with top_k=50.
+            **({"do_sample": True, "top_k": 0} if beams > 1 and sampling.temperature > 0 else {"do_sample": False}),
             **{
                 "cache_implementation": self._cache_implementation,
                 **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
@@ -156,13 +168,16 @@ class TransformersEngine(RolloutEngine):
         # Nothing is compiled: a growing KV cache would be, for several lengths.
         with as_it_was(self._given), replaced(self._model, "generation_config", GenerationConfig()):
             self._given.eval()
+            if beams > 1:
+                warn_once(_BEAMS)
+                torch.manual_seed(sampler.seeds.getrandbits(SEED_BITS))
             returned = self._model.generate(
                 **inputs,
                 attention_mask=attention_mask,
                 generation_config=config,
-                logits_processor=LogitsProcessorList([sampler]),
+                logits_processor=LogitsProcessorList(sampler.shaping if beams > 1 else [sampler]),
             )
-        # A model whose `generate` is its own may not call a logits processor: then log-probs are not known.
+        # With beams, or where a model's own `generate` calls no logits processor, log-probs are not known.
         sampled = sampler.take() or [(tokens, None, None) for tokens in returned[:, input_ids.shape[1] :].tolist()]
         return [_completion(*each, stop_ids) for each in sampled]
 
@@ -171,15 +186,15 @@ class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
-        self._sampling, self._seed = sampling, seed
+        self._sampling, self._seed, self.seeds = sampling, seed, random.Random(seed)
         self._generator: torch.Generator | None = None
-        self._shaping = _shaping(sampling)
+        self.shaping = _shaping(sampling)
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._supports = SupportRecorder()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for shape in self._shaping:
+        for shape in self.shaping:
             scores = shape(input_ids, scores)
         if self._sampling.wants_support:
             self._supports.add(scores)

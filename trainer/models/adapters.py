@@ -55,6 +55,8 @@ REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model
 _SAVE_EMBEDDINGS = False
 # Initialisations that do not change the base. The others move a part of it into the adapter.
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
+# The factor of an update that is zero in a new adapter: of linear layers and experts, and of embeddings.
+_ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")
 # Options of LoraConfig whose adapters are not low-rank updates of single matrices or stacks of them.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -79,7 +81,7 @@ def adapt(
         peft_config: a `LoraConfig`, `PromptTuningConfig` or `PromptEncoderConfig`. None: the model has its adapter, or
             none.
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
-            gets a frozen copy as the reference.
+            gets a frozen copy as the reference, unless it changes nothing yet.
         accelerator: the processes of the run.
         keep_reference: whether there is a reference for another reason than `beta`.
 
@@ -105,7 +107,7 @@ def adapt(
         )
     if is_adapted(model):
         _check_given(model, peft_config, peft)
-        if args.beta > 0 or keep_reference:
+        if (args.beta > 0 or keep_reference) and not _equals_base(model, peft):
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
@@ -334,6 +336,15 @@ def _check_tie(base: Any) -> None:
 def _is_wrapped(layer: Any) -> bool:
     """True for a layer with an adapter, and for one with a trained copy (`modules_to_save`)."""
     return hasattr(layer, "base_layer") or hasattr(layer, "original_module")
+
+
+def _equals_base(model: Any, peft: Any) -> bool:
+    """True for LoRA as PEFT makes it, whose updates are zero: the base is its reference, and no copy is needed."""
+    config = model.peft_config[_trained(model)]
+    if not isinstance(config, peft.LoraConfig) or config.use_dora or config.modules_to_save or config.bias != "none":
+        return False
+    factors = [weight for name, weight in adapter_weights(model).items() if any(map(name.__contains__, _ZERO_AT_FIRST))]
+    return not any(bool(factor.any()) for factor in factors)
 
 
 def _keep_reference(model: Any) -> None:

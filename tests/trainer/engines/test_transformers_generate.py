@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
@@ -23,11 +24,26 @@ def test_a_generate_that_returns_plain_tokens_gives_no_logprobs(build_model, tok
     assert engine.generate([[4]], SamplingParams(n=1, max_tokens=3)).sampling_logprobs is not None
 
 
-def test_a_beam_search_is_refused(build_model, tokenizer) -> None:
-    engine = TransformersEngine(build_model(), tokenizer)
-    for name in ("num_beams", "length_penalty"):
-        with pytest.raises(InputError, match=f"got generation_kwargs with {name}, want only what .*fix: "):
-            engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3, extra={name: 2}))
+def test_a_beam_search_is_that_of_transformers_and_has_no_logprobs(build_model, tokenizer, caplog) -> None:
+    model, prompt, extra = build_model(), [4, 5, 6], {"num_beams": 4, "length_penalty": 0.5}
+    plain = model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
+    found = model.generate(torch.tensor([prompt]), plain, max_new_tokens=5, **extra)[0, 3:].tolist()
+    options = SamplingParams(n=1, max_tokens=5, temperature=0, extra=extra)
+    rollouts = TransformersEngine(model, tokenizer).generate([prompt], options)
+    assert rollouts.completion_ids == [found]
+    assert rollouts.sampling_logprobs is None
+    assert "no samples of the policy" in caplog.text
+
+
+def test_sampled_beams_differ_and_repeat_by_their_seed(build_model, tokenizer) -> None:
+    def draw(seed: int, max_sequences: int | None = None) -> list[list[int]]:
+        engine = TransformersEngine(build_model(), tokenizer, max_sequences=max_sequences)
+        options = SamplingParams(n=4, max_tokens=8, top_k=40, seed=seed, extra={"num_beams": 2})
+        return engine.generate([[4, 5]], options).completion_ids
+
+    assert draw(1) == draw(1) != draw(2)
+    assert len(set(map(tuple, draw(1)))) > 1
+    assert len(set(map(tuple, draw(1, max_sequences=1)))) > 1  # each call of `generate` has random numbers of its own
 
 
 VALUES = ["x", -1, 10**6, None, {}, [["a"]], [[10**6]], 0.5, True]
@@ -38,12 +54,15 @@ VALUES = ["x", -1, 10**6, None, {}, [["a"]], [[10**6]], 0.5, True]
 def test_values_that_generate_does_not_take_are_named(build_model, tokenizer, name) -> None:
     engine, outcomes = TransformersEngine(build_model(), tokenizer), []
     for value in VALUES:
+        if name == "num_beams" and value == 10**6:
+            continue  # is taken, and needs memory for that many
         try:
             engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3, extra={name: value}))
         except InputError as error:
             outcomes.append(str(error))
     assert all(name in outcome and "want" in outcome and "fix: " in outcome for outcome in outcomes)
-    assert outcomes or name in ("disable_compile", "min_new_tokens")  # a flag, and a number that is only warned of
+    # A flag, a number that is only warned of, and one that is read with beams alone.
+    assert outcomes or name in ("disable_compile", "min_new_tokens", "length_penalty")
 
 
 def test_a_cache_that_transformers_does_not_have_is_named(build_model, tokenizer) -> None:

@@ -190,6 +190,21 @@ def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_t
     assert not any(".ref." in name for name in load_file(trainer.save_model() / "adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize("zeroed", [("lora_B", "lora_embedding_A"), ("lora_B",), ("lora_embedding_A",)])
+def test_a_new_adapter_that_came_along_has_its_base_as_reference(make_lora_trainer, adapted, zeroed):
+    model = adapted("embedding")
+    for name, parameter in model.named_parameters():
+        if any(map(name.__contains__, zeroed)):
+            parameter.data.zero_()
+    start, is_new = completion_logprobs(model, BATCH).detach(), len(zeroed) == 2
+    learner = make_lora_trainer(model, peft_config=None, beta=0.1).learner
+    assert ("ref" in model.peft_config) != is_new
+    learner.learn(BATCH)
+    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
+    assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("kind", ["plain", "head trained"])
 def test_stopped_and_resumed_is_the_same_run(make_lora_trainer, tmp_path, kind):
     whole = make_lora_trainer(kind=kind, output_dir=str(tmp_path / "whole"), max_steps=4, beta=0.1)
