@@ -2,7 +2,7 @@
 
 task            `Task`
 named           the tasks of the command line by name; `fused-grpo tasks`
-reasoning_gym   the generators of reasoning-gym as tasks (make_entries.py and scoring.py run in processes of their own)
+reasoning_gym   the generators of reasoning-gym as tasks (processes.py: what runs in processes of their own)
 entries         entries of a generator as text and back, their difficulty, and the answer in a completion
 """
 

@@ -135,14 +135,10 @@ def _module() -> ModuleType:
 
 
 def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """The entries of a generator for each (seed, size), as text; the same in every process.
-
-    Raises:
-        DataError: an entry that cannot be made.
-    """
+    """The entries of a generator for each (seed, size), as text, the same in every process; or a DataError."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     made = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.make_entries"],
+        [sys.executable, "-m", f"{__package__}.processes"],
         input=json.dumps({"name": name, "options": options, "parts": parts}).encode(),
         stdout=subprocess.PIPE,
         env={**without_secrets(os.environ), "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
@@ -181,5 +177,5 @@ def _reward(name: str, generator: str, read_answer: ReadAnswer) -> Callable[...,
 
 @functools.cache
 def _scorer() -> IsolatedReward:
-    score = f"{__package__}.scoring:score"
+    score = f"{__package__}.processes:score"
     return IsolatedReward(score, timeout=SCORE_SECONDS, memory=SCORE_MEMORY, on_failure=0.0)
