@@ -8,7 +8,6 @@ with. Under `accelerate launch` the arithmetic is that of all processes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import textwrap
@@ -29,6 +28,7 @@ from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions, check_combina
 from fused_grpo.trainer.collect.plan import Plan, batch_table
 from fused_grpo.trainer.collect.start_checks import Start, check_source, check_start
 from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.grpo_config import changed_options
 from fused_grpo.trainer.data.datasets import (
     as_conversations,
     check_dataset,
@@ -148,12 +148,7 @@ def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterato
 
 def resolved(options: TrainOptions) -> str:
     """The options that are not at their defaults, as YAML."""
-    default = type(options)()
-    values = {
-        entry.name: getattr(options, entry.name)
-        for entry in dataclasses.fields(options)
-        if entry.name not in (*COMMANDS, "config") and getattr(options, entry.name) != getattr(default, entry.name)
-    }
+    values = changed_options(options, TrainOptions, but=(*COMMANDS, "config"))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
     return f"# options that are not at their defaults; what --config takes\n{text}"
 

@@ -10,6 +10,7 @@ run: `trl_fields.json` has them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -408,6 +409,12 @@ class GRPOConfig(LossOptions, DerivedOptions):
 
 
 MAPPINGS = [name for name, kind in GRPOConfig.__annotations__.items() if kind == "JSONObject"]
+
+
+def changed_options(args: Any, cls: type, *, but: Collection[str]) -> dict[str, Any]:
+    """The options of a class, `but` some, that are not at their defaults."""
+    values, default = {entry.name: getattr(args, entry.name) for entry in own_fields(cls)}, cls()
+    return {name: value for name, value in values.items() if value != getattr(default, name) and name not in but}
 
 
 def own_fields(cls: type) -> list[Field[Any]]:

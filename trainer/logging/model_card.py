@@ -18,7 +18,7 @@ from fused_grpo.env import versions
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.common.redaction import redacted
-from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options
 from fused_grpo.trainer.logging.report import render
 
 PLAIN = str | int | float | Path | torch.dtype
@@ -121,12 +121,7 @@ def _results(facts: CardFacts) -> list[tuple[str, str, str]]:
 
 def _changed_options(args: GRPOConfig) -> str:
     """The options with an effect that are not at their defaults, as YAML. Objects and long values are only named."""
-    default = GRPOConfig()
-    changed = {
-        entry.name: getattr(args, entry.name)
-        for entry in own_fields(GRPOConfig)
-        if getattr(args, entry.name) != getattr(default, entry.name) and entry.name not in ("output_dir", "run_name")
-    }
+    changed = changed_options(args, GRPOConfig, but=("output_dir", "run_name"))
     shown = {name: redacted(value, name) for name, value in changed.items() if _is_readable(value)}
     text = str(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)) if shown else ""
     unshown = ", ".join(name for name in changed if name not in shown)
