@@ -30,13 +30,13 @@ BUGS = {
         CURRICULUM,
     ),
     "pass@k of samples with replacement": (
-        "trainer/collect/pass_rates.py",
+        "trainer/collect/scoring.py",
         "1 - math.comb(n - right, k) / math.comb(n, k)",
         "1 - (1 - right / n) ** k",
         RATES,
     ),
     "a completion that was not scored is right": (
-        "trainer/collect/pass_rates.py",
+        "trainer/collect/scoring.py",
         "(group >= FULL_REWARD).sum()",
         "(~(group < FULL_REWARD)).sum()",
         RATES,

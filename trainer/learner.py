@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
@@ -46,7 +47,6 @@ from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
 from fused_grpo.trainer.distributed.sharding import (
     checkpoint_weights,
     frozen_copy,
-    is_sharded,
     prepare_sharding,
     reshard,
     shard_by_its_layers,
@@ -69,9 +69,6 @@ class Learner:
 
     Args:
         model: the causal LM that is trained, in place; or a PeftModel.
-        args: the options of the run.
-        accelerator: wraps the policy and connects the ranks.
-        max_steps: the length of the schedule.
         optimizers: an optimizer over the model's parameters and a schedule, instead of those of `args`.
         corrected: whether another engine than the trainer's own model samples, so that the loss corrects for it.
         teacher: the model to distil from, or "self": the reference.
@@ -104,7 +101,7 @@ class Learner:
             disable_dropout(model)
         self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
-        vocab_size = len(base_model(model).get_output_embeddings().weight)
+        self.vocab_size = base_model(model).config.get_text_config().vocab_size  # token ids are below it
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         policy = PolicyLoss(
             model,
@@ -123,10 +120,10 @@ class Learner:
         needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        self.attention = attention_cost(model)
+        self.attention, head_rows = attention_cost(model), len(base_model(model).get_output_embeddings().weight)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
-        self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=vocab_size)
+        self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
@@ -195,7 +192,7 @@ class Learner:
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = self._metrics(batch, packed, outputs)
             norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
-            metrics["grad_norm"] = float(norm.full_tensor() if is_sharded(norm) else norm)
+            metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
                 check(metrics)

@@ -44,17 +44,24 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.collect.collector import Collector, make_sampler
+from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
-from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine
+from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine, make_sampler
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, barrier, report_failure
+from fused_grpo.trainer.distributed.failures import (
+    EXIT_STATUS,
+    StopOnSignal,
+    agree,
+    all_ranks_succeed,
+    any_rank,
+    barrier,
+    report_failure,
+)
 from fused_grpo.trainer.distributed.sharding import make_accelerator
-from fused_grpo.trainer.distributed.stopping import EXIT_STATUS, StopOnSignal, agree
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
@@ -158,10 +165,11 @@ class GRPOTrainer(TransformersFace):
                 learner,
                 train_dataset=dataset,
                 eval_dataset=eval_dataset,
-                sampler=make_sampler(start.train, args, accelerator, start.limit),
+                sampler=make_sampler(start),
                 training_state=self._training_state,
             )
-            self.max_steps, self.epochs, self.collector = start.max_steps, start.epochs, self._make_collector()
+            self.max_steps, self.epochs = start.max_steps, start.epochs
+            self.collector = Collector(start, self.sampler, learner)
             self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
             # `_undo` is of what a run that fails at its start has done.
@@ -271,20 +279,6 @@ class GRPOTrainer(TransformersFace):
         if distributed.is_initialized():
             barrier(self.accelerator)
             distributed.destroy_process_group()
-
-    def _make_collector(self) -> Collector:
-        return Collector(
-            self.args,
-            self.accelerator,
-            self.sampler,
-            self.rewards,
-            self.processing_class,
-            self.start.limit,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            with_old_logprobs=self.learner.with_old_logprobs,
-            attention=self.learner.attention,
-            can_skip=self.learner.can_skip,
-        )
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -441,7 +435,7 @@ class GRPOTrainer(TransformersFace):
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self.events.log_steps()
-        where = self.files.save_checkpoint(resumable=True)
+        where = self._save_checkpoint(resumable=True)
         self.events("on_save")
         self.output.console.note(
             f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
@@ -458,9 +452,9 @@ class GRPOTrainer(TransformersFace):
             self.results.eval_after = None
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
-        final = self.files.save_final(self._card())
+        final = self._save_final(self._card())
         if self.args.push_to_hub:
-            self.files.upload(final)
+            self._upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
             report = self.output.report(final)
         self.events("on_train_end")

@@ -18,18 +18,25 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
-from fused_grpo.trainer.checkpoint.saving import ModelFiles
+from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.learner import Learner, quantile
 from fused_grpo.trainer.logging.callbacks import Events
-from fused_grpo.trainer.logging.model_card import CardFacts, write_model_card
+from fused_grpo.trainer.logging.console import without_bars
+from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
-from fused_grpo.trainer.models.adapters import is_adapted
+from fused_grpo.trainer.models.adapters import is_adapted, saver_of
+
+
+def _part(path: str) -> Any:
+    """A property that is an attribute of one of the trainer's parts."""
+    return property(attrgetter(path))
 
 
 @dataclass
@@ -46,9 +53,7 @@ class TransformersFace:
 
     Args:
         start: what the run begins with, after the checks.
-        model: the one that is trained.
         train_dataset, eval_dataset: as the user gave them.
-        sampler: the order of the prompts.
         training_state: what a run needs to be resumed, beside the model.
     """
 
@@ -66,7 +71,8 @@ class TransformersFace:
         self.args, self.learner, self.accelerator = start.args, learner, learner.accelerator
         self.model, self.model_path = model, start.model_path
         self.train_dataset, self.dataset, self.eval_dataset = train_dataset, start.train, eval_dataset
-        self.rewards, self.sampler = start.rewards, sampler
+        self.rewards, self.sampler, self._state_to_save = start.rewards, sampler, training_state
+        self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
             self.args,
             self.accelerator,
@@ -78,9 +84,7 @@ class TransformersFace:
         self.scored: Scored | None = None  # the newest generated batch
         self.use_vllm = start.engine_name != "transformers"
         self.output_dir, self.results = Path(self.args.output_dir), Results()
-        self.files = ModelFiles(
-            self.args, learner, model, start.tokenizer, events=self.events, training_state=training_state
-        )
+        self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
 
     # The log.
@@ -121,15 +125,22 @@ class TransformersFace:
         In a directory that you name, only the files of the model are written. Nothing is uploaded.
         """
         if output_dir is None:
-            return self.files.save(self.output_dir / "final")
-        return self.files.save_elsewhere(Path(output_dir))
+            return self._save(self.output_dir / "final")
+        weights, directory, saver = self.learner.weights(), Path(output_dir), saver_of(self.model)
+        with all_ranks_succeed(self.accelerator, f"saving {directory}"), without_bars():
+            if self.accelerator.is_main_process:
+                directory.mkdir(parents=True, exist_ok=True)
+                with weights_stay(directory, saver, weights):
+                    saver.save_pretrained(str(directory), state_dict=weights)
+                    self.processing_class.save_pretrained(str(directory))
+        return directory
 
     def save_checkpoint(self) -> Path:
         """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
 
         With `save_only_model`, the model alone.
         """
-        return self.files.save_checkpoint(resumable=not self.args.save_only_model)
+        return self._save_checkpoint(resumable=not self.args.save_only_model)
 
     def push_to_hub(
         self,
@@ -154,9 +165,9 @@ class TransformersFace:
             UnavailableError: no network, no login, or no right to write there.
         """
         self.events("on_push_begin")
-        final = self.files.save_final(self._card(**card))
+        final = self._save_final(self._card(**card))
         options = {"commit_message": commit_message, "revision": revision, "run_as_future": not blocking}
-        return self.files.upload(final, token=token, **options)
+        return self._upload(final, token=token, **options)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
@@ -165,6 +176,47 @@ class TransformersFace:
         if self.is_world_process_zero():
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
+
+    def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
+        """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
+        weights = self.learner.weights()
+        with all_ranks_succeed(self.accelerator, f"saving {directory.name}"), without_bars():
+            if self.accelerator.is_main_process:
+                save_checkpoint(
+                    directory,
+                    model=saver_of(self.model),
+                    tokenizer=self.processing_class,
+                    trainer_state=self.events.saved_state(),
+                    state_dict=weights,
+                    write_more=write_more,
+                )
+        return directory
+
+    def _save_checkpoint(self, *, resumable: bool) -> Path:
+        """The checkpoint of this step; one that is not `resumable` has the model alone."""
+        step, state = self.step, self.events.state
+        directory = self.output_dir / f"checkpoint-{step}"
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(directory)
+        self._save(directory, self._state_to_save() if resumable else None)
+        with all_ranks_succeed(self.accelerator, "removing old checkpoints"):
+            if self.accelerator.is_main_process:
+                keep, best = self.args.save_total_limit, state.best_model_checkpoint
+                remove_old_checkpoints(self.output_dir, keep, step=step, best=best)
+        return directory
+
+    def _save_final(self, card: CardFacts) -> Path:
+        """The model as it is now, with its card."""
+        return self._save(self.output_dir / "final", lambda folder: write_model_card(folder, card, self.args))
+
+    def _upload(self, directory: Path, **options: Any) -> Any:
+        """Upload a directory in one commit. Returns the commit, on the main process."""
+        commit = None
+        with all_ranks_succeed(self.accelerator, f"uploading {directory}"):
+            if self.accelerator.is_main_process:
+                name, private = self.args.hub_model_id, self.args.hub_private_repo
+                self.hub_model_id, commit = push_to_hub(directory, name, private=private, **options)
+        return commit
 
     def _card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
@@ -306,35 +358,6 @@ class TransformersFace:
     # What a trainer copies from its options and its parts.
 
     @property
-    def state(self) -> TrainerState:
-        """transformers' state of the run."""
-        return self.events.state
-
-    @property
-    def control(self) -> TrainerControl:
-        """What callbacks have decided."""
-        return self.events.control
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer, which is saved beside the model."""
-        return self.files.tokenizer
-
-    @processing_class.setter
-    def processing_class(self, tokenizer: Any) -> None:
-        self.files.tokenizer = tokenizer
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far."""
-        return int(self.learner.step)
-
-    @property
-    def entropy_coef(self) -> float:
-        """Coefficient of the entropy bonus now: with `use_adaptive_entropy` it moves."""
-        return float(self.learner.entropy.coefficient)
-
-    @property
     def epsilon_high(self) -> float:
         """Upper clip of the ratio."""
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
@@ -355,26 +378,29 @@ class TransformersFace:
         """The tokenizers of reward models; None for functions."""
         return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
 
-    callback_handler: Any = property(attrgetter("events.handler"))
-    hub_model_id: Any = property(attrgetter("files.hub_model_id"))
-    optimizer: Any = property(attrgetter("learner.optimizer"))
-    lr_scheduler: Any = property(attrgetter("learner.scheduler"))
-    reward_funcs: Any = property(attrgetter("rewards.functions"))
-    reward_func_names: Any = property(attrgetter("rewards.names"))
-    reward_weights: Any = property(attrgetter("rewards.weights"))
-    num_generations: Any = property(attrgetter("args.num_generations"))
-    num_iterations: Any = property(attrgetter("args.num_iterations"))
-    max_completion_length: Any = property(attrgetter("args.max_completion_length"))
-    beta: Any = property(attrgetter("args.beta"))
-    epsilon_low: Any = property(attrgetter("args.epsilon"))
-    loss_type: Any = property(attrgetter("args.loss_type"))
-    scale_rewards: Any = property(attrgetter("args.scale_rewards"))
-    temperature: Any = property(attrgetter("args.temperature"))
-    top_p: Any = property(attrgetter("args.top_p"))
-    top_k: Any = property(attrgetter("args.top_k"))
-    min_p: Any = property(attrgetter("args.min_p"))
-    repetition_penalty: Any = property(attrgetter("args.repetition_penalty"))
-    shuffle_dataset: Any = property(attrgetter("args.shuffle_dataset"))
+    state: TrainerState = _part("events.state")
+    control: TrainerControl = _part("events.control")  # what callbacks have decided
+    step: int = _part("learner.step")  # optimizer steps made so far
+    entropy_coef: float = _part("learner.entropy.coefficient")  # now: with `use_adaptive_entropy` it moves
+    callback_handler: Any = _part("events.handler")
+    optimizer: Any = _part("learner.optimizer")
+    lr_scheduler: Any = _part("learner.scheduler")
+    reward_funcs: Any = _part("rewards.functions")
+    reward_func_names: Any = _part("rewards.names")
+    reward_weights: Any = _part("rewards.weights")
+    num_generations: Any = _part("args.num_generations")
+    num_iterations: Any = _part("args.num_iterations")
+    max_completion_length: Any = _part("args.max_completion_length")
+    beta: Any = _part("args.beta")
+    epsilon_low: Any = _part("args.epsilon")
+    loss_type: Any = _part("args.loss_type")
+    scale_rewards: Any = _part("args.scale_rewards")
+    temperature: Any = _part("args.temperature")
+    top_p: Any = _part("args.top_p")
+    top_k: Any = _part("args.top_k")
+    min_p: Any = _part("args.min_p")
+    repetition_penalty: Any = _part("args.repetition_penalty")
+    shuffle_dataset: Any = _part("args.shuffle_dataset")
 
 
 class _RepeatedRows(Sampler[list[int]]):

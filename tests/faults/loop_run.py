@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from scale_out_run import EngineByPrompt
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint import saving
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, transformers_face
 from fused_grpo.trainer.collect import start_checks
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
@@ -70,7 +69,7 @@ def break_it(trainer: GRPOTrainer) -> None:
     owners: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "backward": (learner, "_backward", out_of_memory),
         "sync": (trainer.engine, "load_weights", refuse),
-        "disk": (saving, "save_checkpoint", disk_full),
+        "disk": (transformers_face, "save_checkpoint", disk_full),
         "metrics": (run_output.RunLog, "log_metrics", disk_full),
         "nan": (learner, "learn", without_numbers),
         "nans": (learner, "learn", without_numbers),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_grpo.trainer.distributed import stopping
-from fused_grpo.trainer.distributed.stopping import StopOnSignal
+from fused_grpo.trainer.distributed import failures
+from fused_grpo.trainer.distributed.failures import StopOnSignal
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
 
@@ -60,12 +60,12 @@ def test_a_second_sigterm_ends_the_process_but_not_right_behind_the_first(farm, 
     script = tmp_path / "twice.py"
     script.write_text(
         "import os, signal, time\n"
-        "from fused_grpo.trainer.distributed import stopping\n"
-        "with stopping.StopOnSignal() as stop:\n"
+        "from fused_grpo.trainer.distributed import failures\n"
+        "with failures.StopOnSignal() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(stop.requested, flush=True)\n"
-        "    stopping.SAME_REQUEST_SECONDS = -1.0\n"
+        "    failures.SAME_REQUEST_SECONDS = -1.0\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
     )
@@ -117,7 +117,7 @@ def test_a_signal_that_is_ignored_or_handled_already_is_left_alone(number, handl
 
 def test_another_signal_is_no_second_request(monkeypatch):
     """Slurm sends SIGUSR1 some time before SIGTERM; the step may not be done by then."""
-    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr(failures, "SAME_REQUEST_SECONDS", 0.0)
     with StopOnSignal() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)

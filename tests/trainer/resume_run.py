@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.checkpoint import checkpoint, saving
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, transformers_face
+from fused_grpo.trainer.checkpoint import checkpoint
 from fused_grpo.trainer.logging import run_log
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -106,8 +106,8 @@ class Saves:
     """Says when a save begins and ends."""
 
     def __init__(self, *, then_wait: bool) -> None:
-        self.running, self.then_wait, self.save = False, then_wait, saving.save_checkpoint
-        saving.save_checkpoint = self
+        self.running, self.then_wait, self.save = False, then_wait, transformers_face.save_checkpoint
+        transformers_face.save_checkpoint = self
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.running = True

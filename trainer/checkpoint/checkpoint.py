@@ -58,14 +58,12 @@ def save_checkpoint(
     tokenizer: Any,
     trainer_state: Mapping[str, object],
     state_dict: dict[str, Tensor] | None = None,
-    write_more: Callable[[Path], None] | None = None,
+    write_more: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write a checkpoint that is complete once it has its name. An earlier one of that name is replaced.
 
     Args:
-        directory: where it will be; its parent is made where it is missing.
-        model: a transformers or PEFT model, saved by its own `save_pretrained` as safetensors.
-        tokenizer: saved by its own `save_pretrained`.
+        model, tokenizer: of transformers or PEFT, saved by their own `save_pretrained`, as safetensors.
         trainer_state: the fields of transformers' `TrainerState`, as JSON.
         state_dict: full weights by name, where `model` itself is sharded.
         write_more: writes further files into the directory that it is given; its attribute `nbytes`, if it has one, is

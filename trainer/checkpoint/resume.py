@@ -11,7 +11,6 @@ else is the new run's. What cannot be continued is refused. Every difference is 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import reprlib
 from pathlib import Path
@@ -35,7 +34,6 @@ from fused_grpo.trainer.checkpoint.training_state import (
     check_rollouts,
     check_tensors,
 )
-from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
@@ -122,7 +120,6 @@ def training_state(
     """The state of a run, to be saved by rank 0. A collective.
 
     Args:
-        learner, collector: of the run.
         buffer: the rollouts in progress.
         eval_before: the evaluation of the model that the run started from.
         unlogged: the metrics of the steps since the last entry of the history.
@@ -202,7 +199,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
             check_tensors(moves, reference)
         with files.tensors_of(checkpoint, files.process_file(rank), names) as rank_tensors:
-            check_rollouts(rank_tensors, saved, learner, collector.vocab_size)
+            check_rollouts(rank_tensors, saved, learner)
             buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(rank_tensors, "buffer"))
             # Of a stream it may still be refused: before anything else changes.
             collector.load_state(numbers["collector"], _group(rank_tensors, "prefetched"))
@@ -267,9 +264,8 @@ def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
 
 def saved_options(args: GRPOConfig) -> dict[str, Any]:
     """The options that are compared, as JSON and without secrets."""
-    names = (entry.name for entry in dataclasses.fields(args))
-    compared = (name for name in names if rule_of(name, args, mid_batch=False).wins != "none")
-    return {name: redacted(getattr(args, name), name) for name in compared}
+    options = args.to_dict().items()
+    return {name: value for name, value in options if rule_of(name, args, mid_batch=False).wins != "none"}
 
 
 def identity(learner: Any) -> dict[str, Any]:

@@ -45,9 +45,9 @@ from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.batching.rollout_buffer import ROWS, VALUES, RolloutBuffer, from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
-from fused_grpo.trainer.engines.sampling import Support, wrong_support
+from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
 
 _log = logging.getLogger(__name__)
@@ -59,18 +59,6 @@ TRAINING_FILE = "training.json"
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
-_LARGEST = torch.finfo(torch.float32).max
-_LOGPROB = (-_LARGEST, 1e-3)  # fp32 rounds to a little above 0
-# Of each tensor of rollouts: its dtype, and the range of its values.
-_FORMS: dict[str, tuple[torch.dtype, tuple[float, float]]] = {
-    **{f"{name}.lengths": (torch.int64, (0, _LARGEST)) for name in ROWS},
-    **{f"{name}.values": (dtype, _LOGPROB if "logprobs" in name else (0, _LARGEST)) for name, dtype in ROWS.items()},
-    **{name: (dtype, (-_LARGEST, _LARGEST)) for name, dtype in VALUES.items()},
-    "finish_reason": (torch.int64, (0, 1)),
-    "weight_version": (torch.int64, (0, _LARGEST)),
-}
-# NaN is the log-prob of a user's function that does not know it, and the reward of what was not scored.
-_UNKNOWN = ("sampling_logprobs.values", "reward")
 _PART = re.compile(r"(prefetched|buffer\.\d+)\.(.*)")
 
 
@@ -329,10 +317,9 @@ def known_part(here: Any, saved: Any) -> Any:
 
 
 def check_tensors(here: Tensors, saved: Tensors, *, stateless: AbstractSet[str] = frozenset()) -> None:
-    """Compare tensors with those of this run: names, shapes and dtypes; all values are finite.
+    """ValueError for a name, shape or dtype other than this run's, or a value that is not finite.
 
-    Raises:
-        ValueError: the first that differs; those of `stateless` parameters may be missing.
+    Those of `stateless` parameters may be missing.
     """
     for name in sorted(here.keys() | saved.keys()):
         if name.partition(OF)[2] in stateless and name not in saved:
@@ -425,7 +412,7 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
             raise ValueError(f"{name} cannot be that of step {step}")
 
 
-def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_size: int) -> None:
+def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any) -> None:
     """Check the rollouts of a rank, those in progress and those that were prefetched: that they can be trained on.
 
     Args:
@@ -433,7 +420,7 @@ def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_s
         saved: what training.json says of the rollouts in progress. None: there are none.
 
     Raises:
-        KeyError, TypeError, ValueError: something is missing, unknown, of another form or out of its range.
+        Exception: of any kind, where something is missing, unknown, of another form or out of its range.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     for match, tensor in ((_PART.match(name), tensor) for name, tensor in tensors.items()):
@@ -451,39 +438,23 @@ def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any, vocab_s
             raise ValueError("the log-probs of the policy that sampled the next batch are missing")
         _check_log("metrics", saved["metrics"])
     for where, part in parts.items():
-        _check_sequences(part, where, vocab_size)
+        _check_sequences(part, where, learner.vocab_size)
         if where != "prefetched" and (part["weight_version"] != saved["weight_version"]).any():
             raise ValueError(f"{where}.weight_version is not {saved['weight_version']}, which sampled the batch")
 
 
 def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> None:
-    for name, tensor in part.items():
-        dtype, (low, high) = _FORMS[name]
-        high = vocab_size - 1 if name.endswith("_ids.values") else high
-        in_range = (tensor >= low) & (tensor <= high) | (tensor.isnan() & (name in _UNKNOWN))
-        if tensor.dtype != dtype or tensor.dim() != 1 or not in_range.all():
-            raise ValueError(f"{where}.{name} is {form(tensor)}, want {dtype} from {low} to {high}")
-    lengths, of_prompts = part["completion_ids.lengths"], part["prompt_ids.lengths"]
-    counts = {len(column) for name, column in part.items() if not name.endswith(".values")}
-    if counts != {len(lengths)} or not VALUES.keys() <= part.keys():
-        raise ValueError(f"{where} is not a value for each completion")
-    own = lengths
-    if "completion_mask.values" in part:
-        masks = part["completion_mask.values"].split(lengths.tolist())
-        own = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
-    # The policy and the reference have seen only what goes through the model.
-    unseen = ~part["in_loss"] | part["skipped"]
-    for name in ("completion_mask", "sampling_logprobs", "old_logprobs", "ref_logprobs", "support_sizes"):
-        got = part.get(f"{name}.lengths")
-        seen = own if name in ("old_logprobs", "ref_logprobs") else lengths
-        left_out = unseen & (got == 0) if seen is own and got is not None else lengths < 0
-        if got is not None and not torch.equal(got, torch.where(left_out, 0, seen)):
-            raise ValueError(f"{where}.{name} is not a value for each token")
-    if (of_prompts < 1).any() or (own < 1)[~part["failure"]].any():
-        raise ValueError(f"{where} has an empty sequence")
-    for sample in from_tensors(part):
-        if sample.support_ids is None or sample.support_sizes is None or not sample.completion_ids:
-            continue
-        support = Support(sample.support_ids, sample.support_sizes)
-        if wrong := wrong_support(support, sample.completion_ids, vocab_size):
-            raise ValueError(f"{where} has {wrong}")
+    """The samples of a table are checked as an engine's are, and the table is the one that would be saved of them."""
+    samples = from_tensors(part)
+    torch.testing.assert_close(part, as_tensors(samples), rtol=0, atol=0, equal_nan=True)
+    for sample in samples:
+        wrong = wrong_tokens(sample.prompt_ids, vocab_size)
+        if sample.completion_ids or sample.failure is None:
+            wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=True)
+        # The policy and the reference have seen only what goes through the model.
+        allowed = {sample.num_own} if sample.in_forward else {0, sample.num_own}
+        for values in (sample.old_logprobs, sample.ref_logprobs):
+            if values is not None and (len(values) not in allowed or wrong_logprob(values.tolist())):
+                wrong = wrong or "log-probs that no policy gives"
+        if wrong or not math.isfinite(sample.advantage) or math.isinf(sample.reward) or sample.weight_version < 0:
+            raise ValueError(f"{where} has {wrong or 'a number that no run leaves'}")

@@ -81,11 +81,7 @@ def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["g
 
 
 def estimated_advantages(rewards: Tensor, num_generations: int, estimator: str) -> Tensor:
-    """Advantages [B] by an estimator other than GRPO's, from rewards [B] as in `group_advantages`.
-
-    Raises:
-        InputError: a negative reward with "maxrl".
-    """
+    """Advantages [B] by an estimator other than GRPO's, from rewards [B]; InputError for negative ones with "maxrl"."""
     groups = rewards.view(-1, num_generations)
     centred, mean = _centred(groups), groups.nanmean(1, keepdim=True)
     if estimator == "rloo":

@@ -25,41 +25,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo.errors import InputError, RewardError, UnavailableError
+from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.pass_rates import pass_rates
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
     Scored,
+    pass_rates,
     rollout_metrics,
     score_rollouts,
 )
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
-from fused_grpo.trainer.data.prompts import PromptLimit
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
+from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.console import Phases
-from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
@@ -77,32 +73,14 @@ class Collector:
     """Draws prompts, has an engine complete them, scores the completions and makes batches of them.
 
     Args:
-        prompt_limit: encodes prompts, and knows which are too long.
-        vocab_size: token ids of completions must be below it.
-        with_old_logprobs: adds the log-probs of the current policy to a batch.
-        attention: the cost of attending to one token, by which sequences are balanced across ranks.
-        can_skip: completions with advantage 0 have no gradient, and are left out of the forward pass.
+        start: the run's options, rewards, tokenizer and limit of prompts.
+        learner: says what its batches are like, and adds the log-probs of the current policy to them.
     """
 
-    def __init__(
-        self,
-        args: GRPOConfig,
-        accelerator: Accelerator,
-        sampler: PromptSampler,
-        rewards: Rewards,
-        tokenizer: Any,
-        prompt_limit: PromptLimit,
-        *,
-        vocab_size: int,
-        with_old_logprobs: Callable[[list[Sample]], list[Sample]],
-        attention: float,
-        can_skip: bool,
-    ) -> None:
-        self.args, self.accelerator, self.sampler = args, accelerator, sampler
-        self.rewards, self.tokenizer, self.vocab_size = rewards, tokenizer, vocab_size
-        self.with_old_logprobs, self.attention, self.can_skip = with_old_logprobs, attention, can_skip
-        self.prompt_limit = prompt_limit
-        self.group_part = args.group_part(accelerator.num_processes)
+    def __init__(self, start: Start, sampler: PromptSampler, learner: Learner) -> None:
+        self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
+        self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
+        self.group_part = self.args.group_part(self.accelerator.num_processes)
         self.generate_calls = 0
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
         self.num_tokens = 0
@@ -147,11 +125,11 @@ class Collector:
         together = math.gcd(share, self.args.num_generations)
         batches = split_groups(self._learned_from(scored), steps, together)
         with phases("train"):
-            if self.can_skip:
+            if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
-            batches = [balanced(batch, self.accelerator, attention=self.attention) for batch in batches]
+            batches = [balanced(batch, self.accelerator, attention=self.learner.attention) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
-            batches[1:] = [self.with_old_logprobs(batch) for batch in batches[1:]]
+            batches[1:] = [self.learner.with_old_logprobs(batch) for batch in batches[1:]]
         return RolloutBuffer(
             batches=batches,
             iterations=self.args.num_iterations,
@@ -160,23 +138,14 @@ class Collector:
             metrics=scored.metrics,
         )
 
-    def evaluate(
-        self, engine: RolloutEngine, dataset: Any, *, name: str = "eval_dataset", trainer_state: Any = None
-    ) -> Evaluation:
+    def evaluate(self, engine: RolloutEngine, dataset: Any, *, trainer_state: Any = None) -> Evaluation:
         """Rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones.
 
         A collective: each rank completes and scores its part of the rows, and all of them return the figures of all.
-        A rank without rows does not call its engine.
-
-        Args:
-            name: of the dataset, for errors.
-            trainer_state: passed to reward functions that have a parameter of that name.
-
-        Raises:
-            DataError: a row of a stream that cannot be used.
+        A rank without rows does not call its engine. DataError for a row of a stream that cannot be used.
         """
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        count, seed = self.args.num_generations_eval, self.args.seed
+        count, seed, name = self.args.num_generations_eval, self.args.seed, "eval_dataset"
         changes: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
         sampling = replace(self.sampling(seed=seed, **changes), sampling_support="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"):
@@ -195,7 +164,7 @@ class Collector:
             metrics |= pass_rates([one.per_function for one in everywhere], count)
         advantages = self._advantages(everywhere, sampling.n)
         batch = [] if scored is None else self._learned_from(scored.with_advantages(advantages))
-        skipped = [self.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
+        skipped = [self.learner.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
         # The sampler's log-probs may be of another temperature.
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
         return Evaluation(metrics, len(rows), started, batch)
@@ -210,7 +179,7 @@ class Collector:
         rows = self.sampler.next_batch()
         prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
-        options: Any = {"vocab_size": self.vocab_size, "failure": self.args.rollout_failure}
+        options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
         samples = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
         self.prefetched = Prefetched(rows, samples, before)
 
@@ -310,10 +279,9 @@ class Collector:
         return values[first : first + len(parts[self.accelerator.process_index])]
 
     def _metrics(self, processes: Sequence[RolloutFacts], num_generations: int) -> dict[str, float]:
-        args = self.args
+        args, names = self.args, self.rewards.names
         of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
         of_batch = of_batch or args.advantage_estimator == "reinforce_plus_plus"
-        names = self.rewards.names
         return rollout_metrics(processes, names, num_generations=num_generations, of_batch=of_batch)
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
@@ -336,8 +304,9 @@ class Collector:
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
     ) -> list[Sample]:
         prompts = [row["prompt"] for row in rows]
-        options: Any = {"vocab_size": self.vocab_size, "prompts": prompts, "failure": self.args.rollout_failure}
-        return checked_generate(engine, self.prompt_limit.encode(rows, row_numbers), sampling, **options)
+        options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
+        prompt_ids = self.prompt_limit.encode(rows, row_numbers)
+        return checked_generate(engine, prompt_ids, sampling, prompts=prompts, **options)
 
     def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
@@ -357,53 +326,3 @@ class Collector:
         if not self.args.mask_truncated_completions:
             return scored.kept()
         return [replace(sample, in_loss=sample.finish_reason == "stop") for sample in scored.kept()]
-
-
-def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
-    """The reward functions, with the options of `args`. With a teacher there may be none: all rewards are 0 then.
-
-    Raises:
-        InputError: options about rewards without any, and as `Rewards`.
-    """
-    if args.distillation_coef > 0 and (functions is None or functions == []):
-        for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
-            if (value := getattr(args, name)) != off:
-                raise InputError(
-                    f"got {name}={value!r} without reward_funcs, want rewards that differ in some groups; fix: "
-                    f"{name}={off!r}"
-                )
-        functions = no_reward
-    elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
-        raise InputError(
-            "got num_generations=1 with reward_funcs, want at least 2: an advantage compares a group's members; fix: "
-            "leave reward_funcs out, where the teacher alone counts"
-        )
-    return Rewards(
-        functions,
-        weights=args.reward_weights,
-        processing_classes=processing_classes,
-        failure=args.reward_failure,
-        retries=args.reward_retries,
-        timeout=args.reward_timeout,
-        device=device,
-        chat_template_kwargs=args.chat_template_kwargs,
-        trust_remote_code=args.runs_remote_code,
-        model_init_kwargs=args.model_init_kwargs,
-    )
-
-
-def make_sampler(dataset: Any, args: GRPOConfig, accelerator: Accelerator, limit: PromptLimit) -> PromptSampler:
-    """The sampler of a dataset's rows; of a stream, without prompts that are too long."""
-    processes = accelerator.num_processes
-    by_rewards: Any = partial(CurriculumSampler, curriculum=args.curriculum)
-    sampler: PromptSampler = (prompt_sampler if args.curriculum == "off" else by_rewards)(
-        dataset,
-        prompts_per_batch=args.prompts_per_process(processes),
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=args.shuffle_dataset,
-        rank=accelerator.process_index,
-        world_size=processes,
-        repeats=args.num_generations // args.group_part(processes),
-        keep=None if limit.tokens is None else limit.fits,
-    )
-    return sampler

@@ -80,11 +80,7 @@ class FirstPrompt(NamedTuple):
 
 
 class Plan:
-    """What a run begins with, after its checks.
-
-    Raises:
-        DataError: the configuration of the teacher cannot be loaded.
-    """
+    """What a run begins with, after its checks; DataError where the teacher's configuration cannot be loaded."""
 
     def __init__(self, start: Start) -> None:
         own = start.engine

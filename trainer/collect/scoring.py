@@ -12,6 +12,7 @@ by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no su
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -32,6 +33,7 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
 _log = logging.getLogger(__name__)
 
+FULL_REWARD = 1.0  # of a right completion
 # The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
 LOSS_METRICS = {
     "loss_tokens": "completion_tokens",
@@ -252,8 +254,6 @@ def rollout_metrics(
 
     Args:
         processes: in the order of their ranks: a group may be on several.
-        reward_names: names of the F reward functions.
-        num_generations: completions per group.
         of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
     """
     rewards, per_function, lengths, ended, dropped = (
@@ -297,6 +297,46 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
+    }
+
+
+def pass_names(num_generations: int) -> dict[str, int]:
+    """The metrics of so many completions per prompt, with their k: powers of 2, and all of them.
+
+    >>> pass_names(6)
+    {'pass@1': 1, 'pass@2': 2, 'pass@4': 4, 'pass@6': 6}
+    """
+    powers = (2**exponent for exponent in range(num_generations.bit_length()))
+    return {f"pass@{k}": k for k in (*powers, num_generations)}
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """The probability that a sample of k of n completions, of which so many are right, has a right one.
+
+    >>> pass_at(2, 4, 1)  # 3 of the 6 pairs
+    0.5
+    """
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str, float]:
+    """pass@k for every k of `pass_names`: the probability that one of k completions of a prompt is right.
+
+    It is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), equation 1, from the c of n completions to which
+    the first reward function gives FULL_REWARD or more; NaN where no prompt was scored:
+
+        pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k)
+
+    Args:
+        per_function: rewards [B, F] of each process, whole groups of `num_generations`, one after the other; NaN: not
+            scored. A prompt none of whose completions was scored does not count, any other such completion is wrong.
+    """
+    groups = [group for part in per_function for group in part[:, 0].view(-1, num_generations)]
+    scored = [group for group in groups if not group.isnan().all()]
+    right = [int((group >= FULL_REWARD).sum()) for group in scored]
+    return {
+        name: fmean(pass_at(k, num_generations, count) for count in right) if right else math.nan
+        for name, k in pass_names(num_generations).items()
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -29,15 +30,13 @@ from transformers import AutoConfig, GenerationConfig, TrainerCallback
 from fused_grpo.errors import DataError, InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
-from fused_grpo.trainer.collect.collector import make_rewards
-from fused_grpo.trainer.collect.pass_rates import pass_names
-from fused_grpo.trainer.collect.scoring import RolloutFacts, rollout_metrics
+from fused_grpo.trainer.collect.scoring import RolloutFacts, pass_names, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.curriculum import levels_of
+from fused_grpo.trainer.data.curriculum import CurriculumSampler, levels_of
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
-from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
+from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, server_urls
@@ -387,6 +386,35 @@ def check_rewards(start: Start) -> None:
         )
 
 
+def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
+    """The reward functions, with the options of `args`. With a teacher there may be none: all rewards are 0 then."""
+    if args.distillation_coef > 0 and (functions is None or functions == []):
+        for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
+            if (value := getattr(args, name)) != off:
+                raise InputError(
+                    f"got {name}={value!r} without reward_funcs, want rewards that differ in some groups; fix: "
+                    f"{name}={off!r}"
+                )
+        functions = no_reward
+    elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
+        raise InputError(
+            "got num_generations=1 with reward_funcs, want at least 2: an advantage compares a group's members; fix: "
+            "leave reward_funcs out, where the teacher alone counts"
+        )
+    return Rewards(
+        functions,
+        weights=args.reward_weights,
+        processing_classes=processing_classes,
+        failure=args.reward_failure,
+        retries=args.reward_retries,
+        timeout=args.reward_timeout,
+        device=device,
+        chat_template_kwargs=args.chat_template_kwargs,
+        trust_remote_code=args.runs_remote_code,
+        model_init_kwargs=args.model_init_kwargs,
+    )
+
+
 CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
 CHECKS += (check_curriculum, check_places, check_saving, check_disk, check_rewards)
 
@@ -401,6 +429,23 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
     schedule: Any = {"max_steps": start.max_steps, "optimizers": optimizers}
     return policy, Learner(policy, args, accelerator, **schedule, corrected=corrected, teacher=teacher)
+
+
+def make_sampler(start: Start) -> PromptSampler:
+    """The sampler of the prompts; of a stream, without those that are too long."""
+    args, processes = start.args, start.processes
+    by_rewards: Any = partial(CurriculumSampler, curriculum=args.curriculum)
+    sampler: PromptSampler = (prompt_sampler if args.curriculum == "off" else by_rewards)(
+        start.train,
+        prompts_per_batch=args.prompts_per_process(processes),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.shuffle_dataset,
+        rank=0 if start.accelerator is None else start.accelerator.process_index,
+        world_size=processes,
+        repeats=args.num_generations // args.group_part(processes),
+        keep=None if start.limit.tokens is None else start.limit.fits,
+    )
+    return sampler
 
 
 def make_engine(start: Start, model: Any, *, rollout_func: Any, trainer: Any) -> RolloutEngine:

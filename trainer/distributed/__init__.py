@@ -1,1 +1,1 @@
-"""Several ranks: Accelerate and FSDP2, failures on one rank, SIGTERM, steps that are not finite."""
+"""Several ranks: Accelerate and FSDP2, failures on one rank, signals, steps that are not finite."""

@@ -1,4 +1,4 @@
-"""Failures: of one rank, and of steps that are not finite. All ranks go on or all of them raise.
+"""What ends a run: a failure of one rank, steps that are not finite, signals. All ranks go on, or all end alike.
 
 **One rank.** All ranks of a run succeed or all of them raise, and every error names the first failure.
 
@@ -20,18 +20,31 @@ ranks compare the same two numbers, so they decide alike. The folder `nonfinite-
 
 A skipped step (`max_skipped_steps`) counts as made: it uses its part of the rollouts and of `max_steps`, so every run
 ends. Neither the optimizer nor the schedule is stepped.
+
+**Signals.** SIGTERM, SIGHUP and SIGUSR1: finish the optimizer step, save a checkpoint, exit with status 143. Slurm,
+Kubernetes and spot instances send SIGTERM before they end a job, Slurm's `--signal=USR1@120` some time earlier, and a
+terminal that closes sends SIGHUP. The handler only sets a flag. The loop reads it after each step, and all ranks stop
+after the same one. The same signal a second time ends the process at once; within two seconds of the first it is the
+same request, because launchers forward what the scheduler has sent to every process. SIGHUP and SIGUSR1 stay as they
+are where they are handled or ignored already, by nohup or a plugin of the scheduler.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +52,7 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from transformers import TrainerControl
 
 from fused_grpo.errors import FusedGRPOError, NonFiniteError, PeerError, show_causes, shown
 from fused_grpo.trainer.common.file_names import NONFINITE_FOLDER
@@ -48,6 +62,9 @@ from fused_grpo.trainer.logging.console import live
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.
 REASON_SECONDS = 2.0
 GLOO_SECONDS = 0.25
+
+EXIT_STATUS = 128 + signal.SIGTERM
+SAME_REQUEST_SECONDS = 2.0
 
 _uses = itertools.count()
 _log = logging.getLogger(__name__)
@@ -59,6 +76,19 @@ def any_rank(accelerator: Accelerator, here: bool) -> bool:
         return here
     flag = torch.tensor([float(here)], device=accelerator.device)
     return bool(accelerator.reduce(flag, reduction="sum").item())
+
+
+def agree(accelerator: Accelerator, control: TrainerControl) -> None:
+    """Set on this rank what callbacks have set on any rank: to stop, log, evaluate or save. A collective.
+
+    Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
+    """
+    if accelerator.num_processes == 1:
+        return
+    names = [field.name for field in dataclasses.fields(control)]
+    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
+    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
+        setattr(control, name, ranks > 0)
 
 
 def barrier(accelerator: Accelerator) -> None:
@@ -190,12 +220,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 class NonFiniteSteps:
-    """Decides whether a step may update the policy, and counts those that were skipped.
-
-    Args:
-        output_dir, rank: of the run, and of this process.
-        limit: how many steps in a row may be skipped. 0: the first one ends the run.
-    """
+    """Decides whether a step may update the policy, and counts those that were skipped, at most `limit` in a row."""
 
     def __init__(self, output_dir: Path, rank: int, *, limit: int) -> None:
         self.output_dir, self.rank, self.limit = output_dir, rank, limit
@@ -246,3 +271,45 @@ class NonFiniteSteps:
         except Exception as error:  # safetensors has an error class of its own for a full disk
             return f"lost ({error})"
         return f"in {folder}"
+
+
+class StopOnSignal:
+    """`with StopOnSignal() as stop:` sets `stop.requested` on a signal; the handlers that were there come back.
+
+    In the main thread only: Python runs signal handlers nowhere else.
+    """
+
+    def __init__(self) -> None:
+        self._process, self._before = os.getpid(), dict[int, Any]()
+        self._since: dict[int, float] = {}  # when each signal came first
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._since)
+
+    @property
+    def reason(self) -> str:
+        """The name of the first signal."""
+        return next((signal.Signals(number).name for number in self._since), "a signal to another process")
+
+    def __enter__(self) -> StopOnSignal:
+        self._since = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            # None: a handler that was not installed from Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._since.setdefault(number, time.monotonic()) > SAME_REQUEST_SECONDS
+        # A process that was forked off has no loop that would read the flag.
+        if again or os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -63,10 +63,7 @@ def checked_generate(
     """`engine.generate`, checked: `sampling.n` samples for each prompt, in their order.
 
     Args:
-        engine: any rollout engine.
         prompt_ids: P prompts as token ids.
-        sampling: how completions are sampled.
-        vocab_size: V of the model that is trained.
         prompts: the prompts as they are in the dataset, for a `rollout_func`.
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
             prompt again, with another seed, at most RETRIES times; then raise. "drop": give the samples of its prompt a
@@ -126,11 +123,9 @@ def check_same_weights(
     """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
 
     Args:
-        mean_difference: mean over completion tokens of |sampling log-prob - trainer log-prob|, in nats.
-        max_difference: the largest of them.
+        mean_difference, max_difference: over completion tokens, of |sampling log-prob - trainer log-prob| in nats.
         dtype: the coarser of the dtypes that the engine and the trainer compute in.
-        engine: the engine's name, for the message.
-        version: the weight version of the rollouts, for the message.
+        engine, version: name and weight version of the engine, for the message.
         device: the type of the trainer's device.
         bound: in place of the one for `dtype` and `device`, in nats.
 
@@ -199,7 +194,7 @@ def _generate(
             "prompts, in their order; fix: the engine, which returns something else than it was asked for"
         )
     for ids in rollouts.prompt_ids if by_user else ():
-        if wrong := _wrong_tokens(ids, vocab_size):
+        if wrong := wrong_tokens(ids, vocab_size):
             raise UnavailableError(
                 f"got {wrong} in a prompt from the {engine.name} engine, want token ids below {vocab_size}; fix: "
                 "encode prompts with the tokenizer of the model that is trained"
@@ -225,14 +220,9 @@ def _wrong_completions(
     problems = dict[int, str]()
     by_user = isinstance(engine, FunctionEngine)
     for index, sample in enumerate(samples):
-        ids = sample.completion_ids
-        wrong = f"{len(ids)} tokens" if len(ids) > sampling.max_tokens else _wrong_tokens(ids, vocab_size)
-        wrong = wrong or _wrong_mask(sample) or _wrong_logprobs(sample, nan_allowed=by_user)
-        if not wrong and sample.support_ids is not None and sample.support_sizes is not None:
-            wrong = wrong_support(Support(sample.support_ids, sample.support_sizes), ids, vocab_size)
-        if not wrong and sample.finish_reason not in get_args(FinishReason):
-            wrong = f"finish reason {sample.finish_reason!r}"
-        if wrong:
+        is_long = len(sample.completion_ids) > sampling.max_tokens
+        wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
+        if wrong := wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user):
             asked = index // sampling.n
             problems[index] = (
                 f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
@@ -289,7 +279,27 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     return None if by_user or same else "completions of other prompts"
 
 
-def _wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
+def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> str | None:
+    """Why a completion cannot be trained on; None if it can. `nan_allowed`: log-probs of the sampler may be unknown."""
+    ids, mask, logprobs = sample.completion_ids, sample.completion_mask, sample.sampling_logprobs
+    if wrong := wrong_tokens(ids, vocab_size):
+        return wrong
+    if mask is not None and (len(mask) != len(ids) or not set(map(type, mask)) <= {bool}):
+        return f"a completion mask of {len(mask)} values for {len(ids)} tokens"
+    if mask is not None and not any(mask):
+        return "no token of the model's own"
+    if logprobs is not None and len(logprobs) != len(ids):
+        return f"{len(logprobs)} log-probs for {len(ids)} tokens"
+    if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):
+        return wrong
+    if sample.support_ids is not None and sample.support_sizes is not None:
+        wrong = wrong_support(Support(sample.support_ids, sample.support_sizes), ids, vocab_size)
+    known = sample.finish_reason in get_args(FinishReason)
+    return wrong or (None if known else f"finish reason {sample.finish_reason!r}")
+
+
+def wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
+    """The first that is no token id below `vocab_size`."""
     if not ids:
         return "no tokens"
     # All at once: token by token takes half a second for a million.
@@ -299,22 +309,9 @@ def _wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
     return f"token id {wrong!r}"
 
 
-def _wrong_mask(sample: Sample) -> str | None:
-    mask, count = sample.completion_mask, len(sample.completion_ids)
-    if mask is None:
-        return None
-    if len(mask) != count or not set(map(type, mask)) <= {bool}:
-        return f"a completion mask of {len(mask)} values for {count} tokens"
-    return None if any(mask) else "no token of the model's own"
-
-
-def _wrong_logprobs(sample: Sample, *, nan_allowed: bool) -> str | None:
-    values, count = sample.sampling_logprobs, len(sample.completion_ids)
-    if values is None:
-        return None
-    if len(values) != count:
-        return f"{len(values)} log-probs for {count} tokens"
-    for value in sample.own(values):
+def wrong_logprob(values: Sequence[float], *, nan_allowed: bool = False) -> str | None:
+    """The first that is no log-prob."""
+    for value in values:
         is_number = isinstance(value, float | int)
         if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and value != value)):
             return f"log-prob {value!r}"

@@ -205,7 +205,7 @@ def test_every_loss_option_is_declared_to_leave_other_tokens_alone_or_not(name):
 )
 def test_nothing_is_left_out_where_every_token_counts(make_trainer, options):
     assert not can_skip(GRPOConfig(**options), router_coefficient=0.0)
-    assert not make_trainer(**options).collector.can_skip
+    assert not make_trainer(**options).learner.can_skip
 
 
 def test_a_router_loss_and_the_option_keep_everything():

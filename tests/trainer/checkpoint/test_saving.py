@@ -116,7 +116,7 @@ def test_the_weights_stay_where_anything_beside_them_cannot_be_saved(make_traine
     elif part in ("config", "generation_config"):
         {"config": config, "generation_config": generation}[part].temperature = 0.5
     elif part == "model card":
-        monkeypatch.setattr("fused_grpo.trainer.checkpoint.saving.write_model_card", lambda *_: 1 / 0)
+        monkeypatch.setattr("fused_grpo.trainer.transformers_face.write_model_card", lambda *_: 1 / 0)
     else:
         file = tmp_path / "run" / "final" / "model.gguf"
         monkeypatch.setattr(trainer.events, "log_closing", lambda output: touch(file) or {})

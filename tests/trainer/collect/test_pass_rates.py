@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from fused_grpo.trainer.collect import pass_rates as module
-from fused_grpo.trainer.collect.pass_rates import pass_at, pass_names, pass_rates
+from fused_grpo.trainer.collect import scoring as module
+from fused_grpo.trainer.collect.scoring import pass_at, pass_names, pass_rates
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]
 
