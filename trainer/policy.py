@@ -55,9 +55,7 @@ class PolicyLoss(nn.Module):
     Args:
         model: any `AutoModelForCausalLM` whose logits are a linear head over the backbone's last hidden state, or a
             PeftModel around one.
-        loss_config: the loss variant.
         temperature: what completions were sampled with.
-        chunk_bytes: as in `fused_linear_grpo_loss`.
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
 
     Raises:
@@ -213,12 +211,8 @@ def router_aux_loss(model: PreTrainedModel, states: Any, attention_mask: Tensor)
         model(input_ids, attention_mask=attention_mask, output_router_logits=True).aux_loss
 
     Args:
-        model: the causal LM.
         states: the output of its decoder, which was called with `output_router_logits=True`.
         attention_mask: [R, L], 0 where there is padding; at least one token is not.
-
-    Raises:
-        UnsupportedError: no router logits in `states`.
     """
     # Mixtral's function is the one that all mixture-of-experts models of transformers have.
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -247,7 +241,6 @@ class Teacher:
 
     Args:
         policy: lends the teacher, a `PolicyLoss` that is not trained while it is lent.
-        args: kind and weight of the divergence.
         vocab_size: the rows of the policy's head; a teacher may have further ones, for padding, which take no part.
         fingerprint: of the teacher's weights; a resumed run must have the same.
     """

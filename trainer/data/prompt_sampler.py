@@ -115,11 +115,7 @@ class PromptSampler:
         return {**self._identity, **(self.position() if position is None else position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there, with any number of ranks and any batch size.
-
-        Raises:
-            CheckpointError: the state is that of another dataset, seed or order, or of no sampler at all.
-        """
+        """Continue from there, with any number of ranks; CheckpointError for another dataset, seed or order."""
         for name, here in self._identity.items():
             if state.get(name) != here:
                 raise CheckpointError(
@@ -173,11 +169,7 @@ class PromptSampler:
 
 
 class StreamSampler(PromptSampler):
-    """The sampler of a dataset that can only be read from its start, or from a state of its own.
-
-    Raises:
-        DataError: a stream that cannot be shuffled.
-    """
+    """The sampler of a dataset that is read from its start, or a state of its own; DataError: no order to shuffle."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         from datasets import IterableDataset
@@ -320,7 +312,6 @@ class Epochs:
     Args:
         num_prompts: rows of the dataset; None for a stream.
         prompts_per_step: rows that one optimizer step uses, over all processes.
-        max_steps: of the run.
     """
 
     def __init__(self, num_prompts: int | None, prompts_per_step: Fraction, max_steps: int) -> None:
@@ -348,11 +339,7 @@ class Epochs:
 
 
 def planned_steps(args: GRPOConfig, num_prompts: int | None, num_processes: int) -> tuple[int, Epochs]:
-    """The optimizer steps of a run over a dataset of `num_prompts` rows, and how many epochs they are.
-
-    Raises:
-        InputError: neither the length of the dataset nor `max_steps` says it.
-    """
+    """The optimizer steps of a run over a dataset of `num_prompts` rows, and its epochs; InputError: unknown."""
     if num_prompts is None and args.max_steps <= 0:
         raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
     batch = args.prompts_per_generation(num_processes)

@@ -61,16 +61,12 @@ def choose_engine(
     """The engine called `name`, started; or the engine around a `rollout_func`.
 
     Args:
-        name: the result of `engine_name`.
         args: the options of the run; `vllm_max_model_length` is that of the data where the user sets none.
-        model: the model that is trained.
-        tokenizer: its tokenizer.
         rollout_func: the user's function. It may use an engine that `args` asks for by name.
         trainer: the argument of `rollout_func` of that name.
 
     Raises:
-        InputError: options that do not fit.
-        UnsupportedError: an option that the engine does not have on this machine.
+        InputError, UnsupportedError: options that do not fit, or that the engine does not have on this machine.
         UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
     with progress(f"starting the engine: {name}"):

@@ -74,10 +74,7 @@ class FunctionEngine(RolloutEngine):
     ) -> Rollouts:
         """Return `sampling.n` completions for each prompt from the function; see RolloutEngine.
 
-        Args:
-            prompt_ids: P prompts as token ids.
-            sampling: how completions are sampled.
-            prompts: the dataset's prompts, which the function is given. None: `prompt_ids` decoded.
+        The function is given the dataset's `prompts`; None: `prompt_ids` decoded.
 
         Raises:
             DataError: a return value of another shape.
@@ -116,17 +113,15 @@ class FunctionEngine(RolloutEngine):
         self._version = version
 
     def sleep(self) -> None:
-        """Let the inner engine sleep."""
+        """Of the inner engine, as are `wake` and `close`."""
         if self.inner is not None:
             self.inner.sleep()
 
     def wake(self) -> None:
-        """Wake the inner engine."""
         if self.inner is not None:
             self.inner.wake()
 
     def close(self) -> None:
-        """Close the inner engine."""
         if self.inner is not None:
             self.inner.close()
 

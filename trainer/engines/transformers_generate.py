@@ -67,7 +67,6 @@ class TransformersEngine(RolloutEngine):
 
     Args:
         model: the trainer's causal LM, not a copy; or a PeftModel around it, with its virtual tokens if it has some.
-        tokenizer: its tokenizer.
         seed: the seed of calls without `sampling.seed`.
         cache_implementation: kind of the KV cache, as in GenerationConfig.
         max_sequences: how many are decoded at a time, which bounds the KV cache. None: all of a call.

@@ -70,11 +70,9 @@ class Tie:
 
 @contextmanager
 def temporary_weight_files(weights: Named, *, directory: str | None = None) -> Iterator[Path]:
-    """`weights` as safetensors in a new folder, which is removed afterwards.
+    """`weights`, full tensors on any device, as safetensors in a new folder, which is removed afterwards.
 
-    Args:
-        weights: names and full tensors, on any device.
-        directory: the parent of the folder. None: shared memory, or the temporary directory where they do not fit.
+    `directory` is its parent. None: shared memory, or the temporary directory where they do not fit.
     """
     stream = WeightStream.of(weights)
     with temporary_folder(stream.nbytes, directory=directory) as folder:

@@ -39,7 +39,6 @@ class Events:
 
     Args:
         callbacks: the user's.
-        max_steps: of the run.
         shown: the model, tokenizer, optimizer and schedule, which every event gets.
         log: makes an entry; the trainer's method, which a subclass may override.
     """

@@ -96,13 +96,7 @@ COLUMNS = (
 
 
 class Console:
-    """Writes the progress of a run.
-
-    Args:
-        total_steps: optimizer steps that the run will take.
-        quiet: write nothing at all (every process but the first).
-        file: where to write; standard output by default.
-    """
+    """Writes the progress of a run; nothing at all where it is `quiet`, as on every process but the first."""
 
     def __init__(self, total_steps: int, *, quiet: bool = False, file: TextIO | None = None) -> None:
         self.total_steps = total_steps
@@ -135,13 +129,7 @@ class Console:
         self._rich.print(Text("warning: ", style="bold yellow") + Text(visible(text), style="yellow"))
 
     def step(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> None:
-        """The line of one optimizer step.
-
-        Args:
-            step: optimizer steps taken so far, this one included.
-            metrics: the record of the step, as in metrics.jsonl.
-            phases: seconds of each phase of the step: generate, reward, train, sync.
-        """
+        """The line of one optimizer step, from its record in metrics.jsonl and the seconds of its phases."""
         cells = self._cells(step, metrics, phases)
         if not self._columns:
             self._columns = _fitting(cells, self._rich.width)
@@ -289,12 +277,7 @@ def _shares(phases: Mapping[str, float]) -> str:
 
 @contextmanager
 def progress(text: str, *, bars: bool = False) -> Iterator[None]:
-    """A phase that is worth a line of its own.
-
-    Args:
-        text: what is done.
-        bars: a library draws progress bars meanwhile, so that a terminal gets plain lines too.
-    """
+    """A phase that is worth a line of its own; `bars`: a library draws some, so a terminal gets plain lines too."""
     if not _is_first_process():
         yield
         return
@@ -383,8 +366,7 @@ def _is_first_process() -> bool:
 class Phases:
     """Seconds of each phase of a step: `with phases("generate"): ...`.
 
-    Args:
-        first: this is the first step, whose long phases leave a line: it compiles kernels and fills caches.
+    Long phases of the `first` step leave a line: it compiles kernels and fills caches.
     """
 
     def __init__(self, *, first: bool = False) -> None:

@@ -55,11 +55,9 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 
 
 class RunLog:
-    """The log of one run, in `output_dir`: metrics.jsonl, rollouts.jsonl and run.json.
+    """The log of one run, in `output_dir`: metrics.jsonl, rollouts.jsonl and run.json; CheckpointError: a full disk.
 
-    Args:
-        output_dir: made where it is missing.
-        kept_steps: steps of a block of rollouts. 0: they are all in one file.
+    `kept_steps` are the steps of a block of rollouts. 0: they are all in one file.
     """
 
     def __init__(self, output_dir: Path, kept_steps: int = 0) -> None:
@@ -72,24 +70,11 @@ class RunLog:
         self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
     def log_metrics(self, record: Mapping[str, float | int | str]) -> None:
-        """Append one line to metrics.jsonl, keys in the order given; NaN and infinities become null.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Append one line to metrics.jsonl, keys in the order given; NaN and infinities become null."""
         _append(self.output_dir / METRICS_FILE, [record])
 
     def log_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append one line per completion to rollouts.jsonl.
-
-        Args:
-            step: the optimizer step that the completions were sampled for.
-            rows: prompt, completion, reward, rewards (function name to value), advantage, finish_reason and
-                weight_version of each completion.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Append a line to rollouts.jsonl for each completion that was sampled for optimizer step `step`."""
         path, last = self.output_dir / ROLLOUTS_FILE, self._last_step
         if self.kept_steps and last is not None and (step - 1) // self.kept_steps > (last - 1) // self.kept_steps:
             path.replace(self.output_dir / OLD_ROLLOUTS_FILE)

@@ -78,8 +78,6 @@ class RunOutput:
     """The output of one run, in `args.output_dir` and on the console.
 
     Args:
-        args: the options of the run.
-        max_steps: optimizer steps it will take.
         is_main: False on every process but the first: then nothing is shown or written.
         facts: what a run is: its task, model, data and engine.
         accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
@@ -101,7 +99,8 @@ class RunOutput:
         self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
-        self.trackers = Trackers(accelerator, args, facts) if is_main and accelerator is not None else None
+        is_tracked = is_main and args.report_to
+        self.trackers = Trackers(accelerator, args, facts) if is_tracked and accelerator is not None else None
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
@@ -220,11 +219,7 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
-    """The arguments of `Accelerator(...)` for `args.report_to`; none where there is no tracker.
-
-    Raises:
-        UnavailableError: a tracker that does not exist, or that is not installed.
-    """
+    """The arguments of `Accelerator(...)` for `args.report_to`; UnavailableError for one that is not installed."""
     if not args.report_to:
         return {}
     installed = {str(name) for name in get_available_trackers()}
@@ -242,27 +237,17 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
 
 
 class Trackers:
-    """The trackers of one run, on its first process. The constructor starts them.
+    """The trackers of one run, on its first process. The constructor starts them with options and `facts`.
 
-    Args:
-        accelerator: made with `tracker_arguments(args)`.
-        args: the options of the run; trackers get them without secrets and home directories.
-        facts: further entries of the configuration: task, model, engine, ...
+    They get these without secrets and home directories. The accelerator is made with `tracker_arguments(args)`.
     """
 
     def __init__(self, accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
         self.accelerator = accelerator
-        if not args.report_to:
-            return
         name = args.run_name or Path(args.output_dir).name
-        config = redacted({**args.to_dict(), **facts})
-        assert isinstance(config, dict)
         accelerator.init_trackers(
             args.project,
-            config={
-                key: value if isinstance(value, bool | int | float | str) else str(value)
-                for key, value in config.items()
-            },
+            config={**args.to_sanitized_dict(), **{key: str(redacted(fact, key)) for key, fact in facts.items()}},
             init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
         )
 
@@ -285,8 +270,6 @@ def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool 
     """What the options alone say.
 
     Args:
-        args: the options of the run.
-        processes: number of processes.
         corrected: whether the loss corrects for the difference between sampler and trainer.
         thinks: whether the model's chat template is that of a model that thinks before it answers.
     """

@@ -82,7 +82,6 @@ def adapt(
             none.
         args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
             gets a frozen copy as the reference, unless it changes nothing yet.
-        accelerator: the processes of the run.
         keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:

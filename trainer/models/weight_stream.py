@@ -80,11 +80,8 @@ def checkpoint_stream(
 ) -> WeightStream:
     """`parts` in the layout of a checkpoint: experts, for example, lie one by one there.
 
-    Args:
-        model: the causal LM of transformers, which knows that layout.
-        parts: all of its weights.
-        dtype: weights are cast to it as by `narrowing`.
-        is_gathered: as in WeightStream.
+    The causal LM of transformers knows that layout, and `parts` are all of its weights. They are cast to `dtype` as by
+    `narrowing`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -29,8 +29,6 @@ def server_command(
 
     Args:
         model: a folder or hub id.
-        port: the port that the server listens on.
-        host: the address that it listens on.
         options: further options of vLLM, such as ("--dtype", "float32", "--max-model-len", "4096").
     """
     # The module rather than the `vllm` script, which vLLM's CPU package does not install in a working order.

@@ -366,11 +366,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def parsed(kind: Any, value: Any, at: str) -> Any:
-    """JSON as `kind`: a dataclass, a list or a dict of one kind, a plain type, object, or one of these or None.
-
-    Raises:
-        ValueError: says where it is something else.
-    """
+    """JSON as `kind`: a dataclass, list or dict of one kind, a plain type, object, or one of them or None."""
     outer, inner = get_origin(kind) or kind, get_args(kind)
     if outer is UnionType:
         return None if value is None else parsed(inner[0], value, at)

@@ -52,7 +52,6 @@ class VLLMServerEngine(RolloutEngine):
 
     Args:
         model: the trainer's causal LM, which the servers serve an architecture of.
-        tokenizer: its tokenizer.
         base_urls: the servers, as "http://127.0.0.1:8000".
         timeout: seconds in which each call (start, generate, load_weights) ends, with a result or an error.
         max_model_len: longest prompt plus completion that the servers must accept. None: their own limit.
@@ -108,7 +107,7 @@ class VLLMServerEngine(RolloutEngine):
         """Sample `sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
 
         Raises:
-            InputError: an empty prompt, one that leaves no room for `sampling.max_tokens`, or refused options.
+            InputError: as `prepared`.
             WeightSyncError: no weights were loaded since the engine was made, or since a sync that failed.
             UnavailableError: the engine is closed, or the servers did not return what was asked for.
         """

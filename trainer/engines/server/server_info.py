@@ -112,11 +112,8 @@ async def server_info(
     """Wait until a server is up, and ask it.
 
     Args:
-        client: the connections.
-        replica: the server.
         max_model_len: longest prompt plus completion that it must accept. None: its own limit.
-        tie: the tied head of the trainer's model, where it has one.
-        facts: of the trainer's model.
+        tie, facts: of the trainer's model.
 
     Raises:
         InputError: a server with another model, or started with options that a trainer cannot use; names the option.

@@ -79,8 +79,6 @@ def start_vllm(
     """A `vllm.LLM` with the shape of `model` and dummy weights.
 
     Args:
-        model: the trainer's causal LM.
-        tokenizer: its tokenizer.
         options: arguments of `vllm.LLM`.
         on_cpu: whether this is vLLM's CPU build, most of whose start-up warnings concern servers.
         untie: give the engine a head of its own although the model ties it to the embedding.
