@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,16 @@ class TrainOptions(GRPOConfig):
             )
         check_ranges(self, (("at least 1 row", lambda rows: rows >= 1, "limit eval_limit"),))
         check_teacher(self, self.teacher_model)
+
+    def command(self) -> str:
+        """The command line of the options that are no options of the trainer: model, data, rewards and adapter."""
+        default, names = TrainOptions(), {entry.name for entry in own_fields(GRPOConfig)} | {*COMMANDS, "config"}
+        changed = {
+            entry.name: value
+            for entry in own_fields(TrainOptions)
+            if entry.name not in names and (value := getattr(self, entry.name)) != getattr(default, entry.name)
+        }
+        return shlex.join(["fused-grpo", "train", *as_arguments(changed)])
 
     def trainer_args(self) -> GRPOConfig:
         return GRPOConfig(**{field.name: getattr(self, field.name) for field in own_fields(GRPOConfig)})

@@ -100,6 +100,7 @@ def train_model(options: TrainOptions) -> None:
         peft_config=options.peft_config(),
         teacher_model=options.teacher_model,
     )
+    trainer.facts["command"] = options.command()  # run.json and the report say what data and prompts a run had
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
     if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:

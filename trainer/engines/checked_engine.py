@@ -13,7 +13,7 @@ the trainer's log-probs and the engine's are two computations of one quantity. T
 the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
 magnitude more.
 
-    float32 on a CPU     max 1e-3    two engines differ by about 1e-6; a stale head was measured at 0.2 to 0.6
+    float32 on a CPU     max 1e-3    two engines differ by 1e-6 to 1e-5; a stale head was measured at 0.2 to 0.6
     float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
     float16              mean 0.02   single tokens may differ more: only the mean is bounded
     bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most

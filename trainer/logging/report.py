@@ -173,8 +173,13 @@ def _samples(rows: Sequence[Mapping[str, object]], seed: int) -> list[dict[str, 
 
 
 def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Configuration, versions and machine, as far as they are known."""
-    tables = {"Configuration": run.get("config"), "Versions": run.get("versions"), "Machine": run.get("machine")}
+    """The run in a line each, configuration, versions and machine, as far as they are known."""
+    tables = {
+        "Run": {name: value for name, value in run.items() if isinstance(value, str)},
+        "Configuration": run.get("config"),
+        "Versions": run.get("versions"),
+        "Machine": run.get("machine"),
+    }
     return {
         title: {
             name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -59,6 +59,10 @@ def test_the_first_command_works_as_typed_and_shows_its_plan_first(questions, mo
     assert "2 optimizer steps" in before
     assert re.search(r"memory +about \d", before)
     assert before.rstrip().endswith("starting the engine: transformers ...")
+    command = json.loads((questions / "runs" / "grpo" / "run.json").read_text())["command"]
+    assert "--model=model" in command
+    assert "--reward-funcs accuracy" in command
+    assert "--reward-funcs accuracy" in (questions / "runs" / "grpo" / "report.html").read_text()
     after = capsys.readouterr().out
     assert re.search(r"^starting the engine: transformers: 0\.\ds$", after, re.MULTILINE)
     assert "╭" not in after

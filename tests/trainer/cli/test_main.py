@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import threading
 from pathlib import Path
 
@@ -258,6 +259,18 @@ def test_lora_options_become_a_peft_config():
     assert TrainOptions().peft_config() is None
     config = parse_train_options(["--model", "m", "--use-peft", "--lora-r", "4"]).peft_config()
     assert (config.r, config.lora_alpha, config.target_modules) == (4, 32, "all-linear")
+
+
+def test_the_command_of_a_run_gives_its_model_data_and_adapter_again():
+    arguments = ["--config", "smollm2", "--use-peft", "--lora-r", "4", "--task-options", "min_terms=2", "max_digits=1"]
+    options = parse_train_options([*arguments, "--seed", "7"])
+    program, command, *again = shlex.split(options.command())
+    assert (program, command) == ("fused-grpo", "train")
+    repeated = parse_train_options(again)
+    for entry in own_fields(TrainOptions):
+        if entry.name not in {field.name for field in own_fields(GRPOConfig)} | {"config"}:
+            assert getattr(repeated, entry.name) == getattr(options, entry.name), entry.name
+    assert "--seed" not in again  # run.json has it, as all options of the trainer
 
 
 def test_recipes_are_listed_with_what_they_are(capsys):
