@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = result["machine_info"]
     output = options.output / (machine["name"] + ("-tiny" if machine["tiny"] else ""))
     output.mkdir(parents=True, exist_ok=True)
-    path = output / f"{datetime.date.today().isoformat()}.json"
+    # What `-m long` has measured does not replace the rest of the day's.
+    path = output / f"{'long-' * (options.markers == 'long')}{datetime.date.today().isoformat()}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     write(result, path)
     kept.unlink(missing_ok=True)
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--suite", choices=("cpu", "gpu"), help="suite to run (default: gpu where there is a GPU)")
     found.add_argument("--tiny", action="store_true", help="use small sizes, to see that everything runs")
     found.add_argument("--only", metavar="EXPR", help="run some of the tests, selected like pytest -k")
-    found.add_argument("-m", dest="markers", metavar="MARKERS", help="run the tests of cpu, gpu or trainer")
+    found.add_argument("-m", dest="markers", metavar="MARKERS", help="run the tests of cpu, gpu, trainer or long")
     found.add_argument("--render", type=Path, metavar="FILE", help="only write tables and charts of FILE again")
     return found
 

@@ -3,6 +3,7 @@
     pytest bench                         the suite of this machine, at full size
     pytest bench --suite gpu --tiny      the GPU's suite with the same code, at sizes that run anywhere
     pytest bench -m trainer              one part: cpu, gpu (the head by itself) or trainer
+    pytest bench -m long                 what takes half an hour by itself, and is left out without it
 
 `python -m fused_grpo.bench` (`fused-grpo bench`, `make bench`) runs it and makes tables and charts of the result.
 """
@@ -39,11 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in ("cpu: heads on a CPU", "gpu: heads on a GPU", "trainer: whole trainers and generation"):
+    for marker in ("cpu: heads on a CPU", "gpu: heads on a GPU", "trainer: whole trainers and generation", LONG):
         config.addinivalue_line("markers", marker)
     config.stash[NOTES] = {"absent": [], "longest": [], "promises": []}
 
 
+LONG = "long: heads of real models over N, and the training phase of SmolLM2; -m long alone runs them"
 NOTES = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
 
 
@@ -58,8 +60,12 @@ def suite_of(config: pytest.Config) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
         found = cases(suite_of(metafunc.config), tiny=metafunc.config.getoption("--tiny"))
-        pairs = [(case, name) for case in found for name in case.names]
-        metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{case.name}: {name}" for case, name in pairs])
+        pairs = [
+            pytest.param(case, name, marks=[pytest.mark.long] * case.long, id=f"{case.name}: {name}")
+            for case in found
+            for name in case.names
+        ]
+        metafunc.parametrize(("case", "implementation"), pairs)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,6 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "implementation" in getattr(item, "fixturenames", ()) or "promise" in item.name or "longest" in item.name:
             item.add_marker(mark)
+    if "long" not in config.option.markexpr and not config.getoption("--tiny"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def keep_figures(kept: Path, case: str, found: dict[str, Measurement]) -> None:

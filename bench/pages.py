@@ -8,6 +8,7 @@ A page has blocks, whose content this module writes:
 
     loss, logprobs, divergence, distillation
                       a table of one group of that kind (`results_file.headline`)
+    over              a table over N of the groups whose names have that in them
     trainer           tables of the groups of whole trainers and generation
     machine           machine, versions and date of a result file, in one sentence
     accuracy          all of a file of accuracy.py
@@ -35,6 +36,7 @@ from fused_grpo.bench.predictions.predicted import shape_of
 from fused_grpo.bench.report import tables
 from fused_grpo.bench.report.gpu_results import SECTIONS, read_lines
 from fused_grpo.bench.report.results_file import (
+    Group,
     Result,
     commit,
     day,
@@ -43,6 +45,7 @@ from fused_grpo.bench.report.results_file import (
     machine_text,
     number_text,
     read,
+    work_of,
 )
 from fused_grpo.errors import DataError, FusedGRPOError
 
@@ -67,6 +70,8 @@ def figures(what: str, group: str | None, path: Path) -> str:
     match what:
         case "loss" | "logprobs" | "divergence" | "distillation":
             return head_text(read(path), what, group)
+        case "over":
+            return over_text(read(path), group or "")
         case "trainer":
             return trainer_text(read(path), group)
         case "machine":
@@ -78,7 +83,7 @@ def figures(what: str, group: str | None, path: Path) -> str:
             return accuracy_text(json.loads(path.read_text()))
         case "predictions":
             return predictions_text(json.loads(path.read_text()))
-    want = "loss, logprobs, divergence, distillation, trainer, machine, gpu, accuracy or predictions"
+    want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy or predictions"
     raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
 
 
@@ -88,6 +93,25 @@ def head_text(result: Result, kind: str, name: str | None) -> str:
     absent = ", ".join(group.absent)
     parts = [f"{group.name}:", tables.table(group, COMPACT), f"Not measured here: {absent}." if absent else ""]
     return "\n\n".join(part for part in parts if part)
+
+
+def over_text(result: Result, name: str) -> str:
+    """Seconds, and memory where it was counted, of the groups whose names have `name` in them, by N."""
+    found = [group for group in groups_of(result).values() if group.work is not None and name in group.name]
+    found.sort(key=lambda group: work_of(group)["tokens"])
+    names = dict.fromkeys(row.implementation for group in reversed(found) for row in group.rows)
+    if not found:
+        raise DataError(f"got no group with {name!r} in its name; fix: name one of {list(groups_of(result))}")
+
+    def cell(group: Group, implementation: str) -> str:
+        row = next((row for row in group.rows if row.implementation == implementation), None)
+        if row is None:
+            return tables.MISSING
+        seconds = tables.bold(number_text(row.median), not row.is_floor and row.median == group.best_time)
+        return seconds if row.peak is None else f"{seconds} ({number_text(row.peak / 2**20)})"
+
+    header = ["s (MiB)", *(f"N={work_of(group)['tokens']:,}" for group in found)]
+    return tables.markdown(header, [[name, *(cell(group, name) for group in found)] for name in names])
 
 
 def trainer_text(result: Result, name: str | None) -> str:

@@ -37,10 +37,10 @@ OURS, FUSED, TRL = "fused-grpo trainer", "TRL, fused-grpo ops", "TRL"
 
 
 def qwen3(hidden: int, layers: int, intermediate: int, heads: int, *, longest: int, completions: int = 8) -> Problem:
-    more = {"intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": 8}
-    more |= {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 2**20}
+    more: dict[str, Any] = {"model_type": "qwen3", "intermediate_size": intermediate, "num_attention_heads": heads}
+    more |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 2**20}
     sizes = {"vocab": 151936, "hidden": hidden, "layers": layers, "completions": completions, "longest": longest}
-    return Problem(**sizes, qwen3=more, gradient_checkpointing=True)
+    return Problem(**sizes, config=more, gradient_checkpointing=True)
 
 
 FULL = {

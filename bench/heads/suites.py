@@ -37,6 +37,8 @@ class Case:
     """Implementations that are measured in every third round only: so far from the others that a few rounds tell."""
     memory: bool = True
     """Whether to count bytes as well."""
+    long: bool = False
+    """Whether it is measured with `-m long` alone."""
 
     @property
     def name(self) -> str:
@@ -69,6 +71,7 @@ class Promise:
         return value <= float(number) if sign == "<=" else value >= float(number)
 
 
+SLOW = ("TRL", "Liger GRPO", "Liger FSLCE")
 # Implementations whose times were promised are measured without the others, at the size of the promise.
 PROMISED = (FLOOR, "fused-grpo", "full logits", "TRL", "Liger GRPO")
 LOSS = Case(Work(kind="loss", head="GPT-2", tokens=2048), PROMISED, slow=("TRL", "Liger GRPO"))
@@ -102,6 +105,23 @@ DISTILLATION = Case(
     Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo", OF_JSD), 4, memory=False
 )
 
+# The heads of real models over N. A worker of Qwen3's head keeps 1.2 GiB of weights and gradients, and full logits of
+# 4,096 tokens take three times 2.3 GiB: with more implementations 20 GiB would not do.
+ON_CPU = (FLOOR, "fused-grpo", "full logits", "TRL", "Liger GRPO", "Liger FSLCE", "torch core")
+OVER_N: list[Case] = [
+    Case(Work(kind="loss", head=head, tokens=tokens), names, rounds, slow=SLOW, long=True)
+    for head, tokens, names, rounds in (
+        ("SmolLM2", 512, (*ON_CPU, *COMPILED), 3),
+        ("SmolLM2", 1024, ON_CPU, 3),
+        ("SmolLM2", 2048, (*ON_CPU, *COMPILED), 3),
+        ("SmolLM2", 4096, ON_CPU, 3),
+        ("Qwen3-0.6B", 512, (*ON_CPU, *COMPILED), 3),
+        ("Qwen3-0.6B", 1024, PROMISED, 3),
+        ("Qwen3-0.6B", 2048, PROMISED, 2),
+        ("Qwen3-0.6B", 4096, PROMISED, 2),
+    )
+]
+
 CPU: list[Case] = [
     LOSS,
     TRAINABLE,
@@ -116,6 +136,7 @@ CPU: list[Case] = [
     Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
     Case(Work(kind="logprobs", head="Qwen3-0.6B", tokens=192, gradients="no_grad"), UNCOMPILED, rounds=3),
     Case(Work(kind="loss", head="GPT-2", tokens=256), PROMISED, rounds=2),
+    *OVER_N,
 ]
 
 PROMISES = [

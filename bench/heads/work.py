@@ -26,6 +26,7 @@ class Head(NamedTuple):
 
 
 HEADS = {
+    "SmolLM2": Head(576, 49152),
     "GPT-2": Head(768, 50304),
     "Qwen3-0.6B": Head(1024, 151936),
     "Qwen3-1.7B": Head(2048, 151936),

@@ -5,13 +5,16 @@ autocast. Completions have uneven lengths. Before anything is timed, the gradien
 have to agree (not on a GPU, where both round to bf16). The learning rate is 0 in timed steps, so that all are equal.
 
 On a CPU TRL scores every position. "completions scored" is TRL that scores the positions which it scores where it has
-Triton, and "fused-grpo ops" is TRL's trainer with `fused_grpo.integrations.trl`.
+Triton, and "fused-grpo ops" is TRL's trainer with `fused_grpo.integrations.trl`. Liger has no trainer: "Liger's loss"
+is the same step with its GRPO loss. With `-m long` the model has SmolLM2's shape, with gradient checkpointing.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +28,34 @@ from fused_grpo.bench.trainers.whole_steps import SteppedTrainer
 
 FULL = Problem(vocab=32000, hidden=256, layers=4, completions=8, longest=256)
 ON_GPU = Problem(vocab=151936, hidden=1024, layers=12, completions=32, longest=1024)
+SMOLLM2 = Problem(
+    vocab=49152,
+    hidden=576,
+    layers=30,
+    completions=8,
+    longest=612,  # 2,050 tokens in sum
+    config={
+        "model_type": "llama",
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    gradient_checkpointing=True,
+)
 SMALL = Problem(vocab=500, hidden=32, layers=2, completions=8, longest=24)
 ROUNDS = 2
 OURS, COMPACT = "fused-grpo trainer", "TRL, completions scored"
-TRAINERS = (OURS, "TRL, fused-grpo ops", COMPACT, "TRL")
+MAKERS: dict[str, Callable[..., TrainingStep]] = {
+    OURS: training_step.ours,
+    "TRL, fused-grpo ops": functools.partial(training_step.trl, fused=True),
+    COMPACT: functools.partial(training_step.trl, compact=True),
+    "TRL": training_step.trl,
+}
+if not torch.cuda.is_available():
+    MAKERS["Liger's loss"] = training_step.liger
+DAPO, LONG = "training phase, dapo", "training phase, SmolLM2's shape, 2,050 tokens"
 # The least quotients of medians, and the largest of bytes, against `OURS`.
 LEAST, MOST_BYTES = {"TRL": 2.0, COMPACT: 2.0}, {"TRL": 1.0, COMPACT: 1.0}
 WHOLE_STEPS = (OURS, "TRL")
@@ -45,20 +72,22 @@ def problem(pytestconfig: pytest.Config) -> Problem:
 class Phase:
     """The training phase of one loss type, measured on first use."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.tokens = problem, sum(sample.num_own for sample in problem.batch())
+    def __init__(self, problem: Problem, small: Problem) -> None:
+        self.problem, self.small, self.tokens = problem, small, sum(sample.num_own for sample in problem.batch())
 
     @functools.cached_property
     def training_steps(self) -> dict[str, TrainingStep]:
         if not torch.cuda.is_available():
-            check_that_steps_agree()
+            check_that_steps_agree(self.small)
         return training_steps_of(self.problem, learning_rate=0.0)
 
     @functools.cached_property
     def seconds(self) -> dict[str, list[float]]:
         steps = {name: trainer.step for name, trainer in self.training_steps.items()}
-        interleaved_seconds(steps, rounds=1)
-        return interleaved_seconds(steps, rounds=2 if self.problem is SMALL else ROUNDS)
+        if torch.cuda.is_available():
+            interleaved_seconds(steps, rounds=1)  # bytes of a first step would have workspaces in them
+        assert self.bytes, "a step that warms up"
+        return interleaved_seconds(steps, rounds=ROUNDS)
 
     @functools.cached_property
     def bytes(self) -> dict[str, int]:
@@ -68,13 +97,15 @@ class Phase:
 
 
 @pytest.fixture(scope="session")
-def phase(problem: Problem) -> Phase:
-    return Phase(problem)
+def phases(problem: Problem) -> dict[str, Phase]:
+    small = replace(SMOLLM2, vocab=500, hidden=36, layers=2, longest=24)
+    return {DAPO: Phase(problem, SMALL), LONG: Phase(small if problem is SMALL else SMOLLM2, small)}
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_training_phase(benchmark: Any, replay: Any, phase: Phase, trainer: str) -> None:
-    benchmark.group = "training phase, dapo"
+@pytest.mark.parametrize("trainer", MAKERS)
+@pytest.mark.parametrize("name", [DAPO, pytest.param(LONG, marks=pytest.mark.long)])
+def test_training_phase(benchmark: Any, replay: Any, phases: dict[str, Phase], name: str, trainer: str) -> None:
+    benchmark.group, phase = name, phases[name]
     replay.into(benchmark, phase.seconds[trainer])
     median = statistics.median(phase.seconds[trainer])
     benchmark.extra_info |= {
@@ -86,8 +117,9 @@ def test_training_phase(benchmark: Any, replay: Any, phase: Phase, trainer: str)
 
 
 @pytest.mark.parametrize("trainer", LEAST)
-def test_promise_of_the_training_phase(figures: Any, phase: Phase, trainer: str) -> None:
+def test_promise_of_the_training_phase(figures: Any, phases: dict[str, Phase], trainer: str) -> None:
     """Twice as fast as TRL on the CPU, in no more memory."""
+    phase = phases[DAPO]
     if phase.problem is not FULL:
         pytest.skip("promised of a CPU, at full size")
     ratios = {"seconds": quotient(phase.seconds, trainer, OURS), "bytes": phase.bytes[OURS] / phase.bytes[trainer]}
@@ -97,7 +129,7 @@ def test_promise_of_the_training_phase(figures: Any, phase: Phase, trainer: str)
         ("bytes", OURS, trainer, f"<= {MOST_BYTES[trainer]}"),
     ):
         name = f"training phase: {what} of {over} / {under}"
-        entry = {"group": "training phase, dapo", "value": ratios[what], "bound": bound, "met": met[what]}
+        entry = {"group": DAPO, "value": ratios[what], "bound": bound, "met": met[what]}
         figures.note("promises", what=name, **entry)
     assert all(met.values()), ratios
 
@@ -124,23 +156,18 @@ def test_whole_steps(benchmark: Any, replay: Any, steps: Any, problem: Problem, 
 
 def training_steps_of(problem: Problem, *, learning_rate: float) -> dict[str, TrainingStep]:
     """All trainers, with one micro-batch for the whole step."""
-    makers = (
-        training_step.ours,
-        functools.partial(training_step.trl, fused=True),
-        functools.partial(training_step.trl, compact=True),
-        training_step.trl,
-    )
-    return {name: make(problem, learning_rate=learning_rate) for name, make in zip(TRAINERS, makers, strict=True)}
+    return {name: make(problem, learning_rate=learning_rate) for name, make in MAKERS.items()}
 
 
-def check_that_steps_agree() -> None:
+def check_that_steps_agree(small: Problem) -> None:
     """Compare the gradients of each parameter, relative to their norm, and the parameters afterwards."""
-    training_steps = training_steps_of(SMALL, learning_rate=1e-3)
+    training_steps = training_steps_of(small, learning_rate=1e-3)
     gradients = {name: trainer.gradients() for name, trainer in training_steps.items()}
     for name in training_steps.keys() - {OURS}:
         theirs, whole = training_steps[name].model.state_dict(), norm(gradients[name].values())
         for key, mine in training_steps[OURS].model.state_dict().items():
             torch.testing.assert_close(mine, theirs[key], rtol=1e-4, atol=1e-4)
+        for key in gradients[OURS]:  # a tied head has none of its own
             gradient, other = gradients[OURS][key], gradients[name][key]
             # Relative to its own norm; the norm of a key's bias is zero but for rounding.
             assert norm([gradient - other]) <= 1e-4 * max(norm([other]), 1e-2 * whole), (name, key)

@@ -24,14 +24,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.types import Sample, samples_from
@@ -49,8 +42,8 @@ class Problem:
     layers: int
     completions: int
     longest: int
-    qwen3: Mapping[str, Any] | None = None
-    """Further fields of the configuration of a Qwen3; None is a small Qwen2."""
+    config: Mapping[str, Any] | None = None
+    """The `model_type` of transformers and further fields of its configuration; None is a small Qwen2."""
     gradient_checkpointing: bool = False
 
     def model(self) -> PreTrainedModel:
@@ -68,9 +61,9 @@ class Problem:
         }
         with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
-            if self.qwen3 is None:
-                return Qwen2ForCausalLM(Qwen2Config(**sizes))
-            return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **self.qwen3}))
+            config = AutoConfig.for_model(**{"model_type": "qwen2", **sizes, **(self.config or {})})
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            return model
 
     def batch(self) -> list[Sample]:
         generator, count = torch.Generator().manual_seed(0), self.completions
@@ -210,6 +203,29 @@ def trl(problem: Problem, *, learning_rate: float, compact: bool = False, fused:
             model.zero_grad()
 
     return TrainingStep(step=step, model=model, optimizer=optimizer.optimizer)
+
+
+def liger(problem: Problem, *, learning_rate: float) -> TrainingStep:
+    """Liger's GRPO loss over the hidden states of all completion positions, as TRL 1.15 called it, and AdamW."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    inputs, model = padded(problem.batch()), problem.model().train()
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo", compiled=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    if problem.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    completions = (inputs["completion_ids"], inputs["completion_mask"], inputs["advantages"])
+
+    def step() -> None:
+        states = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = states[:, -completions[0].shape[1] - 1 : -1]
+        loss(hidden, model.get_output_embeddings().weight, *completions)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return TrainingStep(step=step, model=model, optimizer=optimizer)
 
 
 def padded(batch: list[Sample]) -> dict[str, Tensor]:

@@ -73,6 +73,18 @@ def test_a_block_may_select_a_group(build, saved, page):
     assert f"{work.name}:\n\n" in found.read_text()
 
 
+def test_a_table_over_n_has_each_group_and_what_was_left_out(build, saved, page):
+    works = [build.WORK.__class__(kind="loss", head="GPT-2", tokens=tokens) for tokens in (1024, 4096)]
+    rows = [build.head(name, work) for work in reversed(works) for name in ("products alone", "fused-grpo")]
+    saved(build.result([*rows, build.head("TRL", works[0], peak_bytes=None)]))
+    found = page("over of loss, GPT-2")
+    assert main([str(found)]) == 0
+    text = found.read_text()
+    assert "| s (MiB) | N=1,024 | N=4,096 |\n" in text
+    assert "| products alone | 0.500 (400) | 2.00 (400) |\n" in text
+    assert "| fused-grpo | **0.550** (250) | **2.20** (250) |\n| TRL | 1.35 | - |\n" in text
+
+
 def test_peers_that_win_and_those_that_are_absent_show(build, saved, page):
     fast = build.head("Liger GRPO", seconds=1.02, peak_bytes=2**20)
     absent = [{"group": build.WORK.name, "implementation": "verl", "why": "not installed"}]
