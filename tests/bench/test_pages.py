@@ -117,7 +117,7 @@ def test_trainers_have_their_speed(build, saved):
         (
             "speed",
             "../result.json",
-            "got the figures 'speed', want loss, logprobs, divergence, distillation, trainer, ",
+            "got the figures 'speed', want loss, logprobs, divergence, distillation, over, trainer, ",
         ),
         ("logprobs", "../result.json", "got no group with logprobs"),
         ("loss", "../other.json", "got no file at"),
