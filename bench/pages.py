@@ -13,6 +13,7 @@ A page has blocks, whose content this module writes:
     machine           machine, versions and date of a result file, in one sentence
     accuracy          all of a file of accuracy.py
     predictions       all of predicted.json
+    beside_trl        a table of a file of trainers/beside_trl.py
     gpu of SECTION    of a results.jsonl of scripts/gpu_first.py: machine, correctness, promises, peers, training or
                       predictions
 
@@ -33,7 +34,7 @@ from typing import Any
 
 from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.predictions.predicted import shape_of
-from fused_grpo.bench.report import tables
+from fused_grpo.bench.report import beside_trl, tables
 from fused_grpo.bench.report.gpu_results import SECTIONS, read_lines
 from fused_grpo.bench.report.results_file import (
     Group,
@@ -81,9 +82,11 @@ def figures(what: str, group: str | None, path: Path) -> str:
             return gpu_text(path, group)
         case "accuracy":
             return accuracy_text(json.loads(path.read_text()))
+        case "beside_trl":
+            return beside_trl.table(json.loads(path.read_text()))
         case "predictions":
             return predictions_text(json.loads(path.read_text()))
-    want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy or predictions"
+    want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy, beside_trl, predictions"
     raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
 
 
