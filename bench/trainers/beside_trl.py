@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -160,21 +161,22 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sums(seed: int, count: int, *, held_out: bool) -> list[Row]:
-    """Sums and differences of two numbers below 100, as conversations. A tenth of the pairs is held out."""
+    """Sums and differences of two numbers below 50, as conversations. A tenth of the pairs is held out."""
     draw, found = random.Random(seed), list[Row]()
     while len(found) < count:
-        a, b, sign = draw.randrange(1, 100), draw.randrange(1, 100), draw.choice("+-")
+        a, b, sign = draw.randrange(1, 50), draw.randrange(1, 50), draw.choice("+-")
         if ((31 * a + 17 * b) % 10 == 0) != held_out:
             continue
-        user = {"role": "user", "content": f"What is {a} {sign} {b}?"}
+        user = {"role": "user", "content": f"What is {a} {sign} {b}? Answer with the number only."}
         prompt = [{"role": "system", "content": SYSTEM}, user]
         found.append({"prompt": prompt, "answer": str(a + b if sign == "+" else a - b)})
     return found
 
 
 def is_right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the reply is the number and nothing else."""
-    return [float(reply[0]["content"].strip() == want) for reply, want in zip(completions, answer, strict=True)]
+    """1 where the last number of the reply is the answer."""
+    numbers = [re.findall(r"-?\d+", reply[0]["content"]) for reply in completions]
+    return [float(found[-1:] == [want]) for found, want in zip(numbers, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
