@@ -1,7 +1,7 @@
 """Ours beside the ops of other projects, the most important works first, and the promised ratios.
 
 The run may be ended at any moment: each figure is printed as soon as it is known. An implementation that needs long
-takes time from itself alone: after `PATIENCE` seconds of preparations it is left out of the works that follow.
+takes time from itself alone: after `Scale.patience` seconds of preparations it is left out of the works that follow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_grpo.bench.heads.work import Gradients, Kind, Work
 from fused_grpo.bench.heads.worker_pool import Measurement, WorkerPool
 from fused_grpo.bench.predictions import predicted
 
-PATIENCE, ROUNDS = 40.0, 3
+ROUNDS = 3
 # Preparations side by side: nothing is timed in them, except where torch.compile tunes its kernels.
 AT_ONCE = 4
 ALL_LOGITS = "full logits"
@@ -50,7 +50,7 @@ def compared(scale: Scale) -> Iterator[Work]:
 def peers(scale: Scale) -> Iterator[Figure]:
     """Of each implementation the most bytes beside the inputs, the error of the small work, and the time."""
     pool, spent, times = (
-        WorkerPool(scale.device, patience=PATIENCE),
+        WorkerPool(scale.device, patience=scale.patience),
         defaultdict[str, float](float),
         dict[Work, float](),
     )
@@ -58,7 +58,7 @@ def peers(scale: Scale) -> Iterator[Figure]:
         for work in compared(scale):
             names = FOR_IDLE if work.idle else scale.peers
             ready: dict[str, Measurement] = {}
-            for name, found in prepared(pool, work, names, spent):
+            for name, found in prepared(pool, work, names, spent, scale.patience):
                 yield from facts(scale, work, name, found)
                 if found.absent is None:
                     ready[name] = found
@@ -73,10 +73,10 @@ def peers(scale: Scale) -> Iterator[Figure]:
 
 
 def prepared(
-    pool: WorkerPool, work: Work, names: Sequence[str], spent: MutableMapping[str, float]
+    pool: WorkerPool, work: Work, names: Sequence[str], spent: MutableMapping[str, float], patience: float
 ) -> Iterator[tuple[str, Measurement]]:
     """Each implementation as soon as it is ready; `spent` are the seconds of all preparations of each."""
-    late = [name for name in names if spent[name] >= PATIENCE]
+    late = [name for name in names if spent[name] >= patience]
     for name in late:
         yield name, Measurement(absent=f"left out, because its preparations took {spent[name]:.0f} s")
     chosen = [name for name in names if name not in late]

@@ -50,6 +50,8 @@ class Scale:
     budgets: tuple[float, ...]
     """Sizes of a chunk, in GiB."""
     peers: tuple[str, ...]
+    patience: float
+    """Seconds of preparations after which a peer is left out."""
 
     def tensor(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """A random tensor."""
@@ -106,6 +108,7 @@ FULL = Scale(
     few=(1024, 256, 64),
     usual=8192,
     budgets=(0.25, 0.5, 1.0, 1.25, 2.5),
+    patience=40.0,
     peers=(FLOOR, OURS, "TRL", "Liger GRPO", "CCE", "verl", "full logits", "Liger FSLCE", "full logits, compiled"),
 )
 TINY = Scale(
@@ -126,5 +129,6 @@ TINY = Scale(
     few=(),
     usual=64,
     budgets=(1e-4,),
+    patience=300.0,
     peers=(FLOOR, OURS, "TRL", "full logits"),
 )

@@ -61,7 +61,7 @@ class Slow:
 
 def test_what_needs_long_to_prepare_is_left_out_of_later_works():
     pool, spent, names = Slow(), Counter(), ["a", "slow", "full logits, compiled"]
-    rounds = [dict(peers.prepared(pool, USUAL, names, spent)) for _ in range(3)]
+    rounds = [dict(peers.prepared(pool, USUAL, names, spent, 40.0)) for _ in range(3)]
     assert [rounds[number]["slow"].absent for number in range(3)] == [
         None,
         None,
