@@ -384,7 +384,7 @@ class GRPOTrainer(TransformersFace):
         comparable = not isinstance(self.engine, FunctionEngine) and not self.learner.is_random
         if comparable and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-            self.weight_check(*differences, engine=self.engine.name, version=self.engine.weight_version)
+            self.weight_check(*differences, engine=self.engine)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""

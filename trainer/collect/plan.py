@@ -17,13 +17,20 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import planned_steps
 from fused_grpo.trainer.data.prompts import rendered
-from fused_grpo.trainer.engines.engine_choice import EngineName
+from fused_grpo.trainer.engines.engine_choice import EngineName, sampling_dtype
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.loading import SELF
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, Term, device_memory, memory_terms
+from fused_grpo.trainer.models.loading import SELF, wants_bf16
+from fused_grpo.trainer.models.memory_estimate import (
+    LEFT_OUT,
+    ModelShape,
+    Term,
+    device_memory,
+    memory_terms,
+    process_memory,
+)
 
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
@@ -95,6 +102,8 @@ class Plan:
                 prompt_tokens=start.limit.longest,
                 processes=start.processes,
                 engine=self._engine if self._engine in get_args(EngineName) else "server",  # one's own: unknown
+                sampling_dtype=sampling_dtype(start.args),
+                held=_held(start),
                 teacher=self._teacher,
             )
 
@@ -115,6 +124,7 @@ class Plan:
             "model": _described(start.model, start.shape),
             "data": count if self._prompt is None else f"{count}, {self._prompt.form}",
             "engine": self._engine,
+            "precision": self._precision(),
             "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
             "run": f"{start.max_steps:,} optimizer steps",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
@@ -128,6 +138,12 @@ class Plan:
             of_device = "" if device is None else f" of {bytes_text(device)}"
             facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
         return facts | {"output": args.output_dir}
+
+    def _precision(self) -> str:
+        """What trains and what samples; of a server it is not known yet."""
+        trains = "bfloat16, with weights in float32" if wants_bf16(self._args) else "float32"
+        samples = str(sampling_dtype(self._args)).removeprefix("torch.")
+        return f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm")
 
     def prompt_table(self) -> str:
         """The form of the prompts, and the first one as its tokens are; empty where there is no chat template."""
@@ -156,6 +172,13 @@ class Plan:
         corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction
         thinks = any(word in _template(self._start.tokenizer) for word in ("enable_thinking", "<think>"))
         return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
+
+
+def _held(start: Start) -> int | None:
+    """Bytes of this process without the model that it may have loaded already; None: on a GPU, or unknown."""
+    held = process_memory() if device_memory(start.args) is None else None
+    weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
+    return None if held is None else max(0, held - weights)
 
 
 def _teacher_shape(start: Start) -> ModelShape | str | None:

@@ -39,9 +39,9 @@ from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, server_urls
+from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.server.replicas import checked_url
-from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.model_card import is_hub_id
@@ -209,6 +209,8 @@ def check_services(start: Start) -> None:
             checked_url(url, allow_remote=args.vllm_server_allow_remote)
         if start.engine_name == "vllm":
             check_installed()
+            if args.vllm_dtype != "auto":
+                check_dtype(sampling_dtype(args))
     for callback in start.callbacks:
         if not all(callable(getattr(callback, event, None)) for event in _EVENTS):
             raise WrongTypeError(

@@ -235,8 +235,8 @@ def _check_together(args: Any) -> None:
     if args.generation_batch_size is None:  # else it depends on the number of processes
         args.micro_batches_per_generation(1)
     in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
-    for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync"):
-        if getattr(args, name) and not in_process:
+    for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync", "vllm_dtype"):
+        if getattr(args, name) not in (None, False, {}, "auto") and not in_process:
             raise InputError(
                 f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"

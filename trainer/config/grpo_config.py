@@ -277,6 +277,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Free vLLM's GPU memory during training (colocate)."""
     vllm_model_impl: Literal["vllm", "transformers"] = "vllm"
     """Implementation of the model in vLLM in process: vLLM's own where there is one, or that of transformers."""
+    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of vLLM in process, whatever trains: weights are rounded on their way to it. "auto" is bfloat16 where
+    `bf16` trains, and else float32. A server has its own --dtype."""
     vllm_adapter_sync: bool = False
     """Send only the adapter to vLLM in process, beside the base model. False sends merged weights."""
     vllm_structured_outputs_regex: str | None = None

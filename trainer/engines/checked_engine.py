@@ -158,15 +158,18 @@ class WeightCheck:
     """
 
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
-        dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
-        self._options: Any = {"dtype": dtype, "device": device.type, "bound": args.max_logprob_difference}
+        self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
+        self._options: Any = {"device": device.type, "bound": args.max_logprob_difference}
         self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
         self._has_warned = False
 
-    def __call__(self, mean_difference: float, max_difference: float, *, engine: str, version: int) -> None:
+    def __call__(self, mean_difference: float, max_difference: float, *, engine: RolloutEngine) -> None:
         """`check_same_weights` of the differences of a step, with the reaction that the options ask for."""
+        computed_in = (self._dtype, getattr(engine, "weight_dtype", None) or self._dtype)
+        coarser = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
+        names: Any = {"engine": engine.name, "version": engine.weight_version, "dtype": coarser}
         try:
-            check_same_weights(mean_difference, max_difference, engine=engine, version=version, **self._options)
+            check_same_weights(mean_difference, max_difference, **names, **self._options)
         except WeightSyncError as error:
             if not self._warns:
                 raise

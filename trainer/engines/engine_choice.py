@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -32,7 +32,25 @@ def engine_name(args: GRPOConfig, peft_config: Any = None) -> EngineName:
 
     Raises:
         UnsupportedError: vLLM for a model with prompt tuning.
+        InputError: `vllm_dtype`, and another engine.
     """
+    name = _engine_name(args, peft_config)
+    if args.vllm_dtype != "auto" and name != "vllm":
+        raise InputError(
+            f"got vllm_dtype={args.vllm_dtype!r} with the engine {name!r}, want vLLM in process: a server has a dtype "
+            "of its own, and transformers samples with the trainer's tensors; fix: use_vllm=True, or leave it out"
+        )
+    return name
+
+
+def sampling_dtype(args: GRPOConfig) -> torch.dtype:
+    """What vLLM in process computes in."""
+    if args.vllm_dtype != "auto":
+        return cast("torch.dtype", getattr(torch, args.vllm_dtype))
+    return torch.bfloat16 if wants_bf16(args) else torch.float32
+
+
+def _engine_name(args: GRPOConfig, peft_config: Any) -> EngineName:
     if getattr(peft_config, "is_prompt_learning", False):
         if args.use_vllm or args.vllm_mode == "server":
             raise UnsupportedError(
@@ -111,7 +129,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
-        "dtype": torch.bfloat16 if wants_bf16(args) else torch.float32,
+        "dtype": sampling_dtype(args),
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "seed": args.seed,
         "trust_remote_code": args.runs_remote_code,

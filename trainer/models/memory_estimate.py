@@ -5,6 +5,12 @@ gradients, optimizer state, the reference and a teacher are exact. Activations a
 Llama-like model keep for the backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32;
 under autocast 34 D + 8 I bytes, because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
 
+**On a CPU** it is the memory of the whole process: what it holds when the run is planned (Python, its libraries, the
+data), and vLLM too. Terms are added although not all are full at the same time: gradients appear while activations
+are freed, but the C library rarely gives those back in between. Three numbers are measured and not derived: vLLM's
+libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's activations
+leave between gradients that stay, a tenth of them. bench/results/cpu-2-cores/memory-2026-11-26.json has the runs.
+
 Letters: P parameters, T those that are trained, L layers, D hidden size, I intermediate size, V vocabulary, N tokens of
 a micro-batch, C completion tokens of a micro-batch.
 """
@@ -12,8 +18,10 @@ a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +31,15 @@ from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.loading import wants_bf16
 
+CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
+CPU_SEQUENCES = 256  # that vLLM samples at a time
+_CPU_CACHE_LIMIT = 1 << 30
+_VLLM_LIBRARIES = 330 << 20  # vLLM 0.32 with all that it imports
+_KEPT_FREE = 250 << 20  # 0 to 0.4 GB in runs of 9M and 135M parameters
+
 LEFT_OUT = (
-    "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, the copy of the "
-    "weights while they go to an engine, CUDA's own context (about 0.5 GB), and what the allocator wastes. Under "
+    "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, "
+    "CUDA's own context (about 0.5 GB), and what the allocator wastes. Under "
     "FSDP2, weights, gradients, AdamW state, the reference and a teacher are divided by the number of processes."
 )
 
@@ -43,6 +57,7 @@ class ModelShape:
     vocabulary: int
     kv_width: int  # numbers in the keys of one token and layer
     head_trained: bool
+    head_tied: bool  # to the embedding
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,26 @@ def device_memory(args: GRPOConfig) -> int | None:
     if args.use_cpu or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def process_memory() -> int | None:
+    """Bytes of memory that this process holds; None where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_cache_bytes(token_bytes: int, max_model_len: int) -> int:
+    """Size of vLLM's KV cache on a CPU: of one full batch, 1 GiB at most; at least that of two sequences.
+
+    Args:
+        token_bytes: of the keys and values of one token in all layers.
+        max_model_len: the longest sequence, in tokens.
+    """
+    sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * token_bytes
+    return max(min(CPU_SEQUENCES * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 
 def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
@@ -101,6 +136,7 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
         intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
         vocabulary=text.vocab_size,
         kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
+        head_tied=head.weight is model.get_input_embeddings().weight,
         head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
 
@@ -112,9 +148,11 @@ def memory_terms(
     prompt_tokens: int,
     processes: int,
     engine: str,
+    sampling_dtype: torch.dtype = torch.float32,
+    held: int | None = None,
     teacher: ModelShape | str | None = None,
 ) -> list[Term]:
-    """All parts of the estimate, for one device.
+    """All parts of the estimate, for one device; on a CPU, for one process.
 
     Args:
         shape: of the model.
@@ -122,12 +160,18 @@ def memory_terms(
         prompt_tokens: of the longest prompt.
         processes: how many train.
         engine: "vllm", "server" or "transformers".
+        sampling_dtype: what vLLM in process computes in.
+        held: bytes of this process without the model; None: unknown, and on a GPU.
         teacher: the shape of a teacher; "self": the reference.
     """
     trained, bf16 = shape.trained, wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
-    terms = [
+    terms: list[Term] = []
+    if held is not None:
+        terms += [Term("the process so far", "Python, its libraries, the data", held)]
+        terms += [Term("loaded later, or kept free", "measured", _KEPT_FREE)]
+    terms += [
         Term("weights, fp32", "4 P", 4 * shape.parameters),
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
@@ -141,9 +185,16 @@ def memory_terms(
         terms.append(Term(f"teacher, {str(dtype)[6:]}", f"{dtype.itemsize} P of the teacher", size))
     if bf16:
         terms.append(Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices))
-    terms += [_activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)]
+    terms += _activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)
+    if held is not None and args.gradient_checkpointing:
+        holes = tokens * shape.layers * (5 * shape.hidden + 3 * shape.intermediate)
+        terms.append(Term("holes in the heap", "N L (5 D + 3 I), measured", holes))
     terms += _loss(shape, shape if isinstance(teacher, str) else teacher, completion_tokens, args.chunk_bytes)
-    return [*terms, _engine(shape, args, (prompt_tokens + args.max_completion_length) * sequences, bf16, engine)]
+    if engine == "vllm":
+        return terms + _vllm(shape, args, prompt_tokens + args.max_completion_length, sampling_dtype)
+    generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
+    size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
+    return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int) -> tuple[int, int]:
@@ -155,7 +206,7 @@ def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int) -> tuple[int, int]:
     return tokens, math.ceil(tokens * args.max_completion_length / sequence)
 
 
-def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> Term:
+def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> list[Term]:
     hidden, intermediate = shape.hidden, shape.intermediate
     layer = 34 * hidden + 8 * intermediate if bf16 else 38 * hidden + 16 * intermediate
     inside = "34 D + 8 I" if bf16 else "38 D + 16 I"
@@ -163,7 +214,11 @@ def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: b
         size, formula = tokens * (4 * hidden * (shape.layers + 2) + layer), f"N (4 D (L + 2) + {inside})"
     else:
         size, formula = tokens * (8 * hidden + layer * shape.layers), f"N (8 D + L ({inside}))"
-    return Term("activations, roughly", f"{formula}, N = {tokens:,}", size)
+    three = 6 if bf16 else 12  # bytes: at most three gradients of each width exist at a time
+    return [
+        Term("activations, roughly", f"{formula}, N = {tokens:,}", size),
+        Term("their gradients, one layer", f"{three} N (D + I)", three * tokens * (hidden + intermediate)),
+    ]
 
 
 def _chunk(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> int:
@@ -194,13 +249,20 @@ def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_byte
     return terms
 
 
-def _engine(shape: ModelShape, args: GRPOConfig, tokens: int, bf16: bool, engine: str) -> Term:
-    if engine == "server":
-        return Term("engine", "in a process of its own", 0)
-    if engine == "transformers":
-        size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * tokens
-        return Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)
+def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, dtype: torch.dtype) -> list[Term]:
+    """vLLM in process, for sequences of at most so many tokens."""
     share = args.vllm_gpu_memory_utilization
     if (total := device_memory(args)) is not None:
-        return Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))
-    return Term("vLLM", f"{share} of a GPU; its weights and KV cache on a CPU", None)
+        return [Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))]
+    # vLLM's CPU build packs the head beside its weight, and never updates a tied one, so that the engine has its own.
+    heads = 1 + shape.head_tied
+    parameters = shape.parameters + heads * shape.vocabulary * shape.hidden
+    token_bytes = 2 * shape.layers * shape.kv_width * dtype.itemsize
+    cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens)
+    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes", cache)
+    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    return [
+        Term("vLLM's libraries", "measured", _VLLM_LIBRARIES),
+        Term(f"vLLM's weights, {name}", f"{size} P + {size * heads} V D", size * parameters),
+        Term(f"vLLM's KV cache, {name}", "2 L (width of keys) a token, kv_cache_memory_bytes", cache),
+    ]

@@ -1,5 +1,8 @@
 """check_same_weights: accepts rounding, and nothing else."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,10 @@ from torch import nn
 from fused_grpo.errors import WeightSyncError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, check_same_weights
+
+
+def engine_in(dtype: torch.dtype | None) -> Any:
+    return SimpleNamespace(name="vllm", weight_version=3, weight_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,7 @@ def test_an_option_replaces_the_bound_in_both_directions() -> None:
 
 
 def test_warn_says_it_once_with_the_fix_and_a_healthy_run_says_nothing(caplog) -> None:
-    model, cpu, names = nn.Linear(1, 1), torch.device("cpu"), {"engine": "vllm", "version": 3}
+    model, cpu, names = nn.Linear(1, 1), torch.device("cpu"), {"engine": engine_in(torch.float32)}
     warns = WeightCheck(GRPOConfig(logprob_mismatch="warn", bf16=False), model, cpu)
     warns(1e-6, 1e-5, **names)
     assert caplog.records == []
@@ -63,3 +70,22 @@ def test_warn_says_it_once_with_the_fix_and_a_healthy_run_says_nothing(caplog) -
     with pytest.raises(WeightSyncError, match="got a max difference"):
         WeightCheck(GRPOConfig(logprob_mismatch="fail", bf16=False), model, cpu, own_weights=False)(0.1, 0.5, **names)
     WeightCheck(GRPOConfig(bf16=False, max_logprob_difference=0.6), model, cpu)(0.1, 0.5, **names)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "sampler", "bound"),
+    [
+        (False, None, "0.001 in float32"),
+        (False, torch.float32, "0.001 in float32"),
+        (False, torch.float16, "0.02 in float16"),
+        (False, torch.bfloat16, "0.1 in bfloat16"),
+        (True, torch.float32, "0.1 in bfloat16"),
+        (True, torch.float16, "0.1 in bfloat16"),
+    ],
+)
+def test_the_bound_is_of_the_coarser_of_trainer_and_sampler(bf16, sampler, bound) -> None:
+    check = WeightCheck(GRPOConfig(bf16=bf16), nn.Linear(1, 1), torch.device("cpu"))
+    limit = float(bound.split()[0])
+    check(0.9 * limit, 0.9 * limit, engine=engine_in(sampler))
+    with pytest.raises(WeightSyncError, match=f"at weight version 3, want at most {bound}"):
+        check(1.1 * limit, 1.1 * limit, engine=engine_in(sampler))

@@ -370,7 +370,7 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     for kind, message in {**kinds, "parameter": "target_parameters"}.items():
         with pytest.raises(UnsupportedError, match=message):
             VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
-    with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: bf16=True"):
+    with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: vllm_dtype='bf"):
         VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
     with pytest.raises(InputError, match="vLLM in process"):
         choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer)

@@ -56,8 +56,13 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Warns at every sync that RotaryEmbedding's weights could not be loaded: that layer has none.
-_LOUD_LOGGERS = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.engine.input_processor")
+# At every sync the first warns that RotaryEmbedding's weights could not be loaded: that layer has none; the second, of
+# every norm that an engine in 16 bits is given in fp32.
+_LOUD_LOGGERS = (
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.models.utils",
+    "vllm.v1.engine.input_processor",
+)
 _SET_HERE = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode"}
 _SET_HERE |= {"load_format", "logprobs_mode"}
 _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  # see cpu_options
@@ -116,21 +121,21 @@ class VLLMEngine(RolloutEngine):
                 "back; fix: leave vllm_enable_sleep_mode False"
             )
         self._vocab_size = model.config.get_text_config().vocab_size
+        self.weight_dtype: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         options = {
             "max_model_len": max_model_len,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(self.weight_dtype).removeprefix("torch."),
             "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
             "trust_remote_code": trust_remote_code,
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": enable_sleep_mode,
-            **(cpu_options(model.config, max_model_len=max_model_len) if self._on_cpu else {}),
+            **(self._cpu_options(model, max_model_len) if self._on_cpu else {}),
             **({} if support is None else self._support_options(support)),
             **_checked(engine_options or {}, taken=_SET_HERE | (_PARTIAL_PREFILLS if self._on_cpu else set())),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
-        self.weight_dtype = getattr(torch, options["dtype"], None)
         self._max_model_len = max_model_len
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self._seeds = random.Random(seed)
@@ -257,6 +262,9 @@ class VLLMEngine(RolloutEngine):
             ) from error
         return outputs
 
+    def _cpu_options(self, model: PreTrainedModel, max_model_len: int) -> dict[str, Any]:
+        return cpu_options(model.config, max_model_len=max_model_len, itemsize=self.weight_dtype.itemsize)
+
     def _support_options(self, support: SamplingParams) -> dict[str, Any]:
         """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""
         listed = num_listed(support, self._vocab_size)
@@ -333,7 +341,8 @@ class VLLMAdapterEngine(VLLMEngine):
         if next(model.parameters()).device.type != "cpu" and str(dtype).endswith("float32"):
             raise UnsupportedError(
                 "got a vllm engine in float32 on a GPU with vllm_adapter_sync, want 16 bits, all that vLLM's kernels "
-                "for adapters take there; fix: bf16=True, or vllm_adapter_sync=False, which serves merged weights"
+                "for adapters take there; fix: vllm_dtype='bfloat16', or vllm_adapter_sync=False, which serves merged "
+                "weights"
             )
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(self._config)}
         super().__init__(
@@ -374,7 +383,7 @@ def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, An
     if wrong := sorted(engine_options.keys() & taken):
         raise InputError(
             f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
-            "argument of VLLMEngine of that name, or leave it out"
+            "argument of VLLMEngine of that name (vllm_dtype for dtype in a run), or leave it out"
         )
     several = [name for name in engine_options if name.endswith("_parallel_size") and engine_options[name] != 1]
     if several:

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -52,9 +53,6 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-_CPU_BLOCK_TOKENS = 32
-_CPU_SEQUENCES = 256
-_CPU_CACHE_LIMIT = 1 << 30
 
 
 def check_installed() -> None:
@@ -64,6 +62,19 @@ def check_installed() -> None:
         raise UnavailableError(
             "got no vllm in this environment, want it for the vllm engine; "
             f"fix: pip install 'fused-grpo[{extra}]', or take the transformers engine"
+        )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """UnsupportedError where vLLM cannot compute in `dtype` on this device. It imports vLLM."""
+    with preserved_state():
+        _set_defaults()
+        from vllm.platforms import current_platform
+    names = [str(known).removeprefix("torch.") for known in current_platform.supported_dtypes]
+    if (name := str(dtype).removeprefix("torch.")) not in names:
+        raise UnsupportedError(
+            f"got vllm_dtype={name!r}, want one that vLLM computes in on this {current_platform.device_name}: "
+            f"{', '.join(names)}; fix: one of these, or leave it out"
         )
 
 
@@ -120,7 +131,7 @@ def start_vllm(
     return started[0]
 
 
-def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, Any]:
+def cpu_options(config: PreTrainedConfig, *, max_model_len: int, itemsize: int) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
 
     The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
@@ -133,15 +144,13 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int) -> dict[str, An
     queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
     heads = getattr(text, "num_key_value_heads", None) or queries
     head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    tokens = -(-max_model_len // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
-    bytes_per_sequence = tokens * 2 * text.num_hidden_layers * heads * head_size * 4
-    full_batch = _CPU_SEQUENCES * bytes_per_sequence
+    token_bytes = 2 * text.num_hidden_layers * heads * head_size * itemsize
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
-        "block_size": _CPU_BLOCK_TOKENS,
-        "max_num_seqs": _CPU_SEQUENCES,
-        "kv_cache_memory_bytes": max(min(full_batch, _CPU_CACHE_LIMIT), 2 * bytes_per_sequence),
+        "block_size": CPU_BLOCK_TOKENS,
+        "max_num_seqs": CPU_SEQUENCES,
+        "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, max_model_len),
     }
 
 
@@ -231,8 +240,7 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             contexts.enter_context(warnings.catch_warnings(action="ignore"))
             contexts.callback(logging.disable, logging.root.manager.disable)
             logging.disable(max(logging.root.manager.disable, logging.WARNING))
-        for name, value in DEFAULT_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        _set_defaults()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             # vLLM makes process groups of one, and Gloo listens on the address of the host's name.
@@ -244,6 +252,12 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         gc.freeze()
         contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
         return LLM(model=folder, **options)
+
+
+def _set_defaults() -> None:
+    """The environment that vLLM reads when it is imported."""
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager

@@ -1,0 +1,27 @@
+"""The estimate of a run's memory on a CPU is what the run takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "memory_run.py"
+BATCH = {"per_device_train_batch_size": 32, "num_generations": 4, "max_completion_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "at_least"),
+    [
+        ({"gradient_checkpointing": False, "use_vllm": False}, 0.8e9),
+        ({"gradient_checkpointing": True, "use_vllm": False}, 0.25e9),
+        pytest.param({"gradient_checkpointing": False, "use_vllm": True}, 1.4e9, marks=pytest.mark.engine),
+    ],
+    ids=["activations kept", "recomputed", "beside vLLM"],
+)
+def test_a_run_takes_what_its_banner_says(farm, tmp_path, options, at_least) -> None:
+    out = tmp_path / "run.json"
+    farm.run(SCRIPT, out, json.dumps(BATCH | options), timeout=400)
+    held, said, peak = (json.loads(out.read_text())[name] for name in ("held", "said", "peak"))
+    # What the process held before is measured, and no estimate.
+    assert peak - held > at_least
+    assert said - held == pytest.approx(peak - held, rel=0.2)
