@@ -22,6 +22,7 @@ def test_a_run_takes_what_its_banner_says(farm, tmp_path, options, at_least) -> 
     out = tmp_path / "run.json"
     farm.run(SCRIPT, out, json.dumps(BATCH | options), timeout=400)
     held, said, peak = (json.loads(out.read_text())[name] for name in ("held", "said", "peak"))
-    # What the process held before is measured, and no estimate.
+    # What the process held before is measured, and no estimate. What the C library keeps free differs between runs: the
+    # ratio was 1.00 to 1.19 in six of them. It is 0.7 without vLLM's terms, and 0.4 without activations.
     assert peak - held > at_least
-    assert said - held == pytest.approx(peak - held, rel=0.2)
+    assert 0.8 < (said - held) / (peak - held) < 1.4
