@@ -48,7 +48,7 @@ def main() -> None:
     results = {
         "made_by": "python -m fused_grpo.bench.accuracy",
         "date": today,
-        "commit": {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))},
+        "commit": commit(),
         "environment": environment(),
         "torch_threads": torch.get_num_threads(),
         "problems": [
@@ -63,6 +63,11 @@ def main() -> None:
 
 def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this tree, and whether files differ from it."""
+    return {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def implementations() -> list[Implementation]:

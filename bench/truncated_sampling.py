@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.bench.accuracy import ROOT, git
+from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -43,9 +43,8 @@ def main() -> None:
         for engine in ("transformers", "vllm")
         for support in ("require", "off")
     ]
-    commit = {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today}
-    found |= {"commit": commit, "environment": environment(), "runs": runs}
+    found |= {"commit": commit(), "environment": environment(), "runs": runs}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
 

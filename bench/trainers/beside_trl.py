@@ -34,9 +34,10 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from fused_grpo.bench.accuracy import ROOT, git
+from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.bench.report.beside_trl import TRAINERS, draw, summary
 from fused_grpo.env import environment
+from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.models.smollm2 import model_folder
 
@@ -53,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = f"cpu-{os.cpu_count()}-cores"
     today = datetime.date.today().isoformat()
     path = options.output or ROOT / "bench" / "results" / machine / f"beside-trl-{today}.json"
-    found = json.loads(path.read_text()) if path.exists() else about(options, today)
+    here = about(options, today)
+    found = json.loads(path.read_text()) if path.exists() else here
+    if other := [name for name in ("commit", "environment", "work") if found[name] != here[name]]:
+        raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: another --output")
     for seed in range(options.seeds):
         for name in TRAINERS:
             if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):
@@ -78,10 +82,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def about(options: argparse.Namespace, today: str) -> dict[str, Any]:
-    commit = {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.trainers.beside_trl", "date": today}
     work = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
-    return found | {"commit": commit, "environment": environment(), "work": work, "runs": []}
+    return found | {"commit": commit(), "environment": environment(), "work": work, "runs": []}
 
 
 def one_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from fused_grpo.bench.report.beside_trl import TRAINERS, draw, summary, table
 from fused_grpo.bench.trainers import beside_trl
 from fused_grpo.bench.trainers.beside_trl import Clock, arguments, sums, watch
+from fused_grpo.errors import DataError
 
 
 def content() -> dict:
@@ -30,7 +31,7 @@ def content() -> dict:
     ]
     env = {"cpu_count": "2", "torch": "2", "transformers": "5"}
     work = {"steps": 16, "completions": 64, "held_out_sums": 200, "dtype": "float32"}
-    return {"date": "2026-11-26", "environment": env, "work": work, "runs": runs}
+    return {"date": "2026-11-26", "commit": {"id": "abc"}, "environment": env, "work": work, "runs": runs}
 
 
 def test_the_table_is_beside_trls_means_and_leaves_out_the_first_two_steps():
@@ -55,7 +56,8 @@ def test_no_pair_to_train_on_is_held_out():
         assert len(trained) == 320
         assert not held_out & set(trained)
     (row,) = sums(1, 1, held_out=False)
-    assert eval(row["prompt"][1]["content"].removeprefix("What is ").partition("?")[0]) == int(row["answer"])
+    a, sign, b = row["prompt"][1]["content"].removeprefix("What is ").partition("?")[0].split()
+    assert int(row["answer"]) == int(a) + {"+": 1, "-": -1}[sign] * int(b)
 
 
 def test_both_trainers_know_every_argument():
@@ -106,17 +108,22 @@ with open({str(mapped)!r}, "rb") as file:
 def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
     path, made = tmp_path / "result.json", content()
     path.write_text(json.dumps(made | {"runs": made["runs"][:4]}))
-    asked = []
+    asked, here = [], made | {"runs": []}
 
     def run(name, seed, options):
         asked.append((name, seed))
         return next(run for run in made["runs"] if (run["trainer"], run["seed"]) == (name, seed))
 
     monkeypatch.setattr(beside_trl, "one_run", run)
+    monkeypatch.setattr(beside_trl, "about", lambda options, today: here)
     beside_trl.main(["--seeds", "2", "--output", str(path)])
     assert asked == [(name, 1) for name in TRAINERS[1:]]
     assert json.loads(path.read_text())["runs"] == made["runs"]
     assert path.with_suffix(".svg").exists()
+    here["commit"] = {"id": "of other code"}
+    with pytest.raises(DataError, match=r"got .*result\.json of another commit, want one run .*fix: another --output"):
+        beside_trl.main(["--seeds", "3", "--output", str(path)])
+    assert len(asked) == 2
 
 
 def test_a_run_that_fails_says_what_it_printed():

@@ -28,7 +28,7 @@ from fused_grpo.config import check_ranges
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
-from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
 from fused_grpo.trainer.tasks.named import ARITHMETIC
 
@@ -164,12 +164,8 @@ class TrainOptions(GRPOConfig):
 
     def command(self) -> str:
         """The command line of the options that are no options of the trainer: model, data, rewards and adapter."""
-        default, names = TrainOptions(), {entry.name for entry in own_fields(GRPOConfig)} | {*COMMANDS, "config"}
-        changed = {
-            entry.name: value
-            for entry in own_fields(TrainOptions)
-            if entry.name not in names and (value := getattr(self, entry.name)) != getattr(default, entry.name)
-        }
+        trainers = (entry.name for entry in own_fields(GRPOConfig))
+        changed = changed_options(self, TrainOptions, but=(*trainers, *COMMANDS, "config"))
         return shlex.join(["fused-grpo", "train", *as_arguments(changed)])
 
     def trainer_args(self) -> GRPOConfig:
