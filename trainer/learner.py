@@ -53,7 +53,8 @@ from fused_grpo.trainer.distributed.sharding import (
     shard_like_policy,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
-from fused_grpo.trainer.models.loading import SELF, attention_cost, check_teacher_model, fingerprint, model_weights
+from fused_grpo.trainer.models.attention import attention_cost
+from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint, model_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
@@ -138,7 +139,16 @@ class Learner:
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
                 "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
             )
-        return shared_layout(measured), measured[0].is_random
+        layout = shared_layout(measured)
+        # The routers' loss counts the tokens of a prompt once for each of its completions, as in TRL.
+        layout["share_prompts"] &= self.args.share_prompts is not False and not self.router_coefficient
+        if self.args.share_prompts and not layout["share_prompts"]:
+            names = " and ".join(type(base_model(policy.model)).__name__ for policy in policies)
+            raise UnsupportedError(
+                f"got share_prompts=True with {names}, want eager or sdpa attention to all tokens before, the "
+                "same log-probs under a mask, and no loss of routers; fix: leave it out, which shares where it can"
+            )
+        return layout, measured[0].is_random
 
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
         if alone is None:

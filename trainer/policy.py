@@ -165,6 +165,8 @@ class PolicyLoss(nn.Module):
             ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.row_cu_seqlens)
             options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
         options |= {"position_ids": batch.position_ids, "use_cache": False, "return_dict": True}
+        if batch.seen_until is not None:
+            options["attention_mask"] = tree_mask(batch.seen_until, _compute_dtype(model))
         options = {name: value for name, value in options.items() if not named.isdisjoint({name, None})}
         return to_head(model, **model_inputs(self.model, batch.input_ids, batch.position_ids), **options)
 
@@ -173,10 +175,29 @@ class PolicyLoss(nn.Module):
         their logits: the transform, and the tokens that the sampler kept."""
         states = self.run(batch)[0] if states is None else states
         model = base_model(self.model)
-        head, hidden = head_of(model), states.flatten(0, 1).index_select(0, batch.predictors)
+        # Where prompts are shared, their last places predict several tokens; unlike index_select's, the gradient of an
+        # index adds those in one order on every device.
+        head, hidden = head_of(model), states.flatten(0, 1)
+        shared = batch.seen_until is not None
+        hidden = hidden[batch.predictors] if shared else hidden.index_select(0, batch.predictors)
         options = {"bias": getattr(head, "bias", None), "temperature": self.temperature, "support": batch.support}
         options |= {"chunk_bytes": self.chunk_bytes, **head_transform(model.config)}
         return hidden, weight_of(head), options
+
+
+def tree_mask(seen_until: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to attention scores, [R, 1, L, L]: 0 where query q sees key k, k <= q < seen_until[k].
+
+    In the dtype of the scores, so that no layer makes and keeps a copy of its own.
+    """
+    places = torch.arange(seen_until.shape[1], device=seen_until.device)
+    seen = (places <= places[:, None]) & (places[:, None] < seen_until[:, None, None, :])
+    return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
+
+
+def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def router_loss_coefficient(model: PreTrainedModel, args: GRPOConfig) -> float:

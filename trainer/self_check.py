@@ -7,9 +7,11 @@
   is if they are its own only without what follows: the model is not causal.
 - If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
   and a recurrent layer has no mask.
+- If two completions behind one prompt have others than each behind its own, or layers see a window only, completions do
+  not share a prompt: the model makes something else of a mask.
 - If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
 
-That takes six or seven forward passes of at most 16 tokens, and leaves generators, gradients and modes as they are.
+That takes at most nine forward passes of 16 tokens or fewer, and leaves generators, gradients and modes as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from fused_grpo.integrations.model_head import check_transform
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
 from fused_grpo.trainer.batching.micro_batches import pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
-from fused_grpo.trainer.models.loading import takes_any_lengths
+from fused_grpo.trainer.models.attention import sees_all, takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import MicroBatch, samples_from
 
@@ -44,6 +47,7 @@ class Measured:
 
     share_rows: bool  # whether position ids keep the sequences of a row apart
     one_row: bool  # whether attention takes sequences of any lengths, without a mask
+    share_prompts: bool  # whether completions of one prompt may share it, kept apart by a mask
     is_random: bool  # whether log-probs in training mode differ from the sampler's
 
 
@@ -64,6 +68,7 @@ def self_check(policy: PolicyLoss) -> Measured:
         with as_it_was(policy), eager if model.device.type == "cpu" else nullcontext():
             with plain:
                 share_rows = _compare(policy.eval(), model)
+                share_prompts = _takes_trees(policy, model)
             is_random = has_dropout(given)
     except (FusedGRPOError, torch.OutOfMemoryError):
         raise
@@ -77,7 +82,7 @@ def self_check(policy: PolicyLoss) -> Measured:
             f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded "
             "to the longest of its micro-batch"
         )
-    return Measured(share_rows, share_rows and any_lengths, is_random)
+    return Measured(share_rows, share_rows and any_lengths, share_prompts, is_random)
 
 
 def shared_layout(models: Sequence[Measured]) -> dict[str, bool]:
@@ -86,12 +91,13 @@ def shared_layout(models: Sequence[Measured]) -> dict[str, bool]:
     A variable-length kernel takes its sequences in one row; so can all others, with a mask.
     """
     share = all(model.share_rows for model in models)
-    return {"one_row": share and any(model.one_row for model in models), "share_rows": share}
+    one_row, prompts = any(model.one_row for model in models), all(model.share_prompts for model in models)
+    return {"one_row": share and one_row, "share_rows": share, "share_prompts": prompts}
 
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:
     """Compare the policy's log-probs with the model's own. Returns whether two sequences may share a row."""
-    first = _row(model, _FIRST)
+    first = _row(model, [_FIRST])
     check_transform(model, *policy.run(first))
     joined, second = _own_logits(model, *_FIRST, *_SECOND), _own_logits(model, *_SECOND)
     own = joined[: len(_FIRST) - 1]
@@ -103,11 +109,28 @@ def _compare(policy: PolicyLoss, model: Any) -> bool:
         if alone <= allowed:
             what = f"change by {apart:.3g} with later tokens, want a causal model; fix: is_decoder=True in its config"
         raise UnsupportedError(f"got a {type(model).__name__} whose log-probs of a sequence {what}")
-    return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, _FIRST, _SECOND), [own, second]))
+    return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, [_FIRST], [_SECOND]), [own, second]))
 
 
-def _row(model: Any, *sequences: range) -> MicroBatch:
-    """The sequences in one row. All of their tokens but the first are completions."""
+def _takes_trees(policy: PolicyLoss, model: Any) -> bool:
+    """Whether two completions behind one prompt have the model's own log-probs. The prompt is one token.
+
+    A window is longer than what is measured here, and the layers that have one take any mask for theirs.
+    """
+    if not sees_all(model) or is_prompt_tuned(policy.model):
+        return False
+    sequences = [[_FIRST[0], *tokens[1:]] for tokens in (_FIRST, _SECOND)]
+    own = [_own_logits(model, *tokens) for tokens in sequences]
+    try:
+        found = _apart(policy, _row(model, sequences), own)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a mask of that shape is not what it takes
+        return False
+    return all(apart <= allowed for apart, allowed in found)
+
+
+def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
+    """The trees in one row: sequences with the same first token. All of their tokens but that are completions."""
+    sequences = list(chain.from_iterable(trees))
     embedding = model.get_input_embeddings().weight
     ids = [[token % len(embedding) for token in sequence] for sequence in sequences]
     batch = samples_from(
@@ -118,7 +141,8 @@ def _row(model: Any, *sequences: range) -> MicroBatch:
             "weight_version": [0] * len(ids),
         }
     )
-    row = pack(batch, range(len(ids)), one_row=True, device=embedding.device)
+    numbers = iter(range(len(ids)))
+    row = pack(batch, [list(islice(numbers, len(tree))) for tree in trees], one_row=True, device=embedding.device)
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 
 

@@ -194,6 +194,9 @@ class MicroBatch:
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence: this is what keeps sequences apart in attention
     attention_mask: Tensor  # [R, L] int64, 0 where there is padding; position ids keep attention from it without this
+    # [R, L] int64, of each place the first behind it in its row that does not see it; None: position ids say it all,
+    # since no prompt is shared.
+    seen_until: Tensor | None = None
     predictors: Tensor  # [N] int64, the places in 0..R*L-1 whose hidden state predicts one of the model's tokens
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N

@@ -43,6 +43,7 @@ from fused_grpo.trainer.models.smollm2 import model_folder
 
 SYSTEM = "You are a calculator. You reply with one number and nothing else."
 HELD_OUT = 200
+MICRO_BATCH_TOKENS = 1024
 Row = dict[str, Any]
 
 
@@ -221,7 +222,8 @@ def their_trainer(model: Any, shared: dict[str, Any], rows: list[Row], tokenizer
 def our_trainer(
     model: Any, shared: dict[str, Any], rows: list[Row], tokenizer: Any, clock: Clock, *, use_vllm: bool
 ) -> GRPOTrainer:
-    args = GRPOConfig(use_vllm=use_vllm, **shared)
+    # The same update in less memory; TRL's micro-batches are counted in sequences.
+    args = GRPOConfig(use_vllm=use_vllm, max_tokens_per_micro_batch=MICRO_BATCH_TOKENS, **shared)
     trainer = GRPOTrainer(model, is_right, args, rows, processing_class=tokenizer)
     trainer.engine.generate = clock.timed(trainer.engine.generate)  # type: ignore[method-assign]
     trainer.engine.load_weights = clock.timed(trainer.engine.load_weights)  # type: ignore[method-assign]

@@ -189,7 +189,7 @@ def outcome(model_type: str, folder: Path) -> tuple[str, str]:
 @torch.no_grad()
 def policy_difference(model: PreTrainedModel) -> float:
     """The largest difference between log-probs of the policy in micro-batches and of the model's logits."""
-    sequences = [[3, 4, 5, 6, 7], [20, 30, 40], [9, 8, 7, 6, 5, 4, 3, 2], [50, 51]]
+    sequences = [[3, 4, 5, 6, 7], [20, 30, 40], [9, 8, 7, 6, 5, 4, 3, 2], [3, 51], [3, 6, 5, 4]]
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.7)
     batch = batch_of(
         prompt_ids=[ids[:1] for ids in sequences],
@@ -197,7 +197,7 @@ def policy_difference(model: PreTrainedModel) -> float:
         sampling_logprobs=None,
         advantage=torch.zeros(len(sequences)),
     )
-    parts = micro_batches(batch, 4, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
+    parts = micro_batches(batch, 5, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
     ours = torch.cat([policy.measure(part, "logprobs") for part in parts])
     return float((ours - torch.cat([own_logprobs(model, ids, 0.7) for ids in sequences])).abs().max())
 

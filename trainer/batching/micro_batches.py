@@ -28,6 +28,11 @@ wants one long row without a single padding token. Any other attention computes 
 row is as long as the longest sequence and holds as many others as fit: the square of padded batches, without most of
 their padding.
 
+Completions of one prompt share its places, so that a prompt is computed once and not G times. A tree is a prompt with
+completions of it behind: positions of each go on from the prompt's end, and a completion sees the prompt and itself.
+That needs a mask, and a row as long as the tree: what it saves in tokens it may lose in attention, so a group is cut
+into as many trees as cost least. A variable-length kernel takes no mask, so there every sequence has its own prompt.
+
 The cut into micro-batches changes memory and speed and nothing else, because the loss is normalised by the counts of
 the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
 micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
@@ -41,7 +46,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
-from operator import itemgetter
 
 import torch
 from accelerate import Accelerator
@@ -52,6 +56,7 @@ from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
+from fused_grpo.trainer.models.attention import sequence_costs, tree_sizes
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
@@ -64,6 +69,7 @@ def micro_batches(
     one_row: bool,
     device: torch.device,
     share_rows: bool = True,
+    share_prompts: bool = False,
     max_tokens: int | None = None,
     attention: float = 0.0,
     agree: Callable[[int], int] = int,
@@ -74,28 +80,58 @@ def micro_batches(
         sequences: how many a micro-batch holds, in order, where there is no `max_tokens`.
         one_row: for attention that takes sequences of any lengths.
         share_rows: False for a model that does not keep the sequences of a row apart: one sequence a row.
+        share_prompts: True for a model that takes a mask, so that completions of one prompt may share it.
         max_tokens: places of a micro-batch (R * L), at most; a longer sequence is alone.
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
         agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
     chosen = [index for index, sample in enumerate(batch) if sample.in_forward]
-    lengths = [batch[index].length for index in chosen]
+
+    def trees(members: Sequence[int]) -> list[list[int]]:
+        if not share_prompts:
+            return [[index] for index in members]
+        return prompt_trees(batch, members, attention=attention, max_tokens=max_tokens)
+
     if max_tokens is None:
-        cuts = [list(range(len(lengths))[start : start + sequences]) for start in range(0, len(lengths), sequences)]
+        cuts = [trees(chosen[start : start + sequences]) for start in range(0, len(chosen), sequences)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
-    elif one_row:
-        cuts = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
     else:
-        cuts = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
-    members = ([chosen[place] for place in cut] for cut in cuts)
-    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in members]
+        units = trees(chosen)
+        lengths = [tree_length(batch, unit) for unit in units]
+        if one_row:
+            places = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
+        else:
+            places = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
+        cuts = [[units[place] for place in cut] for cut in places]
+    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in cuts]
+
+
+def prompt_trees(
+    batch: Sequence[Sample], chosen: Sequence[int], *, attention: float, max_tokens: int | None = None
+) -> list[list[int]]:
+    """The chosen indices, those with the same prompt together, in the trees that cost least."""
+    same: dict[tuple[int, ...], list[int]] = {}
+    for index in chosen:
+        same.setdefault(tuple(batch[index].prompt_ids), []).append(index)
+    found = []
+    for prompt, members in same.items():
+        lengths = [len(batch[index].completion_ids) for index in members]
+        sizes = tree_sizes(len(prompt), lengths, attention=attention, max_tokens=max_tokens)
+        ends = list(accumulate(sizes))
+        found += [members[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return found
+
+
+def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
+    """Places of a prompt and of those of its completions."""
+    return len(batch[tree[0]].prompt_ids) + sum(len(batch[index].completion_ids) for index in tree)
 
 
 def cut_by_tokens(
     lengths: Sequence[int], max_tokens: int, *, attention: float = 0.0, agree: Callable[[int], int] = int
 ) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
-    costs = _costs(lengths, attention)
+    costs = sequence_costs(lengths, attention)
 
     def fits(cut: list[int]) -> bool:
         return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
@@ -115,11 +151,6 @@ def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most
         if len(lists[number]) != most:
             heapq.heappush(loads, (load + costs[index], number))
     return lists
-
-
-def _costs(lengths: Sequence[int], attention: float) -> list[float]:
-    # Causal attention looks at half of its square.
-    return [length * (1 + attention * length / 2) for length in lengths]
 
 
 def cut_by_length(
@@ -159,32 +190,43 @@ def cut_by_length(
 
 
 def pack(
-    batch: Sequence[Sample], chosen: Sequence[int], *, one_row: bool, device: torch.device, share_rows: bool = True
+    batch: Sequence[Sample],
+    trees: Sequence[Sequence[int]],
+    *,
+    one_row: bool,
+    device: torch.device,
+    share_rows: bool = True,
 ) -> MicroBatch:
-    """The chosen sequences in R rows of L tokens. Their completion tokens keep the order in which they are chosen.
+    """Trees, each a list of samples with the same prompt, in R rows of L tokens. Completions keep their order.
 
     Tokens of a completion that are not the model's own are in the rows, where later tokens attend to them, but are not
     predicted: they are in no loss, count or metric. Without sequences it is one place that predicts nothing, so that a
     rank without work takes part in the collectives.
     """
+    chosen = list(chain.from_iterable(trees))
     samples = [batch[index] for index in chosen]
-    lengths = [sample.length for sample in samples]
+    lengths = [tree_length(batch, tree) for tree in trees]
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
     starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
-    # Padding continues the sequence before it, which never attends to it: rows of one sequence need no mask.
-    position_ids = torch.arange(row_length).repeat(num_rows)
-    attention_mask = torch.zeros_like(input_ids)
-    for start, sample in sorted(zip(starts, samples, strict=True), key=itemgetter(0)):
-        input_ids[start : start + sample.length] = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
-        attention_mask[start : start + sample.length] = 1
-        row_end = start - start % row_length + row_length
-        position_ids[start:row_end] = torch.arange(row_end - start)
-    # The hidden state of a token predicts the next one: completions are predicted from one place earlier.
-    predictors = (
-        sample.own(range(start + len(sample.prompt_ids) - 1, start + sample.length - 1))
-        for start, sample in zip(starts, samples, strict=True)
-    )
+    position_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    # Where trees have several completions there is a mask, in which padding sees itself alone. Else padding continues
+    # the sequence before it, which never attends to it: rows of one sequence need no mask.
+    has_mask = any(len(tree) > 1 for tree in trees)
+    seen_until = torch.arange(1, row_length + 1).repeat(num_rows)
+    if not has_mask:
+        position_ids = torch.arange(row_length).repeat(num_rows)
+    predictors: list[Sequence[int]] = [()] * len(trees)
+    for number in sorted(range(len(trees)), key=starts.__getitem__):
+        start, stop = starts[number], starts[number] + lengths[number]
+        tree, row_start = _Tree([batch[index] for index in trees[number]]), start - start % row_length
+        input_ids[start:stop] = torch.tensor(tree.ids)
+        attention_mask[start:stop] = 1
+        if not has_mask:
+            position_ids[start : row_start + row_length] = torch.arange(row_start + row_length - start)
+        position_ids[start:stop] = torch.tensor(tree.positions)
+        seen_until[start:stop] = torch.tensor(tree.seen_until) + start - row_start
+        predictors[number] = [start + place for place in tree.predictors]
     targets = (sample.own(sample.completion_ids) for sample in samples)
     row_cu_seqlens = torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None
 
@@ -201,6 +243,7 @@ def pack(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
         attention_mask=attention_mask.view(num_rows, row_length).to(device),
+        seen_until=seen_until.view(num_rows, row_length).to(device) if has_mask else None,
         predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
         targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32, device=device),
@@ -213,6 +256,23 @@ def pack(
         row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
         longest=max(lengths, default=1),
     )
+
+
+class _Tree:
+    """A prompt and completions of it, laid end to end from place 0."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        prompt = samples[0].prompt_ids
+        total = len(prompt) + sum(len(sample.completion_ids) for sample in samples)
+        self.ids, self.positions = list(prompt), list(range(len(prompt)))
+        self.seen_until = [total] * len(prompt)
+        self.predictors: list[int] = []  # the hidden state of a token predicts the next one
+        for sample in samples:
+            start, count = len(self.ids), len(sample.completion_ids)
+            self.ids += sample.completion_ids
+            self.positions += range(len(prompt), len(prompt) + count)
+            self.seen_until += [start + count] * count
+            self.predictors += sample.own([len(prompt) - 1, *range(start, start + count - 1)][:count])
 
 
 def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -271,7 +331,7 @@ def balanced(batch: list[Sample], accelerator: Accelerator, *, attention: float 
     if accelerator.num_processes == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    costs = _costs([sample.length if sample.in_forward else 0 for sample in whole], attention)
+    costs = sequence_costs([sample.length if sample.in_forward else 0 for sample in whole], attention)
     return [whole[index] for index in sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index])]
 
 

@@ -85,6 +85,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Number of sequences per generation, over all processes. Excludes `steps_per_generation`."""
     max_tokens_per_micro_batch: int | None = None
     """Number of tokens, prompts included, that limits a micro-batch instead of `per_device_train_batch_size`."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for its completions in a micro-batch, kept apart by a mask; loss and gradients stay the
+    same. None: where the model allows it and it costs less. True raises where the model does not; False never."""
     dynamic_sampling: int = 0
     """Number of further generations for groups whose rewards are all equal (DAPO). 0 keeps such groups."""
     curriculum: Literal["off", "difficulty", "unequal_rewards"] = "off"

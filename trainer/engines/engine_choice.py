@@ -136,6 +136,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         "support": sampling if (sampling := args.sampling(seed=0)).wants_support else None,
         "engine_options": model_impl | (args.vllm_engine_kwargs or {}),
+        "max_sequences": args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
     }
     if args.vllm_adapter_sync:
         return VLLMAdapterEngine(model, tokenizer, **options)

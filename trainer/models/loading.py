@@ -56,17 +56,6 @@ def wants_bf16(args: GRPOConfig) -> bool:
     return torch.cuda.is_available() and not args.use_cpu if args.bf16 is None else args.bf16
 
 
-def takes_any_lengths(model: PreTrainedModel) -> bool:
-    """True where attention is a variable-length kernel, which takes packed sequences without a mask."""
-    return "flash" in str(model.config._attn_implementation)
-
-
-def attention_cost(model: PreTrainedModel) -> float:
-    """Cost of attention to one token, relative to that of a token in the rest of a layer: 4 D to 24 D^2 FLOP."""
-    head: Any = model.get_output_embeddings()
-    return 1.0 / (6.0 * int(head.weight.shape[1]))
-
-
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
     """The given tokenizer, or the one saved with the model; with a padding token.
 

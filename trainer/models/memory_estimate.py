@@ -29,6 +29,7 @@ from torch import nn
 
 from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.models.attention import sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
@@ -58,6 +59,7 @@ class ModelShape:
     kv_width: int  # numbers in the keys of one token and layer
     head_trained: bool
     head_tied: bool  # to the embedding
+    shares_prompts: bool = False  # completions of one prompt, in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,16 @@ def process_memory() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def cpu_cache_bytes(token_bytes: int, max_model_len: int) -> int:
+def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int:
     """Size of vLLM's KV cache on a CPU: of one full batch, 1 GiB at most; at least that of two sequences.
 
     Args:
         token_bytes: of the keys and values of one token in all layers.
         max_model_len: the longest sequence, in tokens.
+        sequences: of a batch; no more than CPU_SEQUENCES are decoded at a time.
     """
     sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * token_bytes
-    return max(min(CPU_SEQUENCES * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
+    return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 
 def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
@@ -137,6 +140,7 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
         vocabulary=text.vocab_size,
         kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
         head_tied=head.weight is model.get_input_embeddings().weight,
+        shares_prompts=sees_all(model),
         head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
 
@@ -165,7 +169,7 @@ def memory_terms(
         teacher: the shape of a teacher; "self": the reference.
     """
     trained, bf16 = shape.trained, wants_bf16(args)
-    tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens)
+    tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
     terms: list[Term] = []
     if held is not None:
@@ -191,19 +195,30 @@ def memory_terms(
         terms.append(Term("holes in the heap", "N L (5 D + 3 I), measured", holes))
     terms += _loss(shape, shape if isinstance(teacher, str) else teacher, completion_tokens, args.chunk_bytes)
     if engine == "vllm":
-        return terms + _vllm(shape, args, prompt_tokens + args.max_completion_length, sampling_dtype)
+        return terms + _vllm(shape, args, prompt_tokens + args.max_completion_length, sequences, sampling_dtype)
     generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
     size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
     return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
 
 
-def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int) -> tuple[int, int]:
-    """N and C: tokens of the largest micro-batch, and those of them that are of completions."""
-    sequence = prompt_tokens + args.max_completion_length
-    tokens = args.per_device_train_batch_size * sequence
-    if args.max_tokens_per_micro_batch is not None:
-        tokens = max(args.max_tokens_per_micro_batch, sequence)
-    return tokens, math.ceil(tokens * args.max_completion_length / sequence)
+def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:
+    """N and C: tokens of the largest micro-batch, and those of them that are of completions.
+
+    With the shape of a model whose completions share their prompts, those count as often as they are computed.
+    """
+    completion, limit = args.max_completion_length, args.max_tokens_per_micro_batch
+    sequence = prompt_tokens + completion
+    sequences, prompts = args.per_device_train_batch_size, float(args.per_device_train_batch_size)
+    if shape is not None and shape.shares_prompts and args.share_prompts is not False:
+        group = min(args.num_generations, sequences)
+        attention = 1.0 / (6.0 * shape.hidden)
+        trees = tree_sizes(prompt_tokens, [completion] * group, attention=attention, max_tokens=limit)
+        prompts = sequences * len(trees) / group
+    tokens = math.ceil(prompts * prompt_tokens) + sequences * completion
+    if limit is not None:
+        completions = min(1.0, sequences * completion / tokens)
+        return max(limit, sequence), math.ceil(max(limit, sequence) * completions)
+    return tokens, sequences * completion
 
 
 def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> list[Term]:
@@ -249,8 +264,8 @@ def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_byte
     return terms
 
 
-def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, dtype: torch.dtype) -> list[Term]:
-    """vLLM in process, for sequences of at most so many tokens."""
+def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, sequences: int, dtype: torch.dtype) -> list[Term]:
+    """vLLM in process, for so many sequences of at most so many tokens."""
     share = args.vllm_gpu_memory_utilization
     if (total := device_memory(args)) is not None:
         return [Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))]
@@ -258,7 +273,7 @@ def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, dtype: torch.dtype) 
     heads = 1 + shape.head_tied
     parameters = shape.parameters + heads * shape.vocabulary * shape.hidden
     token_bytes = 2 * shape.layers * shape.kv_width * dtype.itemsize
-    cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens)
+    cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens, sequences)
     cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes", cache)
     name, size = str(dtype).removeprefix("torch."), dtype.itemsize
     return [

@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_tokens(make_model, layou
 
 
 def test_rows_hold_all_tokens_and_only_the_models_own_are_predicted():
-    packed = pack(BATCH, [0, 1, 2], one_row=True, device=CPU)
+    packed = pack(BATCH, [[0], [1], [2]], one_row=True, device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 10, 11, 12, 13, 1, 4, 5, 6, 16, 1, 7, 14, 15, 1]]
     assert packed.targets.tolist() == packed.input_ids[0, packed.predictors + 1].tolist() == [8, 9, 13, 1, 1, 14, 15, 1]
     assert packed.cu_seqlens.diff().tolist() == OWN
@@ -79,7 +79,7 @@ def test_kept_tokens_stay_with_the_tokens_that_were_sampled():
     ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
     sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
     batch = with_fields(BATCH, {"support_ids": ids, "support_sizes": sizes})
-    tokens, offsets = pack(batch, [0, 1, 2], one_row=True, device=CPU).support
+    tokens, offsets = pack(batch, [[0], [1], [2]], one_row=True, device=CPU).support
     found = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
     assert found == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]
 

@@ -29,7 +29,7 @@ def batch() -> list[Sample]:
 
 
 def test_packing_keeps_every_token_and_what_predicts_it(batch):
-    packed = pack(batch, [0, 1, 2], one_row=True, device=CPU)
+    packed = pack(batch, [[0], [1], [2]], one_row=True, device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1, 4, 5, 6, 1, 7, 10, 11, 12, 1]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert packed.predictors.tolist() == [1, 2, 3, 7, 9, 10, 11, 12]
@@ -56,7 +56,7 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
 
 
 def test_rows_are_as_long_as_the_longest_sequence(batch):
-    packed = pack(batch, [0, 1, 2], one_row=False, device=CPU)
+    packed = pack(batch, [[0], [1], [2]], one_row=False, device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1], [7, 10, 11, 12, 1], [4, 5, 6, 1, 0]]
     # Padding continues its row: without a second sequence in any of them, transformers needs no mask.
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
@@ -71,10 +71,10 @@ def test_a_row_is_shared_by_sequences_that_fit_and_may_share():
         sampling_logprobs=None,
         advantage=torch.zeros(3),
     )
-    shared = pack(short, [0, 1, 2], one_row=False, device=CPU)
+    shared = pack(short, [[0], [1], [2]], one_row=False, device=CPU)
     assert shared.input_ids.tolist() == [[3, 6, 7, 8, 9], [2, 5, 4, 10, 0]]
     assert shared.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
-    alone = pack(short, [0, 1, 2], one_row=False, share_rows=False, device=CPU)
+    alone = pack(short, [[0], [1], [2]], one_row=False, share_rows=False, device=CPU)
     assert sorted(alone.input_ids.tolist()) == [[2, 5, 0, 0, 0], [3, 6, 7, 8, 9], [4, 10, 0, 0, 0]]
     assert shared.targets.tolist() == alone.targets.tolist() == [5, 6, 7, 8, 9, 10]
     assert alone.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
@@ -110,7 +110,7 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, at
 
 def logprobs_packed(model, batch: list[Sample], *, one_row: bool) -> torch.Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    return policy.measure(pack(batch, [0, 1, 2], one_row=one_row, device=CPU), "logprobs")
+    return policy.measure(pack(batch, [[0], [1], [2]], one_row=one_row, device=CPU), "logprobs")
 
 
 def logprobs_alone(model, batch: list[Sample]) -> torch.Tensor:
@@ -226,4 +226,4 @@ def test_flash_attention_knows_where_sequences_end_without_asking_a_gpu(batch, m
     torch.testing.assert_close(logprobs_packed(model, batch, one_row=True), expected)
     assert lengths == [(5, [0, 5, 9, 14])] * model.config.num_hidden_layers
     assert pack(batch, [], one_row=True, device=CPU).row_cu_seqlens.tolist() == [0, 1]
-    assert pack(batch, [0], one_row=False, device=CPU).row_cu_seqlens is None
+    assert pack(batch, [[0]], one_row=False, device=CPU).row_cu_seqlens is None

@@ -42,6 +42,7 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm.start_vllm import (
+    CPU_SEQUENCES,
     check_installed,
     cpu_options,
     packed_experts,
@@ -86,6 +87,7 @@ class VLLMEngine(RolloutEngine):
         enable_sleep_mode: make `sleep` possible, on a GPU.
         support: the truncated sampling whose supports are wanted. None: no supports.
         engine_options: further arguments of `vllm.LLM`; they override this class's own choices.
+        max_sequences: decoded at a time on a CPU, up to 256, with a KV cache for as many.
 
     Raises:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
@@ -112,6 +114,7 @@ class VLLMEngine(RolloutEngine):
         enable_sleep_mode: bool = False,
         support: SamplingParams | None = None,
         engine_options: dict[str, Any] | None = None,
+        max_sequences: int = CPU_SEQUENCES,
     ) -> None:
         self._check_alone()
         self._on_cpu = next(model.parameters()).device.type == "cpu"
@@ -131,7 +134,7 @@ class VLLMEngine(RolloutEngine):
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": enable_sleep_mode,
-            **(self._cpu_options(model, max_model_len) if self._on_cpu else {}),
+            **(self._cpu_options(model, max_model_len, max_sequences) if self._on_cpu else {}),
             **({} if support is None else self._support_options(support)),
             **_checked(engine_options or {}, taken=_SET_HERE | (_PARTIAL_PREFILLS if self._on_cpu else set())),
         }
@@ -262,8 +265,9 @@ class VLLMEngine(RolloutEngine):
             ) from error
         return outputs
 
-    def _cpu_options(self, model: PreTrainedModel, max_model_len: int) -> dict[str, Any]:
-        return cpu_options(model.config, max_model_len=max_model_len, itemsize=self.weight_dtype.itemsize)
+    def _cpu_options(self, model: PreTrainedModel, max_model_len: int, sequences: int) -> dict[str, Any]:
+        itemsize = self.weight_dtype.itemsize
+        return cpu_options(model.config, max_model_len=max_model_len, sequences=sequences, itemsize=itemsize)
 
     def _support_options(self, support: SamplingParams) -> dict[str, Any]:
         """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""

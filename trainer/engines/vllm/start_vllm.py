@@ -131,8 +131,10 @@ def start_vllm(
     return started[0]
 
 
-def cpu_options(config: PreTrainedConfig, *, max_model_len: int, itemsize: int) -> dict[str, Any]:
+def cpu_options(config: PreTrainedConfig, *, max_model_len: int, sequences: int, itemsize: int) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
+
+    A batch has so many `sequences`, but no more than CPU_SEQUENCES are decoded at a time.
 
     The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
     of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 304 tokens and not 80.
@@ -149,8 +151,8 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int, itemsize: int) 
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "block_size": CPU_BLOCK_TOKENS,
-        "max_num_seqs": CPU_SEQUENCES,
-        "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, max_model_len),
+        "max_num_seqs": min(sequences, CPU_SEQUENCES),
+        "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, max_model_len, sequences),
     }
 
 

@@ -1,0 +1,195 @@
+"""Completions of one prompt that share it: the same log-probs and gradients, in fewer places."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from batches import batch_of
+from hypothesis import given
+from hypothesis.strategies import integers, lists, none, one_of
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+
+from fused_grpo import GRPOLossConfig
+from fused_grpo.errors import UnsupportedError
+from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.batching.micro_batches import micro_batches, pack
+from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.models.attention import sequence_costs, tree_sizes
+from fused_grpo.trainer.policy import PolicyLoss, tree_mask
+from fused_grpo.trainer.self_check import self_check
+from fused_grpo.trainer.types import Sample, with_fields
+
+CPU = torch.device("cpu")
+COUNTS = {"num_tokens": 30.0, "num_sequences": 7.0}
+SHARING = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "phi",
+    "olmo2",
+    "granite",
+    "cohere",
+    "opt",
+    "qwen3_moe",
+]
+
+
+@pytest.fixture
+def batch() -> list[Sample]:
+    """Two groups, one of them with tokens of an environment, and one prompt that nobody shares."""
+    completions = [[8, 9, 1], [10], [11, 12, 13, 14, 1], [8, 15, 1], [16, 17], [18, 19, 20, 21], [22, 1]]
+    masks = [[True] * len(ids) for ids in completions]
+    masks[2][1:3] = False, False
+    masks[4][0] = False
+    return batch_of(
+        prompt_ids=[[2, 3, 4, 5]] * 3 + [[2, 3, 4]] + [[6, 7, 3, 2, 5]] * 3,
+        completion_ids=completions,
+        completion_mask=masks,
+        sampling_logprobs=[[-1.0] * len(ids) for ids in completions],
+        advantage=torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5, 0.3, -2.0]),
+    )
+
+
+def cut(batch, *, share_prompts: bool, sequences: int = 7, **options):
+    named = {"one_row": False, "share_prompts": share_prompts, "attention": 1e-3, "device": CPU}
+    return micro_batches(batch, sequences, **named | options)
+
+
+def test_a_tree_is_a_prompt_with_its_completions_behind(batch):
+    packed = pack(batch, [[0, 2], [1]], one_row=False, device=CPU)
+    assert packed.input_ids.tolist() == [[2, 3, 4, 5, 8, 9, 1, 11, 12, 13, 14, 1], [2, 3, 4, 5, 10, *[0] * 7]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, *[0] * 7]]
+    assert packed.seen_until.tolist() == [[12] * 4 + [7] * 3 + [12] * 5, [5] * 5 + list(range(6, 13))]
+    assert packed.predictors.tolist() == [3, 4, 5, 3, 9, 10, 15]
+    assert packed.targets.tolist() == [8, 9, 1, 11, 14, 1, 10]
+    assert packed.cu_seqlens.tolist() == [0, 3, 6, 7]
+    assert packed.attention_mask.sum().item() == 17
+
+
+def test_a_token_sees_its_prompt_and_its_own_completion(batch):
+    packed = pack(batch, [[0, 2], [3]], one_row=True, device=CPU)
+    (mask,) = tree_mask(packed.seen_until, torch.float64)[0]
+    owner = [None] * 4 + [0] * 3 + [2] * 5 + [3] * 6
+    for query, mine in enumerate(owner):
+        for key, other in enumerate(owner):
+            sees = key <= query and (other == mine or (other is None and mine in (0, 2)))
+            assert mask[query, key].item() == (0.0 if sees else torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", SHARING)
+def test_log_probs_and_gradients_are_those_of_whole_sequences(batch, model_type, attention):
+    model = tiny_model(model_type)
+    model.set_attn_implementation(attention)
+    assert self_check(PolicyLoss(model, GRPOLossConfig(), temperature=1.0)).share_prompts
+    same(model.double(), batch, 1e-9 if attention == "sdpa" else 1e-5)  # the other's softmax is of fp32
+
+
+@pytest.mark.parametrize("options", [{"sequences": 4}, {"max_tokens": 12}, {"max_tokens": 24}, {"share_rows": False}])
+def test_it_holds_for_every_cut(batch, options):
+    same(tiny_model("llama").double(), batch, 1e-9, **options)
+
+
+def test_it_holds_for_adapters_that_recompute_their_activations(batch):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
+    checkpoint_activations(model, {})
+    same(model.double(), batch, 1e-9)
+
+
+def test_a_reference_and_ratios_stay_with_their_completions(batch):
+    old = [torch.linspace(-3, -1, sample.num_own) - place for place, sample in enumerate(batch)]
+    batch = with_fields(batch, {"old_logprobs": old, "ref_logprobs": [values - 0.1 for values in old]})
+    same(tiny_model("llama").double(), batch, 1e-9, config=GRPOLossConfig(beta=0.1, loss_type="grpo"))
+
+
+def same(model, batch, tolerance: float, config: GRPOLossConfig | None = None, **options) -> None:
+    """Loss, log-probs of each sequence and all gradients, with and without shared prompts."""
+    found = []
+    disable_dropout(model)
+    for share in (False, True):
+        policy = PolicyLoss(copy.deepcopy(model), config or GRPOLossConfig(), temperature=0.8).train()
+        parts = cut(batch, share_prompts=share, **options)
+        assert any(part.seen_until is not None for part in parts) is share
+        outputs = [policy(part, **COUNTS) for part in parts]
+        sum(output.loss for output in outputs).backward()
+        logprobs = {}
+        for part, output in zip(parts, outputs, strict=True):
+            pieces = output.logprobs.detach().split(part.cu_seqlens.diff().tolist())
+            logprobs |= dict(zip(part.sequence_index.tolist(), pieces, strict=True))
+        gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+        found.append((sum(output.loss.item() for output in outputs), logprobs, gradients))
+    (loss, logprobs, gradients), (shared_loss, shared_logprobs, shared_gradients) = found
+    assert shared_loss == pytest.approx(loss, rel=0, abs=max(tolerance, 1e-6))  # a loss is an fp32 number
+    assert logprobs.keys() == shared_logprobs.keys() == set(range(len(batch)))
+    assert gradients.keys() == shared_gradients.keys()
+    for ours, theirs in ((shared_logprobs, logprobs), (shared_gradients, gradients)):
+        for name, expected in theirs.items():
+            torch.testing.assert_close(ours[name], expected, rtol=0, atol=max(tolerance, 1e-6), msg=str(name))
+
+
+OTHERS = ["gemma2", "gemma3_text", "mistral", "gpt_oss", "llama4_text", "bloom", "mamba"]
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_windows_other_masks_and_recurrent_layers_are_told_from_the_others(model_type):
+    assert not self_check(PolicyLoss(tiny_model(model_type), GRPOLossConfig(), temperature=1.0)).share_prompts
+
+
+def test_a_layer_that_forgets_the_mask_is_found(make_model):
+    model = make_model()
+    for layer in model.model.layers[1:]:
+        own = layer.forward
+        layer.forward = lambda *args, own=own, **options: own(*args, **options | {"attention_mask": None})
+    measured = self_check(PolicyLoss(model, GRPOLossConfig(), temperature=1.0))
+    assert not measured.share_prompts
+
+
+@given(integers(1, 300), lists(integers(1, 300), min_size=1, max_size=20), one_of(none(), integers(1, 2000)))
+def test_a_group_is_cut_where_it_costs_least(prompt, completions, limit):
+    sizes = tree_sizes(prompt, completions, attention=1e-3, max_tokens=limit)
+    assert sum(sizes) == len(completions)
+    alone = sum(sequence_costs([prompt + length for length in completions], 1e-3))
+    cost, start = 0.0, 0
+    for size in sizes:
+        places = prompt + sum(completions[start : start + size])
+        cost += places * (1 + 1e-3 * places) if size > 1 else sum(sequence_costs([places], 1e-3))
+        assert size == 1 or limit is None or places <= limit
+        start += size
+    assert cost <= max(alone, cost if set(sizes) == {1} else 0) * (1 + 1e-9)
+
+
+def test_long_prompts_are_shared_and_long_completions_are_not():
+    assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576)) == [8]
+    assert tree_sizes(256, [256] * 8, attention=1 / (6 * 576)) == [4, 4]
+    assert tree_sizes(64, [4096] * 8, attention=1 / (6 * 576)) == [1] * 8
+    assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576), max_tokens=400) == [4, 4]
+    assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576), max_tokens=300) == [1] * 8
+
+
+def places(trainer, batch) -> int:
+    return sum(part.input_ids.numel() for part in trainer.learner._pack(batch))
+
+
+def test_the_option_decides_where_the_model_allows_it(make_trainer, make_model, batch):
+    trainers = {
+        share: make_trainer(share_prompts=share, per_device_train_batch_size=8) for share in (None, True, False)
+    }
+    assert [places(trainers[share], batch) for share in trainers] == [places(trainers[None], batch)] * 2 + [54]
+
+
+def test_where_the_model_does_not_allow_it_the_option_says_so(make_model, batch, tmp_path):
+    def layout(**options):
+        model = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+        args = GRPOConfig(str(tmp_path), bf16=False, **options)
+        return Learner(model, args, Accelerator(cpu=True), max_steps=1).rows
+
+    assert not layout()["share_prompts"]
+    with pytest.raises(UnsupportedError, match=r"got share_prompts=True with Qwen2ForCausalLM, .* fix: leave it out"):
+        layout(share_prompts=True)
