@@ -11,7 +11,7 @@
   not share a prompt: the model makes something else of a mask.
 - If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
 
-That takes at most nine forward passes of 16 tokens or fewer, and leaves generators, gradients and modes as they are.
+That takes at most ten forward passes of 17 tokens or fewer, and leaves generators, gradients and modes as they are.
 """
 
 from __future__ import annotations

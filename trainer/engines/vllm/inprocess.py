@@ -42,7 +42,6 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm.start_vllm import (
-    CPU_SEQUENCES,
     check_installed,
     cpu_options,
     packed_experts,
@@ -51,6 +50,7 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
 )
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
+from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
