@@ -139,15 +139,8 @@ class Learner:
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
                 "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
             )
-        layout = shared_layout(measured)
         # The routers' loss counts the tokens of a prompt once for each of its completions, as in TRL.
-        layout["share_prompts"] &= self.args.share_prompts is not False and not self.router_coefficient
-        if self.args.share_prompts and not layout["share_prompts"]:
-            names = " and ".join(type(base_model(policy.model)).__name__ for policy in policies)
-            raise UnsupportedError(
-                f"got share_prompts=True with {names}, want eager or sdpa attention to all tokens before, the "
-                "same log-probs under a mask, and no loss of routers; fix: leave it out, which shares where it can"
-            )
+        layout = shared_layout(measured, share_prompts=self.args.share_prompts, may_share=not self.router_coefficient)
         return layout, measured[0].is_random
 
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
@@ -156,6 +149,11 @@ class Learner:
         identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
         module = shard_by_its_layers(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """Options of `balanced`: what a sample costs here."""
+        return {"attention": self.attention, "share_prompts": self.rows.get("share_prompts", False)}
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -45,6 +45,7 @@ _FIRST, _SECOND = range(2, 11), range(5, 12)
 class Measured:
     """What a self-check has found."""
 
+    name: str  # of the model's class
     share_rows: bool  # whether position ids keep the sequences of a row apart
     one_row: bool  # whether attention takes sequences of any lengths, without a mask
     share_prompts: bool  # whether completions of one prompt may share it, kept apart by a mask
@@ -82,17 +83,26 @@ def self_check(policy: PolicyLoss) -> Measured:
             f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded "
             "to the longest of its micro-batch"
         )
-    return Measured(share_rows, share_rows and any_lengths, share_prompts, is_random)
+    return Measured(name, share_rows, share_rows and any_lengths, share_prompts, is_random)
 
 
-def shared_layout(models: Sequence[Measured]) -> dict[str, bool]:
+def shared_layout(
+    models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True
+) -> dict[str, bool]:
     """Options of `micro_batches` for models that get the same rows.
 
-    A variable-length kernel takes its sequences in one row; so can all others, with a mask.
+    A variable-length kernel takes its sequences in one row; so can all others, with a mask. Prompts are shared where
+    all can and nothing else forbids it, unless `share_prompts` is False. UnsupportedError if it is True and one cannot.
     """
-    share = all(model.share_rows for model in models)
-    one_row, prompts = any(model.one_row for model in models), all(model.share_prompts for model in models)
-    return {"one_row": share and one_row, "share_rows": share, "share_prompts": prompts}
+    share, one_row = all(model.share_rows for model in models), any(model.one_row for model in models)
+    prompts = may_share and all(model.share_prompts for model in models)
+    if share_prompts and not prompts:
+        raise UnsupportedError(
+            f"got share_prompts=True with {' and '.join(model.name for model in models)}, want eager or sdpa attention "
+            "to all tokens before, the same log-probs under a mask, and no loss of routers; fix: leave it out, which "
+            "shares where it can"
+        )
+    return {"one_row": share and one_row, "share_rows": share, "share_prompts": prompts and share_prompts is not False}
 
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:

@@ -56,7 +56,7 @@ from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
-from fused_grpo.trainer.models.attention import sequence_costs, tree_sizes
+from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
@@ -131,7 +131,7 @@ def cut_by_tokens(
     lengths: Sequence[int], max_tokens: int, *, attention: float = 0.0, agree: Callable[[int], int] = int
 ) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
-    costs = sequence_costs(lengths, attention)
+    costs = [tree_cost(length, 1, attention) for length in lengths]
 
     def fits(cut: list[int]) -> bool:
         return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
@@ -322,17 +322,49 @@ class _Rows:
         return (row + 1) * self.length - free
 
 
-def balanced(batch: list[Sample], accelerator: Accelerator, *, attention: float = 0.0) -> list[Sample]:
+def balanced(
+    batch: list[Sample], accelerator: Accelerator, *, attention: float = 0.0, share_prompts: bool = False
+) -> list[Sample]:
     """This rank's share of the samples of all ranks. A collective: every rank must call it.
 
     Args:
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
+        share_prompts: whether completions of a prompt share it on a rank, which may be worth keeping them together.
     """
     if accelerator.num_processes == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    costs = sequence_costs([sample.length if sample.in_forward else 0 for sample in whole], attention)
-    return [whole[index] for index in sorted(assignments(costs, accelerator.num_processes)[accelerator.process_index])]
+    shares = [by_sequence(whole, accelerator.num_processes, attention)]
+    if share_prompts:
+        shares.append(by_prompt(whole, accelerator.num_processes, attention))
+    chosen = min(shares, key=lambda ranks: slowest(whole, ranks, attention, share_prompts=share_prompts))
+    return [whole[index] for index in sorted(chosen[accelerator.process_index])]
+
+
+def by_sequence(batch: Sequence[Sample], ranks: int, attention: float) -> list[list[int]]:
+    """Indices for each rank: equally many, nearly equal cost."""
+    costs = [tree_cost(sample.length, 1, attention) if sample.in_forward else 0.0 for sample in batch]
+    return assignments(costs, ranks)
+
+
+def by_prompt(batch: Sequence[Sample], ranks: int, attention: float) -> list[list[int]]:
+    """Indices for each rank, whole trees of them."""
+    trees = prompt_trees(batch, [index for index in range(len(batch)) if batch[index].in_forward], attention=attention)
+    costs = [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees]
+    others = [[index] for index in range(len(batch)) if not batch[index].in_forward]
+    shares = assignments(costs + [0.0] * len(others), ranks)
+    return [[index for place in share for index in (trees + others)[place]] for share in shares]
+
+
+def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], attention: float, *, share_prompts: bool) -> float:
+    """The cost of the rank that has most to do."""
+
+    def cost(members: Sequence[int]) -> float:
+        chosen = [index for index in members if batch[index].in_forward]
+        trees = prompt_trees(batch, chosen, attention=attention) if share_prompts else [[index] for index in chosen]
+        return sum(tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees)
+
+    return max(map(cost, ranks))
 
 
 def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:

@@ -29,10 +29,12 @@ def attention_cost(model: PreTrainedModel) -> float:
     return 1.0 / (6.0 * int(head.weight.shape[1]))
 
 
-def sequence_costs(lengths: Sequence[int], attention: float) -> list[float]:
-    """Of each sequence by itself, in units of a token's in the rest of a layer; `attention` is `attention_cost`."""
-    # Causal attention looks at half of its square.
-    return [length * (1 + attention * length / 2) for length in lengths]
+def tree_cost(places: int, completions: int, attention: float) -> float:
+    """Of a prompt with so many completions behind it, in units of a token's in the rest of a layer.
+
+    A sequence alone attends to half of its square, which is causal; the mask of several hides nothing from the work.
+    """
+    return places * (1 + attention * places * (0.5 if completions == 1 else 1.0))
 
 
 def tree_sizes(
@@ -40,18 +42,16 @@ def tree_sizes(
 ) -> list[int]:
     """How many of a prompt's completions share it at a time, in order: 1, 2, 4, ... equal parts, or each by itself.
 
-    A tree of T places costs T (1 + attention T), since its mask hides nothing from the work; a sequence alone half of
-    that square. No tree has more than `max_tokens` places.
+    No tree of several has more than `max_tokens` places.
     """
     count, ends = len(completions), [0, *accumulate(completions)]
-    best = [1] * count
-    cheapest = sum(sequence_costs([prompt + length for length in completions], attention))
-    parts = 1
+    best, cheapest, parts = [1] * count, sum(tree_cost(prompt + length, 1, attention) for length in completions), 1
     while parts < count:
         cuts = [count * part // parts for part in range(parts + 1)]
+        sizes = [stop - start for start, stop in pairwise(cuts)]
         places = [prompt + ends[stop] - ends[start] for start, stop in pairwise(cuts)]
-        cost = sum(length * (1 + attention * length) for length in places)
+        cost = sum(tree_cost(length, size, attention) for length, size in zip(places, sizes, strict=True))
         if cost < cheapest and (max_tokens is None or max(places) <= max_tokens):
-            best, cheapest = [stop - start for start, stop in pairwise(cuts)], cost
+            best, cheapest = sizes, cost
         parts *= 2
     return best

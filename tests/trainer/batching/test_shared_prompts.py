@@ -1,6 +1,7 @@
 """Completions of one prompt that share it: the same log-probs and gradients, in fewer places."""
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.batching.micro_batches import micro_batches, pack
+from fused_grpo.trainer.batching.micro_batches import by_prompt, by_sequence, micro_batches, pack, slowest
 from fused_grpo.trainer.learner import Learner
-from fused_grpo.trainer.models.attention import sequence_costs, tree_sizes
+from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.policy import PolicyLoss, tree_mask
 from fused_grpo.trainer.self_check import self_check
 from fused_grpo.trainer.types import Sample, with_fields
@@ -142,14 +143,14 @@ def test_a_layer_that_forgets_the_mask_is_found(make_model):
 def test_a_group_is_cut_where_it_costs_least(prompt, completions, limit):
     sizes = tree_sizes(prompt, completions, attention=1e-3, max_tokens=limit)
     assert sum(sizes) == len(completions)
-    alone = sum(sequence_costs([prompt + length for length in completions], 1e-3))
+    alone = sum(tree_cost(prompt + length, 1, 1e-3) for length in completions)
     cost, start = 0.0, 0
     for size in sizes:
         places = prompt + sum(completions[start : start + size])
-        cost += places * (1 + 1e-3 * places) if size > 1 else sum(sequence_costs([places], 1e-3))
+        cost += tree_cost(places, size, 1e-3)
         assert size == 1 or limit is None or places <= limit
         start += size
-    assert cost <= max(alone, cost if set(sizes) == {1} else 0) * (1 + 1e-9)
+    assert cost <= alone * (1 + 1e-9)
 
 
 def test_long_prompts_are_shared_and_long_completions_are_not():
@@ -158,6 +159,24 @@ def test_long_prompts_are_shared_and_long_completions_are_not():
     assert tree_sizes(64, [4096] * 8, attention=1 / (6 * 576)) == [1] * 8
     assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576), max_tokens=400) == [4, 4]
     assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576), max_tokens=300) == [1] * 8
+
+
+def test_whole_groups_go_to_a_rank_where_that_is_less_work():
+    """Four groups of four on two ranks: two each, with two prompts and not four; of one group, each has half."""
+    groups = batch_of(
+        prompt_ids=[[group] * 40 for group in (2, 3, 4, 5) for _ in range(4)],
+        completion_ids=[[6] * (3 + place % 3) for place in range(16)],
+        sampling_logprobs=None,
+        advantage=torch.ones(16),
+    )
+    whole, single = by_prompt(groups, 2, 1e-3), by_sequence(groups, 2, 1e-3)
+    assert all(sorted(chain.from_iterable(ranks)) == list(range(16)) for ranks in (whole, single))
+    assert sorted(len({groups[index].prompt_ids[0] for index in share}) for share in whole) == [2, 2]
+    costs = [slowest(groups, ranks, 1e-3, share_prompts=True) for ranks in (whole, single)]
+    assert costs[0] < 0.7 * costs[1]
+    alone = groups[:4]
+    costs = [slowest(alone, ranks(alone, 2, 1e-3), 1e-3, share_prompts=True) for ranks in (by_prompt, by_sequence)]
+    assert costs[1] < costs[0]
 
 
 def places(trainer, batch) -> int:
