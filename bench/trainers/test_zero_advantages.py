@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fused_grpo.bench.interleaved import interleaved_seconds, quotient
-from fused_grpo.bench.trainers.training_step import Problem, no_reward, no_rollouts, our_trainer
+from fused_grpo.bench.trainers.training_step import Problem, TrainingStep, no_reward, no_rollouts, our_trainer
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import skip_zero_advantages
 
@@ -37,9 +37,11 @@ def problem(pytestconfig: pytest.Config) -> Problem:
 def seconds(problem: Problem) -> dict[str, list[float]]:
     trainer = our_trainer(replace(problem, completions=2 * problem.completions), no_reward, rollout_func=no_rollouts)
     actions = steps(trainer, problem)
-    gradients = {name: gradients_of(trainer, actions[name]) for name in (HALF, KEPT)}
-    for mine, full in zip(gradients[HALF], gradients[KEPT], strict=True):
-        assert (mine - full).abs().max() <= 1e-7 * max(1.0, full.abs().max().item())
+    optimizer: torch.optim.Optimizer = trainer.learner.optimizer.optimizer
+    kinds = (TrainingStep(step=actions[name], model=trainer.model, optimizer=optimizer) for name in (HALF, KEPT))
+    mine, full = (kind.gradients() for kind in kinds)
+    for name, gradient in full.items():
+        assert (mine[name] - gradient).abs().max() <= 1e-7 * max(1.0, gradient.abs().max().item()), name
     interleaved_seconds(actions, rounds=1)
     return interleaved_seconds(actions, rounds=2 if problem is SMALL else ROUNDS)
 
@@ -54,18 +56,6 @@ def steps(trainer: GRPOTrainer, problem: Problem) -> dict[str, Callable[[], obje
         HALF: lambda: learner.learn(skip_zero_advantages(half, trainer.accelerator)),
         KEPT: lambda: learner.learn(half),
     }
-
-
-def gradients_of(trainer: GRPOTrainer, step: Callable[[], object]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
-
-    handle = trainer.learner.optimizer.optimizer.register_step_pre_hook(keep)
-    step()
-    handle.remove()
-    return found
 
 
 @pytest.mark.parametrize("groups", [NONE, HALF, KEPT])
