@@ -54,7 +54,9 @@ class Scored:
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions, means
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
-    num_tokens: int = 0  # of prompts and completions, those that were replaced included; a prompt with each completion
+    num_tokens: int = (
+        0  # of prompts and the model's own; a prompt with each completion, replaced ones included
+    )
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
@@ -176,7 +178,7 @@ def score_rollouts(
         seconds={} if output is None else output.seconds,
         logged={} if output is None else output.metrics,
         failure=None if output is None else output.failure,
-        num_tokens=sum(sample.length for sample in samples),
+        num_tokens=sum(len(sample.prompt_ids) + sample.num_own for sample in samples),
         num_failed=len(samples) - len(sound),
     )
 

@@ -8,6 +8,8 @@ times in a row, and returns a dict with one entry per prompt in each of
     "logprobs"         log-probs of those tokens as they were sampled; or None in place of the whole list
     "sampling_support" may be left out: for each token the ids that a truncated sampler kept, as vLLM's
                        `sampling_mask.token_ids`; no ids, or None in place of a list, for the whole vocabulary
+    "env_mask"         may be left out: 1 for each token of the completion that the model sampled, 0 for one that a tool
+                       or an environment wrote: it is read, and in no loss, normaliser, metric or length
     anything else      a column for the reward functions; a value that is not a list is repeated
 
 It may sample with any model, so its log-probs need not be the trainer's. It may edit its prompts and what it returned.
@@ -16,6 +18,7 @@ It may sample with any model, so its log-probs need not be the trainer's. It may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from math import nan
 from operator import index as as_index
 from typing import Any
@@ -78,7 +81,7 @@ class FunctionEngine(RolloutEngine):
 
         Raises:
             DataError: a return value of another shape.
-            UnsupportedError: prompts that differ within a group, or tokens of an environment in a completion.
+            UnsupportedError: prompts that differ within a group.
         """
         if prompts is None:
             prompts = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
@@ -88,10 +91,14 @@ class FunctionEngine(RolloutEngine):
             columns = _checked(output, len(prompts) * sampling.n)
             # int() would cut numbers, and read text.
             prompt_ids, ids = ([list(map(as_index, one)) for one in output[name]] for name in _REQUIRED[:2])
+            masks = _masks(output.get("env_mask"), ids)
             given = output["logprobs"]  # in which None is a log-prob that the sampler could not compute
             logprobs = None if given is None else [[nan if p is None else float(p) for p in one] for one in given]
         except TypeError as error:
-            raise DataError(f"got {error} from rollout_func, want lists of token ids and of their log-probs") from error
+            raise DataError(
+                f"got {error} from rollout_func, want lists of token ids and of their log-probs, 0 or 1 in env_mask; "
+                "fix: numbers, and None in logprobs alone"
+            ) from error
         # As in TRL, a completion that is padded has ended.
         tokenizer = self._trainer.processing_class
         stops = {*stop_token_ids(self._trainer.model, tokenizer), tokenizer.pad_token_id}
@@ -103,6 +110,7 @@ class FunctionEngine(RolloutEngine):
             num_generations=sampling.n,
             weight_version=self.weight_version,
             extra=columns,
+            completion_masks=masks,
             **_supports(output.get("sampling_support"), ids, wanted=sampling.sampling_support != "off"),
         )
 
@@ -131,11 +139,6 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
     if not isinstance(output, Mapping) or not set(_REQUIRED) <= output.keys():
         got = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise DataError(f"got {got} from rollout_func, want a dict with {', '.join(_REQUIRED)}; fix: return all three")
-    if any(not all(mask) for mask in output.get("env_mask") or []):
-        raise UnsupportedError(
-            "got an env_mask with zeros from rollout_func, want completions of the model's own tokens: agents are not "
-            "supported yet; fix: leave out the tokens that the model has not sampled"
-        )
     extra = {name: own_copy(values) for name, values in output.items() if name not in (*_REQUIRED, *_NO_COLUMNS)}
     if taken := sorted({"prompt", "completion", *RESERVED} & extra.keys()):
         raise DataError(
@@ -150,6 +153,20 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
             )
     # Single completions are checked with those of all engines, in checked_engine.py.
     return columns
+
+
+def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | None:
+    """True for the model's own tokens; None where all of them are."""
+    if given is None:
+        return None
+    masks = [list(map(as_index, mask)) for mask in given]
+    counts = list(map(len, masks)), list(map(len, completion_ids))
+    if counts[0] != counts[1] or not {0, 1}.issuperset(chain.from_iterable(masks)):
+        raise DataError(
+            f"got an env_mask of {counts[0][:8]} values for completions of {counts[1][:8]} tokens from rollout_func, "
+            "want 0 or 1 for each token; fix: 1 where the model sampled it, 0 where the environment wrote it"
+        )
+    return [list(map(bool, mask)) for mask in masks]
 
 
 def _one_per_group(lists: list[list[int]], size: int) -> list[list[int]]:

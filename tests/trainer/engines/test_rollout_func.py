@@ -47,6 +47,15 @@ def test_what_the_function_returns_becomes_rollouts(engine) -> None:
     assert rollouts.weight_version == 7
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_tokens_of_an_environment_are_told_from_the_models_own(engine, kind) -> None:
+    masks = [[1, 0], [1], [0, 0, 1], [1]]
+    rollouts = engine(env_mask=[kind(mask) for mask in masks]).generate(PROMPT_IDS, SAMPLING)
+    assert rollouts.completion_masks == masks
+    assert [sample.num_own for sample in rollouts.samples()] == [1, 1, 1, 1]
+    assert engine().generate(PROMPT_IDS, SAMPLING).completion_masks is None
+
+
 def test_logprobs_may_be_arrays_and_tensors(engine) -> None:
     made = {"completion_ids": [[9, 8]] * 4, "prompt_ids": GOOD["prompt_ids"]}
     for logprobs in (np.full((4, 2), -0.5), torch.full((4, 2), -0.5)):
@@ -87,7 +96,10 @@ def test_a_function_that_does_not_know_its_logprobs_says_none(engine) -> None:
         ({"score": [1.0]}, DataError, "1 score .* for 4 prompts"),
         ({"completions": ["a"] * 4}, DataError, r"columns \['completions'\]"),
         ({"prompt_ids": [[6], [7], [4, 5], [4, 5]]}, UnsupportedError, "other prompt_ids for completion 1"),
-        ({"env_mask": [[1, 0], [1], [1, 1, 1], [1]]}, UnsupportedError, "env_mask with zeros"),
+        ({"env_mask": [[1, 0], [1], [1, 1], [1]]}, DataError, r"env_mask of \[2, 1, 2, 1\] values"),
+        ({"env_mask": [[1, 2], [1], [1, 1, 1], [1]]}, DataError, "env_mask of"),
+        ({"env_mask": [[1, 0]]}, DataError, "env_mask of"),
+        ({"env_mask": [[1, 0.5], [1], [1, 1, 1], [1]]}, DataError, "'float' object"),
     ],
 )
 def test_a_return_value_of_another_shape_is_refused(engine, changes, error, message) -> None:

@@ -50,6 +50,13 @@ def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
 
 
+def with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same completions, of which every third token from the second on is of an environment."""
+    found = trl_runs.completions(prompts, trainer)
+    masks = [[int(place % 3 != 1) for place in range(len(ids))] for ids in found["completion_ids"]]
+    return {**found, "env_mask": masks}
+
+
 def of_one_length(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions of prompts that need no padding."""
     found = trl_runs.completions(prompts, trainer)
@@ -112,6 +119,12 @@ def test_leaving_out_zero_advantages_changes_nothing_but_the_entropy(trl, option
 
 def test_log_probs_of_a_rollout_func_change_nothing_without_vllm(trl):
     compare(trl, rollout_func=with_logprobs, num_iterations=2)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sequence"])
+def test_tokens_of_an_environment_are_left_out_as_by_trl(trl, loss_type):
+    options = SEQUENCE if loss_type == "sequence" else {"loss_type": loss_type}
+    compare(trl, rollout_func=with_tools, num_iterations=2, beta=0.04, epsilon_high=5.0, **options)
 
 
 def test_an_adapter_is_trained_as_by_trl(trl):
