@@ -58,8 +58,8 @@ def table(content: Mapping[str, Any]) -> str:
     header = ["", *COSTS, "held out, each seed", f"last {SMOOTHED} rewards, each seed"]
     return (
         f"{markdown(header, lines)}\n\n{work['steps']} steps of {work['completions']} completions, {work['dtype']}; "
-        f"held out before: {content['runs'][0]['held_out'][0]:.3f} of {work['held_out_sums']} sums. Ours has micro-batches "
-        "of 1,024 tokens; vLLM samples in bf16. "
+        f"held out before: {content['runs'][0]['held_out'][0]:.3f} of {work['held_out_sums']} sums. "
+        "Ours has micro-batches of 1,024 tokens; vLLM samples in bf16. "
         f"{env['cpu_count']} CPU cores, torch {env['torch']}, transformers {env['transformers']}, {content['date']}."
     )
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from fused_grpo.errors import InputError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
@@ -114,6 +115,31 @@ def test_what_a_callback_decides_is_done(make_trainer, tmp_path):
     assert result.global_step == 4
     assert (result.eval_before, result.eval_after) == (None, None)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
+
+
+class WithoutModel(TrainerCallback):
+    def on_save(self, args, state, control):
+        return control
+
+
+class WithoutLogs(TrainerCallback):
+    def on_log(self, args, state, control, model, processing_class, optimizer, lr_scheduler, *, train_dataloader=None):
+        return control
+
+
+class NoCallback:
+    def on_step_end(self, args, state, control, **kwargs):
+        return control
+
+
+@pytest.mark.parametrize("kind", [WithoutModel, WithoutLogs, NoCallback])
+def test_a_callback_that_would_fail_at_its_event_is_refused_before(make_trainer, kind):
+    trainer = make_trainer()
+    trainer.add_callback(kind())
+    with pytest.raises(InputError, match=rf"got a callback {kind.__name__} whose on_\w+ cannot .* want .*; fix:"):
+        trainer.train()
+    with pytest.raises((InputError, WrongTypeError), match=rf"got .*{kind.__name__}.* want .*; fix:"):
+        make_trainer(callbacks=[kind])
 
 
 def test_the_rest_of_an_epoch_is_left_out(make_trainer):

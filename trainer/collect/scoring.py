@@ -54,9 +54,7 @@ class Scored:
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions, means
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
-    num_tokens: int = (
-        0  # of prompts and the model's own; a prompt with each completion, replaced ones included
-    )
+    num_tokens: int = 0  # of prompts and the model's own; a prompt with each completion, replaced ones included
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 

@@ -10,11 +10,13 @@ run: `trl_fields.json` has them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
+from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
@@ -382,15 +384,14 @@ class GRPOConfig(LossOptions, DerivedOptions):
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which does not use it; fix: delta=None"
             )
             options["delta"] = None
-        return GRPOLossConfig(
-            **options,
-            max_completion_length=self.max_completion_length,
-            sampling_correction=self.vllm_importance_sampling_mode
-            if corrected and self.vllm_importance_sampling_correction
-            else None,
-            sampling_clip_max=self.vllm_importance_sampling_clip_max,
-            sampling_clip_min=self.vllm_importance_sampling_clip_min,
-        )
+        options |= {name: getattr(self, ours) for name, ours in CORRECTION.items()}
+        if not (corrected and self.vllm_importance_sampling_correction):
+            options["sampling_correction"] = None
+        try:
+            return GRPOLossConfig(**options, max_completion_length=self.max_completion_length)
+        except FusedGRPOError as error:  # under the names that were given
+            pattern = re.compile(rf"\b({'|'.join(CORRECTION)})\b")
+            raise type(error)(pattern.sub(lambda found: CORRECTION[found[0]], str(error))) from None
 
     def sampling(self, *, seed: int, n: int | None = None, temperature: float | None = None) -> SamplingParams:
         """The sampling parameters; `n` and `temperature` replace those of training."""
@@ -414,6 +415,12 @@ class GRPOConfig(LossOptions, DerivedOptions):
         )
 
 
+# The options of the correction, by their names in the loss.
+CORRECTION = {
+    "sampling_correction": "vllm_importance_sampling_mode",
+    "sampling_clip_max": "vllm_importance_sampling_clip_max",
+    "sampling_clip_min": "vllm_importance_sampling_clip_min",
+}
 MAPPINGS = [name for name, kind in GRPOConfig.__annotations__.items() if kind == "JSONObject"]
 
 

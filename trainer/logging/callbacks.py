@@ -7,6 +7,7 @@ evaluate and to save; our own `eval_at_ends` is decided by `EvaluateBetweenEnds`
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
@@ -32,6 +34,28 @@ class EvaluateBetweenEnds(TrainerCallback):
         if at_ends and args.eval_steps and args.eval_delay <= step < state.max_steps:
             control.should_evaluate |= step % state.eval_steps == 0
         return control
+
+
+# What CallbackHandler gives to every event, and to some beside that.
+GIVEN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+BESIDE = {"on_log": ("logs",), "on_evaluate": ("metrics",)}
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_predict")
+
+
+def check_callback(callback: Any) -> None:
+    """InputError unless every event can be called as transformers' handler does; most are called after hours."""
+    for event in EVENTS:
+        method = getattr(callback, event, None)
+        try:
+            signature = inspect.signature(method)  # type: ignore[arg-type]
+            signature.bind(None, None, None, **dict.fromkeys((*GIVEN, *BESIDE.get(event, ()))))
+        except ValueError:  # of a function that does not say what it takes
+            continue
+        except TypeError as error:
+            raise InputError(
+                f"got a callback {type(callback).__name__} whose {event} cannot be called ({error}), want a method "
+                "(self, args, state, control, **kwargs) for each event; fix: a subclass of transformers.TrainerCallback"
+            ) from error
 
 
 class Events:
@@ -59,7 +83,13 @@ class Events:
         self.begin(None, 0)
 
     def begin(self, saved: TrainerState | None, num_train_epochs: int) -> None:
-        """Take the state at the start of a run: a new one, or that of a checkpoint."""
+        """Take the state at the start of a run: a new one, or that of a checkpoint.
+
+        Raises:
+            InputError: a callback that cannot be called with what its events give.
+        """
+        for callback in self.handler.callbacks:
+            check_callback(callback)
         self.state = TrainerState() if saved is None else saved
         if saved is not None and self.args.restore_callback_states_from_checkpoint:
             self._restore_callbacks()

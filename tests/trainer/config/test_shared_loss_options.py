@@ -8,8 +8,9 @@ import pytest
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.config import LossOptions
-from fused_grpo.errors import InputError
+from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.config.grpo_config import CORRECTION
 
 LOSS, RUN = GRPOLossConfig(epsilon=0.3, sampling_correction="icepop"), GRPOConfig("x", epsilon=0.3)
 
@@ -48,3 +49,21 @@ def test_the_options_of_a_run_can_be_changed_and_reach_the_loss():
     assert {entry.name for entry in dataclasses.fields(LossOptions)} <= dataclasses.asdict(config).keys()
     with pytest.raises(TypeError, match="unhashable"):
         hash(args)
+
+
+WRONG = [
+    {"vllm_importance_sampling_mode": "tokn"},
+    {"vllm_importance_sampling_mode": None},
+    {"vllm_importance_sampling_clip_max": -1.0},
+    {"vllm_importance_sampling_clip_min": float("nan")},
+    {"vllm_importance_sampling_clip_min": 2.0, "vllm_importance_sampling_clip_max": 1.0},
+    {"vllm_importance_sampling_mode": "sequence_mask", "loss_type": "vespo"},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_errors_of_the_loss_name_the_options_of_the_run(options):
+    with pytest.raises(FusedGRPOError, match="got ") as raised:
+        GRPOConfig("x", **options)
+    assert next(iter(options)) in str(raised.value)
+    assert not any(f"{name}=" in str(raised.value).replace(CORRECTION[name], "") for name in CORRECTION)
