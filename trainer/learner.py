@@ -153,7 +153,9 @@ class Learner:
     @property
     def costs(self) -> dict[str, Any]:
         """Options of `balanced`: what a sample costs here."""
-        return {"attention": self.attention, "share_prompts": self.rows.get("share_prompts", False)}
+        args = self.args
+        limits = {"sequences": args.per_device_train_batch_size, "max_tokens": args.max_tokens_per_micro_batch}
+        return {"attention": self.attention, "share_prompts": self.rows["share_prompts"], **limits}
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -33,6 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fused_grpo.config import GRPOLossConfig
@@ -175,11 +176,9 @@ class PolicyLoss(nn.Module):
         their logits: the transform, and the tokens that the sampler kept."""
         states = self.run(batch)[0] if states is None else states
         model = base_model(self.model)
-        # Where prompts are shared, their last places predict several tokens; unlike index_select's, the gradient of an
-        # index adds those in one order on every device.
-        head, hidden = head_of(model), states.flatten(0, 1)
-        shared = batch.seen_until is not None
-        hidden = hidden[batch.predictors] if shared else hidden.index_select(0, batch.predictors)
+        # The last place of a shared prompt predicts several tokens. An embedding adds their gradients in one order; an
+        # index does so on a GPU only, and index_select on a CPU.
+        head, hidden = head_of(model), functional.embedding(batch.predictors, states.flatten(0, 1))
         options = {"bias": getattr(head, "bias", None), "temperature": self.temperature, "support": batch.support}
         options |= {"chunk_bytes": self.chunk_bytes, **head_transform(model.config)}
         return hidden, weight_of(head), options

@@ -45,6 +45,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -60,6 +61,7 @@ from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
+Trees = Callable[[Sequence[int]], list[list[int]]]  # of indices of a batch, those that share a prompt together
 
 
 def micro_batches(
@@ -107,16 +109,21 @@ def micro_batches(
 
 
 def prompt_trees(
-    batch: Sequence[Sample], chosen: Sequence[int], *, attention: float, max_tokens: int | None = None
+    batch: Sequence[Sample],
+    chosen: Sequence[int],
+    *,
+    attention: float,
+    max_tokens: int | None = None,
+    most: int | None = None,
 ) -> list[list[int]]:
-    """The chosen indices, those with the same prompt together, in the trees that cost least."""
+    """The chosen indices, those with the same prompt together, in the trees that cost least (`tree_sizes`)."""
     same: dict[tuple[int, ...], list[int]] = {}
     for index in chosen:
         same.setdefault(tuple(batch[index].prompt_ids), []).append(index)
     found = []
     for prompt, members in same.items():
         lengths = [len(batch[index].completion_ids) for index in members]
-        sizes = tree_sizes(len(prompt), lengths, attention=attention, max_tokens=max_tokens)
+        sizes = tree_sizes(len(prompt), lengths, attention=attention, max_tokens=max_tokens, most=most)
         ends = list(accumulate(sizes))
         found += [members[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     return found
@@ -323,22 +330,33 @@ class _Rows:
 
 
 def balanced(
-    batch: list[Sample], accelerator: Accelerator, *, attention: float = 0.0, share_prompts: bool = False
+    batch: list[Sample],
+    accelerator: Accelerator,
+    *,
+    attention: float = 0.0,
+    share_prompts: bool = False,
+    sequences: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[Sample]:
     """This rank's share of the samples of all ranks. A collective: every rank must call it.
 
     Args:
         attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
         share_prompts: whether completions of a prompt share it on a rank, which may be worth keeping them together.
+        sequences: of a micro-batch: no more can share a prompt, where there is no `max_tokens`.
+        max_tokens: places of a micro-batch.
     """
-    if accelerator.num_processes == 1:
+    ranks = accelerator.num_processes
+    if ranks == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    shares = [by_sequence(whole, accelerator.num_processes, attention)]
+    shares = by_sequence(whole, ranks, attention)
     if share_prompts:
-        shares.append(by_prompt(whole, accelerator.num_processes, attention))
-    chosen = min(shares, key=lambda ranks: slowest(whole, ranks, attention, share_prompts=share_prompts))
-    return [whole[index] for index in sorted(chosen[accelerator.process_index])]
+        most = sequences if max_tokens is None else None
+        trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
+        costs = partial(slowest, whole, attention=attention, trees=trees)
+        shares = min(shares, by_prompt(whole, ranks, attention, trees), key=costs)
+    return [whole[index] for index in sorted(shares[accelerator.process_index])]
 
 
 def by_sequence(batch: Sequence[Sample], ranks: int, attention: float) -> list[list[int]]:
@@ -347,22 +365,21 @@ def by_sequence(batch: Sequence[Sample], ranks: int, attention: float) -> list[l
     return assignments(costs, ranks)
 
 
-def by_prompt(batch: Sequence[Sample], ranks: int, attention: float) -> list[list[int]]:
+def by_prompt(batch: Sequence[Sample], ranks: int, attention: float, trees: Trees) -> list[list[int]]:
     """Indices for each rank, whole trees of them."""
-    trees = prompt_trees(batch, [index for index in range(len(batch)) if batch[index].in_forward], attention=attention)
-    costs = [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees]
+    units = trees([index for index in range(len(batch)) if batch[index].in_forward])
+    costs = [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in units]
     others = [[index] for index in range(len(batch)) if not batch[index].in_forward]
     shares = assignments(costs + [0.0] * len(others), ranks)
-    return [[index for place in share for index in (trees + others)[place]] for share in shares]
+    return [[index for place in share for index in (units + others)[place]] for share in shares]
 
 
-def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], attention: float, *, share_prompts: bool) -> float:
+def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], *, attention: float, trees: Trees) -> float:
     """The cost of the rank that has most to do."""
 
     def cost(members: Sequence[int]) -> float:
-        chosen = [index for index in members if batch[index].in_forward]
-        trees = prompt_trees(batch, chosen, attention=attention) if share_prompts else [[index] for index in chosen]
-        return sum(tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees)
+        units = trees(sorted(index for index in members if batch[index].in_forward))
+        return sum(tree_cost(tree_length(batch, tree), len(tree), attention) for tree in units)
 
     return max(map(cost, ranks))
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+# How the configs of all families end the names of what limits how far back a token sees.
+_LIMITS = ("window", "window_size", "chunk_size")
+
 
 def takes_any_lengths(model: PreTrainedModel) -> bool:
     """True where attention is a variable-length kernel, which takes packed sequences without a mask."""
@@ -15,12 +18,17 @@ def takes_any_lengths(model: PreTrainedModel) -> bool:
 
 
 def sees_all(model: PreTrainedModel) -> bool:
-    """True where every layer attends to all tokens before, through a function that takes a mask."""
+    """True where every layer attends to all tokens before, through a function that takes a mask.
+
+    False where a buffer has something for each place of a row, such as a causal mask of the model's own: it ends where
+    the longest sequence does, and a row of several may be longer.
+    """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    windows = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    longest, kinds = getattr(config, "max_position_embeddings", None), getattr(config, "layer_types", None) or ()
+    is_limited = any(value for name, value in vars(config).items() if name.endswith(_LIMITS))
+    by_place = any(buffer.shape[-1:] == (longest,) for buffer in model.buffers())
     takes_mask = config._attn_implementation in ("eager", "sdpa")
-    return takes_mask and not windows and {"full_attention"}.issuperset(kinds)
+    return takes_mask and not is_limited and not by_place and {"full_attention"}.issuperset(kinds)
 
 
 def attention_cost(model: PreTrainedModel) -> float:
@@ -38,11 +46,16 @@ def tree_cost(places: int, completions: int, attention: float) -> float:
 
 
 def tree_sizes(
-    prompt: int, completions: Sequence[int], *, attention: float, max_tokens: int | None = None
+    prompt: int,
+    completions: Sequence[int],
+    *,
+    attention: float,
+    max_tokens: int | None = None,
+    most: int | None = None,
 ) -> list[int]:
     """How many of a prompt's completions share it at a time, in order: 1, 2, 4, ... equal parts, or each by itself.
 
-    No tree of several has more than `max_tokens` places.
+    No tree of several has more than `max_tokens` places, and none more than `most` completions.
     """
     count, ends = len(completions), [0, *accumulate(completions)]
     best, cheapest, parts = [1] * count, sum(tree_cost(prompt + length, 1, attention) for length in completions), 1
@@ -51,7 +64,8 @@ def tree_sizes(
         sizes = [stop - start for start, stop in pairwise(cuts)]
         places = [prompt + ends[stop] - ends[start] for start, stop in pairwise(cuts)]
         cost = sum(tree_cost(length, size, attention) for length, size in zip(places, sizes, strict=True))
-        if cost < cheapest and (max_tokens is None or max(places) <= max_tokens):
+        fits = (max_tokens is None or max(places) <= max_tokens) and (most is None or max(sizes) <= most)
+        if cost < cheapest and fits:
             best, cheapest = sizes, cost
         parts *= 2
     return best

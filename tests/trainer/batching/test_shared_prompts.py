@@ -1,6 +1,7 @@
 """Completions of one prompt that share it: the same log-probs and gradients, in fewer places."""
 
 import copy
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -16,7 +17,7 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.batching.micro_batches import by_prompt, by_sequence, micro_batches, pack, slowest
+from fused_grpo.trainer.batching.micro_batches import by_prompt, by_sequence, micro_batches, pack, prompt_trees, slowest
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.policy import PolicyLoss, tree_mask
@@ -122,7 +123,7 @@ def same(model, batch, tolerance: float, config: GRPOLossConfig | None = None, *
             torch.testing.assert_close(ours[name], expected, rtol=0, atol=max(tolerance, 1e-6), msg=str(name))
 
 
-OTHERS = ["gemma2", "gemma3_text", "mistral", "gpt_oss", "llama4_text", "bloom", "mamba"]
+OTHERS = ["gemma2", "gemma3_text", "mistral", "gpt_oss", "llama4_text", "bloom", "mamba", "gpt_neo", "doge", "big_bird"]
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
@@ -139,9 +140,43 @@ def test_a_layer_that_forgets_the_mask_is_found(make_model):
     assert not measured.share_prompts
 
 
-@given(integers(1, 300), lists(integers(1, 300), min_size=1, max_size=20), one_of(none(), integers(1, 2000)))
-def test_a_group_is_cut_where_it_costs_least(prompt, completions, limit):
-    sizes = tree_sizes(prompt, completions, attention=1e-3, max_tokens=limit)
+def test_a_model_that_cannot_take_such_a_mask_keeps_whole_sequences(make_model):
+    model = make_model()
+    own = model.model.forward
+
+    def forward(*args, attention_mask=None, **options):
+        assert attention_mask is None or attention_mask.ndim == 2
+        return own(*args, attention_mask=attention_mask, **options)
+
+    model.model.forward = forward
+    assert not self_check(PolicyLoss(model, GRPOLossConfig(), temperature=1.0)).share_prompts
+
+
+def test_gradients_of_a_shared_place_are_added_in_one_order(make_model):
+    """Else a run would not repeat itself: on a CPU, threads add what an index has gathered as they come."""
+    policy = PolicyLoss(make_model(), GRPOLossConfig(), temperature=1.0)
+    samples = batch_of(prompt_ids=[[2]] * 2000, completion_ids=[[3]] * 2000, sampling_logprobs=None)
+    part = pack(samples, [list(range(2000))], one_row=False, device=CPU)
+    states = torch.zeros(1, part.input_ids.shape[1], 64, requires_grad=True)
+    given, threads = torch.randn(2000, 64), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        hidden, *_ = policy._head_inputs(part, states)
+        found = [torch.autograd.grad(hidden, states, given, retain_graph=True)[0] for _ in range(20)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+
+
+@given(
+    integers(1, 300),
+    lists(integers(1, 300), min_size=1, max_size=20),
+    one_of(none(), integers(1, 2000)),
+    one_of(none(), integers(1, 8)),
+)
+def test_a_group_is_cut_where_it_costs_least(prompt, completions, limit, most):
+    sizes = tree_sizes(prompt, completions, attention=1e-3, max_tokens=limit, most=most)
+    assert max(sizes) <= (most or len(completions))
     assert sum(sizes) == len(completions)
     alone = sum(tree_cost(prompt + length, 1, 1e-3) for length in completions)
     cost, start = 0.0, 0
@@ -161,22 +196,41 @@ def test_long_prompts_are_shared_and_long_completions_are_not():
     assert tree_sizes(256, [32] * 8, attention=1 / (6 * 576), max_tokens=300) == [1] * 8
 
 
-def test_whole_groups_go_to_a_rank_where_that_is_less_work():
-    """Four groups of four on two ranks: two each, with two prompts and not four; of one group, each has half."""
-    groups = batch_of(
+@pytest.fixture
+def groups() -> list[Sample]:
+    """Four groups of four."""
+    return batch_of(
         prompt_ids=[[group] * 40 for group in (2, 3, 4, 5) for _ in range(4)],
         completion_ids=[[6] * (3 + place % 3) for place in range(16)],
         sampling_logprobs=None,
         advantage=torch.ones(16),
     )
-    whole, single = by_prompt(groups, 2, 1e-3), by_sequence(groups, 2, 1e-3)
-    assert all(sorted(chain.from_iterable(ranks)) == list(range(16)) for ranks in (whole, single))
-    assert sorted(len({groups[index].prompt_ids[0] for index in share}) for share in whole) == [2, 2]
-    costs = [slowest(groups, ranks, 1e-3, share_prompts=True) for ranks in (whole, single)]
+
+
+def shares(batch, **limits) -> tuple[list[list[list[int]]], list[float]]:
+    """By prompt and by sequence, for two ranks, and what each of them costs."""
+    trees = partial(prompt_trees, batch, attention=1e-3, **limits)
+    both = [by_prompt(batch, 2, 1e-3, trees), by_sequence(batch, 2, 1e-3)]
+    return both, [slowest(batch, ranks, attention=1e-3, trees=trees) for ranks in both]
+
+
+def test_whole_groups_go_to_a_rank_where_that_is_less_work(groups):
+    """Four groups on two ranks: two each, with two prompts and not four; of one group, each has half."""
+    both, costs = shares(groups)
+    assert all(sorted(chain.from_iterable(ranks)) == list(range(16)) for ranks in both)
+    assert sorted(len({groups[index].prompt_ids[0] for index in share}) for share in both[0]) == [2, 2]
     assert costs[0] < 0.7 * costs[1]
-    alone = groups[:4]
-    costs = [slowest(alone, ranks(alone, 2, 1e-3), 1e-3, share_prompts=True) for ranks in (by_prompt, by_sequence)]
+    _, costs = shares(groups[:4])
     assert costs[1] < costs[0]
+
+
+def test_ranks_are_balanced_for_the_micro_batches_that_they_run(groups):
+    """Three groups on two ranks, one sequence at a time: no prompt is shared, so each rank has half of them."""
+    assert sorted(map(len, shares(groups[:12])[0][0])) == [4, 8]
+    for limits in ({"most": 1}, {"max_tokens": 46}):
+        both, costs = shares(groups[:12], **limits)
+        assert [len(share) for share in both[0]] == [6, 6]
+        assert costs[0] == costs[1]
 
 
 def places(trainer, batch) -> int:
