@@ -69,7 +69,7 @@ def self_check(policy: PolicyLoss) -> Measured:
         with as_it_was(policy), eager if model.device.type == "cpu" else nullcontext():
             with plain:
                 share_rows = _compare(policy.eval(), model)
-                share_prompts = _takes_trees(policy, model)
+                share_prompts = not any_lengths and _takes_trees(policy, model)
             is_random = has_dropout(given)
     except (FusedGRPOError, torch.OutOfMemoryError):
         raise
