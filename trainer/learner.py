@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
     merge_floats,
     merge_metrics,
+    per_sequence,
+    quantile,
     ratio_metrics,
     ratio_sums,
     with_covariance_selection,
@@ -61,7 +64,8 @@ from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
-Check = Callable[[dict[str, float]], None]
+Rounding = Callable[[torch.dtype], float]
+Check = Callable[[dict[str, float], Rounding], None]
 Event = Callable[[str], object]
 
 
@@ -182,7 +186,7 @@ class Learner:
     ) -> tuple[list[Sample], dict[str, float]]:
         """One update. Returns the batch with the log-probs that were computed for it, and the metrics of all ranks.
 
-        `check` is called with the metrics before the optimizer moves; it raises where the step must not be made.
+        `check` is called with the metrics and `rounding` before the optimizer moves; it raises where it must not.
         `event` is called with the names of the events of callbacks inside a step.
 
         Raises:
@@ -205,7 +209,7 @@ class Learner:
             metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
             if check is not None and may_update:
-                check(metrics)
+                check(metrics, functools.partial(self.rounding, packed))
             metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
             if may_update:
                 event("on_pre_optimizer_step")
@@ -308,13 +312,32 @@ class Learner:
         numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
         return int(numbers.max().item())
 
-    def _measured(self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], **options: Any) -> list[Any]:
-        """`policy.measure` of each micro-batch, without dropout."""
+    def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
+        """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
+        contexts = (torch.autocast(self.accelerator.device.type, dtype, enabled=rounds) for rounds in (False, True))
+        exact, rounded = (
+            torch.cat(self._measured(self._unwrapped, "logprobs", packed, within=context)).double()
+            for context in contexts
+        )
+        total = torch.stack([(rounded - exact).abs().sum(), rounded.new_tensor(float(len(rounded)))])
+        distance, tokens = self.accelerator.reduce(total, reduction="sum").tolist()
+        return float(distance / max(tokens, 1.0))
+
+    def _measured(
+        self,
+        policy: PolicyLoss,
+        what: Any,
+        packed: Sequence[MicroBatch],
+        *,
+        within: AbstractContextManager[Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
         was_training = policy.training
         policy.eval()
         try:
             # FSDP2 has a mixed precision of its own.
-            with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
+            with within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()):
                 return [policy.measure(part, what, **options) for part in packed]
         finally:
             policy.train(was_training)
@@ -416,26 +439,6 @@ class EntropyController:
     def load_state(self, state: dict[str, float | None]) -> None:
         """The inverse of `state`."""
         self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
-
-
-def quantile(values: Tensor, share: float) -> Tensor:
-    """`torch.quantile` of [N] fp32 values, of any number of them; 0 of none."""
-    if not len(values):
-        return values.new_zeros(())
-    ordered, place = values.double().sort().values, share * (len(values) - 1)
-    below = int(place)
-    above = min(below + 1, len(values) - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below).float()
-
-
-def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
-    """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in no batch."""
-    rows = [torch.zeros(0)] * total
-    for part, flat in zip(packed, values, strict=True):
-        pieces = flat.detach().float().cpu().split(part.cu_seqlens.diff().tolist())
-        for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
-            rows[index] = piece.clone()
-    return rows
 
 
 def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, Tensor]:

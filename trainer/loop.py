@@ -65,7 +65,7 @@ from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.learner import Optimizers
+from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
@@ -378,13 +378,13 @@ class GRPOTrainer(TransformersFace):
         buffer.advance(batch)
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
 
-    def _check_agreement(self, metrics: dict[str, float]) -> None:
+    def _check_agreement(self, metrics: dict[str, float], rounding: Rounding) -> None:
         """Raise where the engine cannot have sampled from the trainer's weights."""
         # A function may sample with anything, and dropout moves log-probs more than stale weights do.
         comparable = not isinstance(self.engine, FunctionEngine) and not self.learner.is_random
         if comparable and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-            self.weight_check(*differences, engine=self.engine)
+            self.weight_check(*differences, engine=self.engine, rounding=rounding)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.trainer.batching.micro_batch_metrics import quantile
 from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
@@ -26,7 +27,7 @@ from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
-from fused_grpo.trainer.learner import Learner, quantile
+from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from fused_grpo.errors import InputError, NonFiniteError, RewardError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.learner import Learner, quantile
+from fused_grpo.trainer.batching.micro_batch_metrics import quantile
+from fused_grpo.trainer.learner import Learner
 
 
 def parameters(trainer) -> dict[str, torch.Tensor]:

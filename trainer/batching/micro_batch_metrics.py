@@ -188,3 +188,23 @@ def with_covariance_selection(
         dataclasses.replace(part, covariance_selected=values.to(part.targets.device))
         for part, values in zip(packed, parts, strict=True)
     ]
+
+
+def quantile(values: Tensor, share: float) -> Tensor:
+    """`torch.quantile` of [N] fp32 values, of any number of them; 0 of none."""
+    if not len(values):
+        return values.new_zeros(())
+    ordered, place = values.double().sort().values, share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below).float()
+
+
+def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
+    """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in no batch."""
+    rows = [torch.zeros(0)] * total
+    for part, flat in zip(packed, values, strict=True):
+        pieces = flat.detach().float().cpu().split(part.cu_seqlens.diff().tolist())
+        for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
+            rows[index] = piece.clone()
+    return rows

@@ -18,6 +18,10 @@ magnitude more.
     float16              mean 0.02   single tokens may differ more: only the mean is bounded
     bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
 
+How far rounding goes depends on the model: a policy that has become sure of itself has larger logits, and bf16 moved
+few tokens of one by 0.16 on average. So where the mean of a 16-bit engine is above that bound, the policy's own
+log-probs are computed in 16 bits too, and ROUNDINGS times what that moves them is allowed.
+
 `max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 """
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -48,6 +52,9 @@ RETRIES = 2  # further calls with rollout_failure="retry"
 _MAX_LOGPROB, _MIN_LOGPROB = 1e-3, torch.finfo(torch.float32).min
 
 _MAX_BOUND = 1e-3
+# The mean was 1.05 to 2.12 times what 16 bits move the policy's own log-probs, in 16 steps of a real model
+# (bench/results/cpu-2-cores/rounding-2026-11-26.json).
+ROUNDINGS = 3.0
 _MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -163,14 +170,27 @@ class WeightCheck:
         self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
         self._has_warned = False
 
-    def __call__(self, mean_difference: float, max_difference: float, *, engine: RolloutEngine) -> None:
-        """`check_same_weights` of the differences of a step, with the reaction that the options ask for."""
+    def __call__(
+        self,
+        mean_difference: float,
+        max_difference: float,
+        *,
+        engine: RolloutEngine,
+        rounding: Callable[[torch.dtype], float] = lambda dtype: 0.0,
+    ) -> None:
+        """`check_same_weights` of the differences of a step, with the reaction that the options ask for.
+
+        `rounding` is called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs.
+        """
         computed_in = (self._dtype, getattr(engine, "weight_dtype", None) or self._dtype)
         coarser = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
         names: Any = {"engine": engine.name, "version": engine.weight_version, "dtype": coarser}
         try:
             check_same_weights(mean_difference, max_difference, **names, **self._options)
         except WeightSyncError as error:
+            is_rounding = coarser.itemsize == 2 and self._options["bound"] is None
+            if is_rounding and mean_difference <= ROUNDINGS * rounding(coarser):
+                return
             if not self._warns:
                 raise
             if not self._has_warned:

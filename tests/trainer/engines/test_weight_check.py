@@ -89,3 +89,56 @@ def test_the_bound_is_of_the_coarser_of_trainer_and_sampler(bf16, sampler, bound
     check(0.9 * limit, 0.9 * limit, engine=engine_in(sampler))
     with pytest.raises(WeightSyncError, match=f"at weight version 3, want at most {bound}"):
         check(1.1 * limit, 1.1 * limit, engine=engine_in(sampler))
+
+
+def test_what_16_bits_do_to_the_policy_is_allowed_to_its_sampler() -> None:
+    asked: list[torch.dtype] = []
+
+    def rounding(dtype: torch.dtype) -> float:
+        asked.append(dtype)
+        return 0.06
+
+    check = WeightCheck(GRPOConfig(bf16=False), nn.Linear(1, 1), torch.device("cpu"))
+    check(0.09, 1.0, engine=engine_in(torch.bfloat16), rounding=rounding)
+    assert asked == []  # it costs two passes
+    check(0.17, 3.0, engine=engine_in(torch.bfloat16), rounding=rounding)
+    assert asked == [torch.bfloat16]
+    for mean in (0.19, float("nan")):
+        with pytest.raises(WeightSyncError, match=r"want at most 0\.1 in bfloat16"):
+            check(mean, 3.0, engine=engine_in(torch.bfloat16), rounding=rounding)
+    with pytest.raises(WeightSyncError, match="in float32"):
+        check(0.01, 0.05, engine=engine_in(torch.float32), rounding=rounding)
+    strict = WeightCheck(GRPOConfig(bf16=False, max_logprob_difference=0.1), nn.Linear(1, 1), torch.device("cpu"))
+    with pytest.raises(WeightSyncError, match=r"want at most 0\.1"):
+        strict(0.17, 3.0, engine=engine_in(torch.bfloat16), rounding=rounding)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(make_trainer, served_engine, stale) -> None:
+    """Logits of a few hundred, in which bf16 has steps of 1 or 2."""
+    differences: list[float] = []
+
+    class Half(served_engine):
+        weight_dtype = torch.bfloat16
+
+        def __init__(self, model: Any, tokenizer: Any) -> None:
+            model.lm_head.weight.data.mul_(30.0)
+            super().__init__(model, tokenizer)
+
+        def logprobs(self, *given: Any) -> list[float]:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().logprobs(*given)
+
+        def load_weights(self, named_weights: Any, version: int) -> None:
+            super().load_weights(self.model.state_dict() if stale else named_weights, version)
+
+    trainer = make_trainer(engine=Half, learning_rate=1e-1 if stale else 1e-3)
+    check = trainer.weight_check
+    trainer.weight_check = lambda mean, *given, **named: differences.append(mean) or check(mean, *given, **named)
+    if stale:
+        with pytest.raises(WeightSyncError, match="got a mean difference"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert max(differences) > 0.1
