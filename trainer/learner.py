@@ -35,6 +35,7 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
+    evidence,
     merge_floats,
     merge_metrics,
     per_sequence,
@@ -44,7 +45,6 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     with_covariance_selection,
 )
 from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
-from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
 from fused_grpo.trainer.distributed.sharding import (
@@ -439,12 +439,6 @@ class EntropyController:
     def load_state(self, state: dict[str, float | None]) -> None:
         """The inverse of `state`."""
         self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
-
-
-def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, Tensor]:
-    """The batch as tensors, and the log-probs that the policy gave its tokens."""
-    logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
-    return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
 def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:

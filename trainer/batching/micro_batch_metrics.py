@@ -27,8 +27,9 @@ from torch import Tensor
 from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, vespo_weights
 from fused_grpo._maths.formulas import LossInputs, bounded_ratio, kl_term, log_rho, sampling_weights
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
-from fused_grpo.loss import LossArguments, loss_inputs
-from fused_grpo.trainer.types import MicroBatch
+from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
+from fused_grpo.trainer.types import MicroBatch, Sample
 
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
@@ -208,3 +209,9 @@ def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: 
         for index, piece in zip(part.sequence_index.tolist(), pieces, strict=True):
             rows[index] = piece.clone()
     return rows
+
+
+def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]) -> dict[str, Tensor]:
+    """The batch as tensors, and the log-probs that the policy gave its tokens."""
+    logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
+    return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
