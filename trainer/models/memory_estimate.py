@@ -140,7 +140,8 @@ def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[
         vocabulary=text.vocab_size,
         kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
         head_tied=head.weight is model.get_input_embeddings().weight,
-        shares_prompts=sees_all(model),
+        # The loss of routers is of whole sequences.
+        shares_prompts=sees_all(model) and not hasattr(text, "output_router_logits"),
         head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
 
@@ -209,7 +210,8 @@ def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape |
     completion, limit = args.max_completion_length, args.max_tokens_per_micro_batch
     sequence = prompt_tokens + completion
     sequences, prompts = args.per_device_train_batch_size, float(args.per_device_train_batch_size)
-    if shape is not None and shape.shares_prompts and args.share_prompts is not False:
+    takes_mask = "flash" not in str((args.model_init_kwargs or {}).get("attn_implementation"))
+    if shape is not None and shape.shares_prompts and takes_mask and args.share_prompts is not False:
         group = min(args.num_generations, sequences)
         attention = 1.0 / (6.0 * shape.hidden)
         trees = tree_sizes(prompt_tokens, [completion] * group, attention=attention, max_tokens=limit)

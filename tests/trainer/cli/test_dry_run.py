@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import yaml
+from tiny_models import tiny_config
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
@@ -137,6 +138,19 @@ def test_the_chunk_is_never_larger_than_the_logits():
     assert sizes(shape, TrainOptions(chunk_bytes=12345))["one chunk of logits"] == 12345
     assert micro_batch_tokens(TrainOptions(max_tokens_per_micro_batch=2048), 512) == (2048, 1024)
     assert micro_batch_tokens(TrainOptions(max_tokens_per_micro_batch=1), 512) == (1024, 512)
+
+
+def test_a_prompt_counts_as_often_as_it_is_computed():
+    def tokens(shape=None, **options):
+        return micro_batch_tokens(TrainOptions(per_device_train_batch_size=8, **options), 512, shape)[0]
+
+    shape = model_shape(parse_config())
+    short = {"num_generations": 4, "max_completion_length": 8}
+    assert tokens(shape, **short) == 2 * 512 + 8 * 8
+    whole = 8 * (512 + 8)
+    assert tokens(**short) == tokens(shape, **short, share_prompts=False) == whole
+    assert tokens(shape, **short, model_init_kwargs={"attn_implementation": "flash_attention_2"}) == whole
+    assert tokens(model_shape(tiny_config("qwen3_moe")), **short) == whole
 
 
 def parse_config(**options):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "memory_run.py"
-BATCH = {"per_device_train_batch_size": 32, "num_generations": 4, "max_completion_length": 8}
+BATCH = {"per_device_train_batch_size": 32, "num_generations": 4, "max_completion_length": 8, "share_prompts": False}
 
 
 @pytest.mark.parametrize(
