@@ -21,6 +21,7 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.integrations.model_modes import disable_dropout
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.learner import per_sequence
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import self_check, shared_layout
 
@@ -198,7 +199,8 @@ def policy_difference(model: PreTrainedModel) -> float:
         advantage=torch.zeros(len(sequences)),
     )
     parts = micro_batches(batch, 5, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
-    ours = torch.cat([policy.measure(part, "logprobs") for part in parts])
+    # Those with the same first token share it.
+    ours = torch.cat(per_sequence(parts, [policy.measure(part, "logprobs") for part in parts], len(batch)))
     return float((ours - torch.cat([own_logprobs(model, ids, 0.7) for ids in sequences])).abs().max())
 
 
