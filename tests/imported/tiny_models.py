@@ -20,8 +20,8 @@ from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import FusedGRPOError
 from fused_grpo.integrations.model_modes import disable_dropout
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.batching.micro_batch_metrics import per_sequence
 from fused_grpo.trainer.batching.micro_batches import micro_batches
-from fused_grpo.trainer.learner import per_sequence
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import self_check, shared_layout
 
