@@ -19,8 +19,9 @@ whether the engine has the trainer's weights. One without them may well be the r
 Completions differ in length by an order of magnitude, and every rank waits for the slowest in each step. Advantages are
 known by then and the loss is normalised over all ranks, so the update does not depend on which rank learns from what.
 Each rank gets as many sequences as it had (one more or less where they do not divide evenly) at nearly equal cost, by
-the rule "longest processing time first": the costliest goes to the rank with the least work. The price is that token
-ids and log-probs of the whole batch go to every rank once per generation: 16 bytes a token.
+the rule "longest processing time first": the costliest goes to the rank with the least work. Or it gets equally many
+whole trees (below), where the slowest rank has less to do then; a rank may have no sequence at all. The price is that
+token ids and log-probs of the whole batch go to every rank once per generation: 16 bytes a token.
 
 Sequences are packed end to end in rows; attention keeps them apart by their position ids, and only the hidden states
 that predict completion tokens reach the head. A variable-length kernel (flash attention) knows where sequences end and

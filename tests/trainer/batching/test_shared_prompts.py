@@ -233,6 +233,16 @@ def test_ranks_are_balanced_for_the_micro_batches_that_they_run(groups):
         assert costs[0] == costs[1]
 
 
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"top_entropy_quantile": 0.5}, {"kl_cov_ratio": 0.2}])
+def test_a_rank_without_sequences_makes_the_step_too(groups, make_model, tmp_path, options):
+    trees = partial(prompt_trees, groups[:8], attention=1e-3)
+    assert [] in by_prompt(groups[:8], 3, 1e-3, trees)
+    args = GRPOConfig(str(tmp_path), bf16=False, **options)
+    learner = Learner(make_model(), args, Accelerator(cpu=True), max_steps=1)
+    batch, metrics = learner.learn(learner.with_old_logprobs([]))
+    assert (batch, metrics["loss"], metrics["grad_norm"]) == ([], 0.0, 0.0)
+
+
 def places(trainer, batch) -> int:
     return sum(part.input_ids.numel() for part in trainer.learner._pack(batch))
 
