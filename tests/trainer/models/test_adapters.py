@@ -133,7 +133,7 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
     expected = dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))
     found = {}
     batch, metrics = learner.learn(
-        BATCH, check=lambda _: found.update({name: p.grad.clone() for name, p in trained.items()})
+        BATCH, check=lambda *_: found.update({name: p.grad.clone() for name, p in trained.items()})
     )
     torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)

@@ -88,7 +88,7 @@ def test_loss_and_gradient_are_those_of_pefts_logits(make, kind, recomputed):
     )
     (expected,) = torch.autograd.grad(loss, weight)
     found = []
-    batch, metrics = learner.learn(BATCH, check=lambda _: found.append(weight.grad.clone()))
+    batch, metrics = learner.learn(BATCH, check=lambda *_: found.append(weight.grad.clone()))
     torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
