@@ -438,7 +438,8 @@ class GRPOTrainer(TransformersFace):
         where = self._save_checkpoint(resumable=True)
         self.events("on_save")
         self.output.console.note(
-            f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True goes on from {where}"
+            f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True (--resume) goes on "
+            f"from {where}; fused-grpo report {self.args.output_dir} shows what there is so far"
         )
         barrier(self.accelerator)
         raise SystemExit(EXIT_STATUS)

