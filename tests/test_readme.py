@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SMOLLM2 = re.search(r"```bash\n(pip install '\.\[smollm2\]'.*?)```", README, re.DOTALL)[1]
+SMOLLM2 = re.search(r"```bash\n(make setup EXTRAS=smollm2.*?)```", README, re.DOTALL)[1]
 
 
 @pytest.fixture
