@@ -59,7 +59,7 @@ def table(content: Mapping[str, Any]) -> str:
     return (
         f"{markdown(header, lines)}\n\n{work['steps']} steps of {work['completions']} completions, {work['dtype']}; "
         f"held out before: {content['runs'][0]['held_out'][0]:.3f} of {work['held_out_sums']} sums. "
-        "Ours has micro-batches of 1,024 tokens; vLLM samples in bf16. "
+        "Ours has micro-batches of 1,024 tokens. "
         f"{env['cpu_count']} CPU cores, torch {env['torch']}, transformers {env['transformers']}, {content['date']}."
     )
 

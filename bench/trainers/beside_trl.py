@@ -222,13 +222,8 @@ def their_trainer(model: Any, shared: dict[str, Any], rows: list[Row], tokenizer
 def our_trainer(
     model: Any, shared: dict[str, Any], rows: list[Row], tokenizer: Any, clock: Clock, *, use_vllm: bool
 ) -> GRPOTrainer:
-    # The same update in less memory; TRL's micro-batches are counted in sequences. vLLM samples in bf16, which the loss
-    # corrects for: the policy, its gradients and its optimizer are fp32 as in the others.
-    of_ours: dict[str, Any] = {
-        "max_tokens_per_micro_batch": MICRO_BATCH_TOKENS,
-        "vllm_dtype": "bfloat16" if use_vllm else "auto",
-    }
-    args = GRPOConfig(use_vllm=use_vllm, **of_ours, **shared)
+    # The same update in less memory; TRL's micro-batches are counted in sequences.
+    args = GRPOConfig(use_vllm=use_vllm, max_tokens_per_micro_batch=MICRO_BATCH_TOKENS, **shared)
     trainer = GRPOTrainer(model, is_right, args, rows, processing_class=tokenizer)
     trainer.engine.generate = clock.timed(trainer.engine.generate)  # type: ignore[method-assign]
     trainer.engine.load_weights = clock.timed(trainer.engine.load_weights)  # type: ignore[method-assign]
