@@ -18,9 +18,9 @@ magnitude more.
     float16              mean 0.02   single tokens may differ more: only the mean is bounded
     bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
 
-How far rounding goes depends on the model: a policy that has become sure of itself has larger logits, and bf16 moved
-few tokens of one by 0.16 on average. So where the mean of a 16-bit engine is above that bound, the policy's own
-log-probs are computed in 16 bits too, and ROUNDINGS times what that moves them is allowed.
+How far rounding goes depends on the model: a policy that has become sure of itself has larger logits, and a step may
+have few tokens. So where the mean of a 16-bit engine is above that bound, the policy's own log-probs are computed in 16
+bits too, and ROUNDINGS times what that moves them is allowed.
 
 `max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 """
