@@ -203,10 +203,20 @@ def _endpoints(records: Records) -> dict[str, tuple[float | None, float | None]]
         names = sorted(held_out, key=lambda name: not name.endswith("accuracy"))
         return {f"held-out {name}": (held_out[name][0], held_out[name][-1]) for name in names}
     _, rewards = series(records, "reward")
-    if not rewards:
-        return {"training reward": (None, None)}
-    count = max(len(rewards) // 10, 1)
-    return {"training reward": (sum(rewards[:count]) / count, sum(rewards[-count:]) / count)}
+    return {"training reward": _first_and_last_tenth(rewards) if rewards else (None, None)}
+
+
+def _first_and_last_tenth(values: Sequence[float]) -> tuple[float, float]:
+    count = max(len(values) // 10, 1)
+    return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def parts_text(output_dir: Path) -> str:
+    """One line: the mean of each of several reward functions, from the first tenth of the steps to the last."""
+    functions = named_series(_read_steps(output_dir), REWARD_FUNCTION)
+    ends = {name: _first_and_last_tenth(values) for name, (_, values) in functions.items() if values}
+    parts = (f"{name} {short_number(first)} -> {short_number(last)}" for name, (first, last) in ends.items())
+    return f"rewards: {', '.join(parts)}" if len(ends) > 1 else ""
 
 
 def _read_steps(output_dir: Path) -> Records:

@@ -37,7 +37,7 @@ from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import Console
-from fused_grpo.trainer.logging.report import write_report
+from fused_grpo.trainer.logging.report import parts_text, write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric
 
 # Of these the last step counts, not the mean.
@@ -150,7 +150,8 @@ class RunOutput:
         if self.log is None:
             return Path(self.args.output_dir) / REPORT_FILE
         report = write_report(self.log.output_dir)
-        self.console.note(f"report: {report}\nmodel: {model}")
+        lines = [parts_text(self.log.output_dir), f"report: {report}", f"model: {model}"]
+        self.console.note("\n".join(filter(None, lines)))
         return report
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What the console shows of a run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,5 +48,21 @@ def test_the_last_lines_say_where_report_and_model_are(make_trainer, capsys) -> 
     result = make_trainer(max_steps=1).train()
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [f"report: {result.report}", f"model: {result.checkpoint}"]
+    assert not lines[-3].startswith("rewards:")
     assert result.report.is_file()
     assert (result.checkpoint / "config.json").is_file()
+
+
+def test_before_them_is_what_became_of_the_parts_of_a_reward(make_trainer, capsys) -> None:
+    def rises(completions, trainer_state, **columns) -> list[float]:
+        return [float(trainer_state.global_step)] * len(completions)
+
+    def length(completions, **columns) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer([rises, length], max_steps=3, logging_steps=1)
+    trainer.train()
+    line = capsys.readouterr().out.splitlines()[-3]
+    lengths = [entry["rewards/length/mean"] for entry in trainer.state.log_history if "rewards/length/mean" in entry]
+    found = re.fullmatch(r"rewards: rises 0\S* -> 2\S*, length (\S+) -> (\S+)", line)
+    assert [float(number) for number in found.groups()] == pytest.approx([lengths[0], lengths[-1]], rel=0.01)
