@@ -64,6 +64,7 @@ REFRESH, SLOW = 0.25, 1.0  # seconds
 # There is one live line: phases of other threads, and those inside another phase, are not shown.
 _line = threading.Lock()
 _is_shown = threading.Event()
+_drawing = threading.RLock()  # a line in the place of the live one: nothing is drawn between removing and printing
 # What it says meanwhile.
 DOING = {"sync": "sending weights to the engine", "generate": "sampling", "reward": "scoring", "train": "learning"}
 
@@ -209,9 +210,10 @@ class _Console(RichConsole):
     """Prints in the place of a live line."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if not self.quiet:
-            clear_line()
-        super().print(*objects, **options)
+        with _drawing:
+            if not self.quiet:
+                clear_line()
+            super().print(*objects, **options)
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
@@ -294,8 +296,9 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
         with live(text):
             yield
     if (seconds := time.perf_counter() - start) >= SLOW:
-        clear_line()
-        print(f"{visible(text)}: {duration(seconds)}", flush=True)
+        with _drawing:
+            clear_line()
+            print(f"{visible(text)}: {duration(seconds)}", flush=True)
 
 
 @contextmanager
@@ -342,8 +345,9 @@ def _rewrite(text: str, over: threading.Event) -> None:
     """Show `text` with its seconds until it is over."""
     start = time.perf_counter()
     while not over.wait(REFRESH):
-        _is_shown.set()
-        _overwrite(f"{text} ... {duration(time.perf_counter() - start)}")
+        with _drawing:
+            _is_shown.set()
+            _overwrite(f"{text} ... {duration(time.perf_counter() - start)}")
 
 
 def _overwrite(line: str) -> None:

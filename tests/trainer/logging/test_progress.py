@@ -67,6 +67,22 @@ def test_a_terminal_gets_one_live_line_that_others_replace(monkeypatch, out):
     assert not module._line.locked()
 
 
+def test_a_line_is_whole_however_often_the_live_one_is_drawn(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(module, "REFRESH", 1e-6)
+    clear = module.clear_line
+
+    def slowly() -> None:
+        clear()
+        time.sleep(0.002)
+
+    monkeypatch.setattr(module, "clear_line", slowly)
+    with redirect_stdout(Terminal()) as out, live("a live line of a long name"):
+        for _ in range(20):
+            Console(3).note("a note")
+    assert screen(out.getvalue()) == ["a note"] * 20 + [""]
+
+
 def test_a_notebook_gets_no_width_from_where_its_server_runs(monkeypatch):
     """And a setting that asks for colours, as Jupyter's does, makes it no terminal."""
     monkeypatch.setenv("COLUMNS", "40")
