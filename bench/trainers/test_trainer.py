@@ -12,6 +12,7 @@ is the same step with its GRPO loss. With `-m long` the model has SmolLM2's shap
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,24 +77,33 @@ class Phase:
         self.problem, self.small, self.tokens = problem, small, sum(sample.num_own for sample in problem.batch())
 
     @functools.cached_property
-    def training_steps(self) -> dict[str, TrainingStep]:
-        if not torch.cuda.is_available():
-            check_that_steps_agree(self.small)
-        return training_steps_of(self.problem, learning_rate=0.0)
-
-    @functools.cached_property
     def seconds(self) -> dict[str, list[float]]:
-        steps = {name: trainer.step for name, trainer in self.training_steps.items()}
-        if torch.cuda.is_available():
-            interleaved_seconds(steps, rounds=1)  # bytes of a first step would have workspaces in them
-        assert self.bytes, "a step that warms up"
-        return interleaved_seconds(steps, rounds=ROUNDS)
+        return {name: [seconds for seconds, _ in steps] for name, steps in self._measured.items()}
 
-    @functools.cached_property
+    @property
     def bytes(self) -> dict[str, int]:
         """The most bytes of a step beside weights and optimizer state, gradients included."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return {name: allocations_of(trainer.step, device).peak for name, trainer in self.training_steps.items()}
+        return {name: max(size for _, size in steps) for name, steps in self._measured.items()}
+
+    @functools.cached_property
+    def _measured(self) -> dict[str, list[tuple[float, int]]]:
+        if not torch.cuda.is_available():
+            check_that_steps_agree(self.small)
+        names, steps = list(MAKERS), {name: list[tuple[float, int]]() for name in MAKERS}
+        for number in range(ROUNDS):
+            for name in names[number:] + names[:number]:
+                steps[name].append(measured_step(MAKERS[name], self.problem))
+                gc.collect()
+        return steps
+
+
+def measured_step(make: Callable[..., TrainingStep], problem: Problem) -> tuple[float, int]:
+    """Seconds and bytes of a step. Its trainer is made for it: five of a real model do not fit beside each other."""
+    trainer = make(problem, learning_rate=0.0)
+    if torch.cuda.is_available():
+        trainer.step()  # bytes of a first step would have workspaces in them
+    size = allocations_of(trainer.step, "cuda" if torch.cuda.is_available() else "cpu").peak
+    return interleaved_seconds({"": trainer.step}, rounds=1)[""][0], size
 
 
 @pytest.fixture(scope="session")
@@ -154,14 +164,9 @@ def test_whole_steps(benchmark: Any, replay: Any, steps: Any, problem: Problem, 
     benchmark.extra_info |= {"implementation": trainer, **described(problem)}
 
 
-def training_steps_of(problem: Problem, *, learning_rate: float) -> dict[str, TrainingStep]:
-    """All trainers, with one micro-batch for the whole step."""
-    return {name: make(problem, learning_rate=learning_rate) for name, make in MAKERS.items()}
-
-
 def check_that_steps_agree(small: Problem) -> None:
     """Compare the gradients of each parameter, relative to their norm, and the parameters afterwards."""
-    training_steps = training_steps_of(small, learning_rate=1e-3)
+    training_steps = {name: make(small, learning_rate=1e-3) for name, make in MAKERS.items()}
     gradients = {name: trainer.gradients() for name, trainer in training_steps.items()}
     for name in training_steps.keys() - {OURS}:
         theirs, whole = training_steps[name].model.state_dict(), norm(gradients[name].values())
