@@ -26,7 +26,8 @@ ROOMS = {
         *("head", "passes", "_maths", "config", "errors"),
     ),
     "trainer": (
-        *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint", "engines"),
+        *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint"),
+        *("episodes", "engines"),
         *("tasks", "rewards", "data", "batching", "distributed", "models", "logging", "config", "types"),
         *("recipes", "common"),
     ),

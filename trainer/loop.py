@@ -65,6 +65,7 @@ from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
@@ -95,7 +96,10 @@ class GRPOTrainer(TransformersFace):
         teacher_model: a path, a hub id, a causal LM, or "self" for the reference model, with `args.distillation_coef`:
             on-policy distillation. `reward_funcs` may be left out then (docs/divergence.md).
         peft_config: a `peft.LoraConfig` or `PromptTuningConfig`: train that, and nothing else (docs/lora.md).
-        tools, environment_factory, quantization_config: TRL's, refused where they are set.
+        tools: functions that the model may call (docs/agents.md).
+        environment_factory: makes objects with tools, or several by name. One with `get_reward` needs no
+            `reward_funcs`; a single one and `max_steps` need no `train_dataset`.
+        quantization_config: TRL's, refused where it is set.
             All but `rollout_engine` and `teacher_model` are in TRL's order, and may be passed by position.
 
     Raises:
@@ -128,20 +132,21 @@ class GRPOTrainer(TransformersFace):
         teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
         # Everything is checked before anything is loaded, started or written.
-        model = uncompiled(model)
         args = GRPOConfig() if args is None else args
-        given = {"quantization_config": quantization_config, "tools": tools, "environment_factory": environment_factory}
-        given |= {"rollout_func": rollout_func, "eval_dataset": eval_dataset, "teacher_model": teacher_model}
-        check_arguments(args, **given)
+        episodes = {"tools": tools, "environment_factory": environment_factory}
+        given = {"eval_dataset": eval_dataset, "teacher_model": teacher_model, "rollout_func": rollout_func}
+        check_arguments(args, quantization_config=quantization_config, **given, **episodes)
+        train_dataset = rows_of_environments(train_dataset, environment_factory, args)
+        eval_dataset = with_prompts(eval_dataset, environment_factory)
         dataset = check_dataset(train_dataset, name="train_dataset")
         fill_loader_options(args, stream=is_stream(dataset))
         evals = eval_sets(eval_dataset, check=True)
         accelerator = make_accelerator(args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):
-            self.start = start = Start(
+            start = Start(
                 args=args,
-                model=model,
+                model=uncompiled(model),
                 train=dataset,
                 evals=evals,
                 reward_funcs=reward_funcs,
@@ -152,6 +157,7 @@ class GRPOTrainer(TransformersFace):
                 engine=rollout_engine or rollout_func,
                 teacher=teacher_model,
                 accelerator=accelerator,
+                **episodes,
             )
             with all_ranks_succeed(accelerator, "checking what the run needs"):
                 check_start(start)
@@ -249,7 +255,8 @@ class GRPOTrainer(TransformersFace):
             DataError: no eval set, or one that cannot be used.
         """
         results, means = dict[str, float](), dict[str, float]()
-        for name, dataset in chosen_eval_sets(eval_dataset, self.eval_dataset).items():
+        prompted = with_prompts(eval_dataset, self.environment_factories)
+        for name, dataset in chosen_eval_sets(prompted, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
             result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
@@ -290,6 +297,7 @@ class GRPOTrainer(TransformersFace):
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
         self._begin_again()
+        self.start.check_environments()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
                 options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class TransformersFace:
         sampler: PromptSampler,
         training_state: Callable[[], TrainingFiles],
     ) -> None:
-        self.args, self.learner, self.accelerator = start.args, learner, learner.accelerator
+        self.start, self.args, self.learner, self.accelerator = start, start.args, learner, learner.accelerator
         self.model, self.model_path = model, start.model_path
         self.train_dataset, self.dataset, self.eval_dataset = train_dataset, start.train, eval_dataset
         self.rewards, self.sampler, self._state_to_save = start.rewards, sampler, training_state
@@ -378,6 +379,30 @@ class TransformersFace:
     def reward_processing_classes(self) -> list[Any]:
         """The tokenizers of reward models; None for functions."""
         return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
+
+    @property
+    def tools(self) -> list[Any]:
+        """The functions that the model may call; those of all environments."""
+        if self.start.rules is None:
+            return []
+        of_each = [] if self.start.rules.environments is None else self.start.rules.environments.tools_of.values()
+        return list(dict.fromkeys(chain(self.start.rules.tools, *of_each)))
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the newest generated batch, one for each completion; None before it, and without any."""
+        if self.environment_factories is None or self.scored is None:
+            return None
+        return [sample.episode.environment for sample in self.scored.samples if sample.episode is not None]
+
+    @property
+    def environment_factories(self) -> dict[str | None, Any] | None:
+        """By name, a single one by None; None without environments."""
+        environments = getattr(self.start.rules, "environments", None)
+        return None if environments is None else environments.factories
+
+    _env_tools: Any = _part("start.rules.environments.tools_of")
+    _environment_pool: Any = _part("start.rules.environments.pool")
 
     state: TrainerState = _part("events.state")
     control: TrainerControl = _part("events.control")  # what callbacks have decided

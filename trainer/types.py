@@ -5,6 +5,7 @@ The way of a completion, from its prompt to its gradient:
     Row             a prompt and its columns, as the dataset has them                  data/
     SamplingParams  what an engine is asked for                                        config/
     Rollouts        what it answers, in columns, as TRL's `rollout_func` does          engines/
+    Episode         of a completion of several turns: its messages, calls, why it ended    episodes/
     Sample          one completion: checked, or with the `failure` of its group        engines/checked_engine.py
                     + text, rewards, dropped: what the reward functions say            collect/scoring.py
                     + advantage, from its whole group; in_loss                         collect/collector.py
@@ -30,12 +31,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from fused_grpo.trainer.common.formatting import message_text
+
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 FinishReason = Literal["stop", "length"]
+# The model called no tool; its turn was cut; it had all its turns; the tools' answers have no room; the environment's
+# `done` was true.
+EpisodeEnd = Literal["stop", "length", "turn limit", "no room", "done"]
 SupportChoice = Literal["auto", "require", "off"]
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
@@ -85,11 +91,48 @@ class SamplingParams:
         return self.temperature > 0 and unforced and self.repetition_penalty == 1.0
 
 
+class Turn(NamedTuple):
+    """What the model is to say next in an episode."""
+
+    episode: int  # its number in the batch
+    prompt_ids: list[int]  # all that it reads
+    max_tokens: int
+    seed: int
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool, and its answer."""
+
+    name: str
+    arguments: dict[str, Any]
+    result: str  # the text that the model reads
+    failed: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What happened in a completion of several turns."""
+
+    prompt: list[dict[str, Any]]  # messages, with what the environment has begun with
+    messages: list[dict[str, Any]]  # of the model and of tools: the completion
+    turns: int  # of the model
+    calls: list[ToolCall]  # also those whose answers had no room
+    ended: EpisodeEnd
+    environment: Any = None  # the object; None: there is none
+
+    def record(self) -> dict[str, Any]:
+        """What rollouts.jsonl has of it, in the place of the row's prompt too."""
+        calls = [call._asdict() for call in self.calls]
+        said = {"messages": self.messages, "turns": self.turns, "tool_calls": calls, "ended": self.ended}
+        return {"prompt": message_text(self.prompt), **said}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
     """What an engine returns: G completions for each of P prompts. Completion i belongs to prompt i // G."""
 
-    prompt_ids: list[list[int]]  # P lists of token ids
+    prompt_ids: list[list[int]]  # P lists of token ids; B where the members of a group may have others
     completion_ids: list[list[int]]  # B lists of token ids, each with its end-of-sequence token where it stopped
     sampling_logprobs: list[list[float]] | None  # B lists, log-prob of each token as drawn; None: the engine cannot say
     finish_reasons: list[FinishReason]  # B
@@ -99,13 +142,15 @@ class Rollouts:
     completion_masks: list[list[bool]] | None = None  # B lists, True: the model's own token; None: all of them are
     support_ids: list[Tensor] | None = None  # B, [K] int32; None: the engine cannot say, or keeps all tokens
     support_sizes: list[Tensor] | None = None  # B, [T] int32
+    episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
         """The completions one by one."""
         extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
+        repeats = len(self.completion_ids) // max(1, len(self.prompt_ids))
         return samples_from(
             {
-                "prompt_ids": [ids for ids in self.prompt_ids for _ in range(self.num_generations)],
+                "prompt_ids": [ids for ids in self.prompt_ids for _ in range(repeats)],
                 "completion_ids": self.completion_ids,
                 "completion_mask": self.completion_masks,
                 "sampling_logprobs": self.sampling_logprobs,
@@ -114,6 +159,7 @@ class Rollouts:
                 "finish_reason": self.finish_reasons,
                 "weight_version": [self.weight_version] * len(self.completion_ids),
                 "extra": extra or None,
+                "episode": self.episodes,
             }
         )
 
@@ -135,6 +181,7 @@ class Sample:
     finish_reason: FinishReason
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, Any] = field(default_factory=dict)  # by column, for the reward functions
+    episode: Episode | None = None  # of several turns; None: it is one
     failure: str | None = None  # why its group cannot be used, and is dropped
 
     # From the reward functions.

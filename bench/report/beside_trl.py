@@ -45,21 +45,27 @@ COSTS: dict[str, Callable[[Run], float]] = {
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """A row for each trainer: the mean of its seeds beside TRL's, and what each seed learned."""
+    """A row for each trainer: the mean of its seeds beside TRL's, and what each seed learned.
+
+    A run with a reason under "disturbed" counts for what it learned, and not for what it cost.
+    """
     made = {name: [run for run in content["runs"] if run["trainer"] == name] for name in TRAINERS}
-    theirs = {what: mean(map(cost, made["TRL"])) for what, cost in COSTS.items()}
+    quiet = {name: [run for run in runs if "disturbed" not in run] for name, runs in made.items()}
+    theirs = {what: mean(map(cost, quiet["TRL"])) for what, cost in COSTS.items()}
     lines = []
     for name, runs in made.items():
-        costs = {what: mean(map(cost, runs)) for what, cost in COSTS.items()}
+        costs = {what: mean(map(cost, quiet[name])) for what, cost in COSTS.items()}
         cells = [f"{number_text(found)} ({found / theirs[what]:.2f}×)" for what, found in costs.items()]
         held_out = ", ".join(f"{run['held_out'][1]:.3f}" for run in runs)
         lines.append([name, *cells, held_out, ", ".join(f"{last_reward(run):.3f}" for run in runs)])
     work, env = content["work"], content["environment"]
+    reasons = {run["seed"]: run["disturbed"] for run in content["runs"] if "disturbed" in run}
+    left_out = "".join(f"The costs of seed {seed} are left out: {reason}. " for seed, reason in reasons.items())
     header = ["", *COSTS, "held out, each seed", f"last {SMOOTHED} rewards, each seed"]
     return (
         f"{markdown(header, lines)}\n\n{work['steps']} steps of {work['completions']} completions, {work['dtype']}; "
         f"held out before: {content['runs'][0]['held_out'][0]:.3f} of {work['held_out_sums']} sums. "
-        "Ours has micro-batches of 1,024 tokens. "
+        f"Ours has micro-batches of 1,024 tokens. {left_out}"
         f"{env['cpu_count']} CPU cores, torch {env['torch']}, transformers {env['transformers']}, {content['date']}."
     )
 
@@ -79,8 +85,9 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         for number, run in enumerate(content["runs"]):
             rewards = smoothed(run["reward"])
             minutes = [seconds / 60 for seconds in accumulate(run["seconds"])]
-            label = run["trainer"] if number < len(TRAINERS) else None
-            for axes, places in zip(panels, (range(1, len(rewards) + 1), minutes), strict=True):
+            label = run["trainer"] if number >= len(content["runs"]) - len(TRAINERS) else None
+            places_of = (range(1, len(rewards) + 1), minutes)
+            for axes, places in list(zip(panels, places_of, strict=True))[: 1 if "disturbed" in run else 2]:
                 axes.plot(places, rewards, color=COLOURS[run["trainer"]], linewidth=1.4, alpha=0.8, label=label)
         for axes, what in zip(panels, ("step", "minutes"), strict=True):
             axes.set(xlabel=what, ylim=(0, None))

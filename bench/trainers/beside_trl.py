@@ -10,6 +10,8 @@ bench/results/<machine>/beside-trl-<date>.json and a picture beside it, and goes
     seconds           of each step, from the end of the one before: logging and callbacks included
     generate          of which in the rollout engine, weights' transfer included
     memory            the most bytes of the process and its children that no file backs, sampled every 0.1 s
+
+TRL's update is computed in one piece. `--accumulation n` trains with TRL alone, and n micro-batches in a step.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if other := [name for name in ("commit", "environment", "work") if found[name] != here[name]]:
         raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: another --output")
     for seed in range(options.seeds):
-        for name in TRAINERS:
+        for name in TRAINERS if options.accumulation == 1 else ("TRL",):
             if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):
                 continue
             found["runs"].append(one_run(name, seed, options))
@@ -75,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, default=3)
     found.add_argument("--steps", type=int, default=40)
     found.add_argument("--completions", type=int, default=64, help="per step, in groups of 8")
+    found.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step of TRL's")
     found.add_argument("--output", type=Path)
     found.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
     found.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -85,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def about(options: argparse.Namespace, today: str) -> dict[str, Any]:
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.trainers.beside_trl", "date": today}
     work = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
+    work |= {"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {}
     return found | {"commit": commit(), "environment": environment(), "work": work, "runs": []}
 
 
@@ -93,7 +97,8 @@ def one_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "fused_grpo.bench.trainers.beside_trl", "--worker", name, "--seed", str(seed)]
-        command += ["--result", str(result), "--steps", str(options.steps), "--completions", str(options.completions)]
+        command += ["--result", str(result)]
+        command += [f"--{one}={getattr(options, one)}" for one in ("steps", "completions", "accumulation")]
         with Path(folder, "log").open("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
             peak = watch(process, result.with_name("trained"))
@@ -132,6 +137,9 @@ def run(name: str, seed: int, options: argparse.Namespace) -> None:
     before, clock = accuracy(model, tokenizer, held_out), Clock()
     with tempfile.TemporaryDirectory() as output:
         shared = {"output_dir": output, "seed": seed, **arguments(options)}
+        if name == "TRL":
+            shared["per_device_train_batch_size"] //= options.accumulation
+            shared["gradient_accumulation_steps"] = options.accumulation
         make = their_trainer if name == "TRL" else our_trainer
         trainer = make(model, shared, rows, tokenizer, clock, use_vllm=name.endswith("vLLM"))
         trainer.add_callback(clock)

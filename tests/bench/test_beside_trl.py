@@ -64,7 +64,7 @@ def test_both_trainers_know_every_argument():
     trl = pytest.importorskip("trl")
     from fused_grpo.trainer import GRPOConfig
 
-    options = SimpleNamespace(steps=2, completions=16)
+    options = SimpleNamespace(steps=2, completions=16, accumulation=1)
     for config in (trl.GRPOConfig, GRPOConfig):
         made = config(
             output_dir="unused", **arguments(options), **({"use_cpu": True} if config is not GRPOConfig else {})
@@ -127,6 +127,6 @@ def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_says_what_it_printed():
-    options = SimpleNamespace(steps="many", completions=8)
+    options = SimpleNamespace(steps="many", completions=8, accumulation=1)
     with pytest.raises(RuntimeError, match=r"(?s)TRL, seed 0, ended with 2:.*invalid int value: 'many'"):
         beside_trl.one_run("TRL", 0, options)

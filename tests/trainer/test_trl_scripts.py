@@ -169,7 +169,7 @@ def test_a_field_that_is_missing_is_refused_unless_it_asks_for_nothing():
         GRPOConfig(fp16=True)
 
 
-@pytest.mark.parametrize("name", ["tools", "environment_factory", "quantization_config"])
+@pytest.mark.parametrize("name", ["quantization_config"])
 def test_an_argument_that_is_missing_is_refused(name, make_model, tokenizer):
     with pytest.raises(UnsupportedError, match=f"got {name}"):
         GRPOTrainer(

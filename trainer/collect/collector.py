@@ -54,6 +54,7 @@ from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
+from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
@@ -85,6 +86,7 @@ class Collector:
         # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
         self.num_tokens = 0
         self.prefetched: Prefetched | None = None
+        self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the prefetched ones, or new ones."""
@@ -95,7 +97,7 @@ class Collector:
                 return drawn
             rows = self.sampler.next_batch()
             sampling = self.sampling(seed=self._next_seed())
-            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers)
+            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers, str(self.generate_calls))
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
@@ -180,6 +182,8 @@ class Collector:
         prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
+        options |= {"rows": list(zip(self.sampler.row_numbers, rows, strict=True))}
+        engine = self._playing(engine, str(self.generate_calls))
         samples = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
         self.prefetched = Prefetched(rows, samples, before)
 
@@ -201,7 +205,8 @@ class Collector:
         if self.prefetched is None:
             return self._saved(self._position()), {}
         samples = self.prefetched.samples
-        is_lost = not (wait or samples.done()) or samples.exception() is not None
+        # What happened in episodes is in no checkpoint.
+        is_lost = self.rules is not None or not (wait or samples.done()) or samples.exception() is not None
         if any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
             return self._saved(self.prefetched.before), {}
         return self._saved(self.prefetched.before), as_tensors(samples.result())
@@ -301,12 +306,23 @@ class Collector:
         return seed
 
     def _complete(
-        self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, row_numbers: Sequence[int]
+        self,
+        engine: RolloutEngine,
+        rows: list[Row],
+        sampling: SamplingParams,
+        row_numbers: Sequence[int],
+        batch: str = "eval",
     ) -> list[Sample]:
-        prompts = [row["prompt"] for row in rows]
         options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
         prompt_ids = self.prompt_limit.encode(rows, row_numbers)
-        return checked_generate(engine, prompt_ids, sampling, prompts=prompts, **options)
+        options |= {"rows": list(zip(row_numbers, rows, strict=True))}
+        return checked_generate(self._playing(engine, batch), prompt_ids, sampling, **options)
+
+    def _playing(self, engine: RolloutEngine, batch: str) -> Any:
+        """The engine of a batch: with tools or environments, one whose completions are episodes."""
+        if self.rules is None:
+            return engine
+        return EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=f"{self.args.seed}/{batch}")
 
     def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""

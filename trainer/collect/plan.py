@@ -197,7 +197,7 @@ def _first_prompt(start: Start) -> FirstPrompt | None:
     form = "conversations in the model's chat template"
     if not is_conversational(row):
         form = "plain text: the model's chat template is not used"
-    text = rendered(row, start.tokenizer, start.args.chat_template_kwargs)
+    text = rendered(row, start.tokenizer, start.limit.template)
     return FirstPrompt(form, visible(elide_middle(text, PROMPT_CHARACTERS)))
 
 

@@ -97,6 +97,7 @@ class Scored:
                 **sample.logged,
                 "prompt": message_text(sample.row["prompt"]),
                 "completion": sample.text,
+                **({} if sample.episode is None else sample.episode.record()),
                 "reward": sample.reward,
                 "rewards": dict(zip(self.reward_names, sample.rewards, strict=True)),
                 "advantage": sample.advantage,
@@ -129,9 +130,11 @@ def score_rollouts(
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     pairs = zip(rows, samples, strict=True)
-    columns = [row | {name: sample.extra[name] for name in shared} for row, sample in pairs]
+    columns = [row | {name: sample.extra[name] for name in shared} | _begun(sample) for row, sample in pairs]
     given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
-    if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+    if all(sample.episode is not None for sample in samples):
+        given = [sample.episode.messages for sample in samples if sample.episode]
+    elif getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
         _parse(given, samples, tokenizer)
     # Groups for which the engine failed are dropped, unseen by the functions.
     sound, output = [place for place, sample in enumerate(samples) if sample.failure is None], None
@@ -181,6 +184,14 @@ def score_rollouts(
     )
 
 
+def _begun(sample: Sample) -> dict[str, Any]:
+    """What reward functions get of an episode beside its completion: its environment, and the prompt as it began."""
+    if sample.episode is None:
+        return {}
+    environment = sample.episode.environment
+    return {"prompt": sample.episode.prompt, **({} if environment is None else {"environments": environment})}
+
+
 def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
     """Replace the messages among the completions by what TRL makes of them: `content`, `reasoning_content`, ...
 
@@ -223,6 +234,7 @@ class RolloutFacts(NamedTuple):
     seconds: dict[str, float]  # by reward function
     logged: dict[str, float]  # by reward functions
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
+    episodes: Tensor  # [e, 3], of those of several turns: turns, calls of tools, and calls that failed
 
     @classmethod
     def of(cls, scored: Scored) -> RolloutFacts:
@@ -238,13 +250,21 @@ class RolloutFacts(NamedTuple):
             seconds=scored.seconds,
             logged=scored.logged,
             supports=_sizes([sample.support_sizes for sample in scored.samples if sample.support_sizes is not None]),
+            episodes=torch.tensor(
+                [
+                    (one.turns, len(one.calls), sum(call.failed for call in one.calls))
+                    for one in (sample.episode for sample in scored.samples)
+                    if one is not None
+                ]
+            ).view(-1, 3),
         )
 
     @classmethod
     def none(cls, functions: int) -> RolloutFacts:
         """Of a process without completions."""
         nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        return cls(nothing, torch.zeros(0, functions), nothing, no_flags, no_flags, 0, 0, {}, {}, _sizes([]))
+        per_function, supports, episodes = torch.zeros(0, functions), _sizes([]), torch.zeros(0, 3)
+        return cls(nothing, per_function, nothing, no_flags, no_flags, 0, 0, {}, {}, supports, episodes)
 
 
 def rollout_metrics(
@@ -292,6 +312,14 @@ def rollout_metrics(
     if tokens := supports[:, 0].sum():
         metrics |= {"sampling/kept_tokens/mean": supports[:, 1].sum() / tokens}
         metrics |= {"sampling/kept_tokens/max": supports[:, 2].amax()}
+    episodes = torch.cat([facts.episodes for facts in processes]).float()
+    if len(episodes):
+        turns, calls, failed_calls = episodes.sum(0)
+        metrics |= {
+            "tools/turns": turns / len(episodes),
+            "tools/call_frequency": calls / len(episodes),
+            "tools/failure_frequency": failed_calls / calls.clamp(min=1),
+        }
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),

@@ -15,19 +15,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from huggingface_hub import get_token
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, TrainerCallback
 
-from fused_grpo.errors import DataError, InputError, UnavailableError, WrongTypeError
+from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.scoring import RolloutFacts, pass_names, rollout_metrics
@@ -35,25 +33,28 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.curriculum import CurriculumSampler, levels_of
-from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
+from fused_grpo.trainer.data.datasets import is_conversational, is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, sampling_dtype, server_urls
+from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
+from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
-from fused_grpo.trainer.logging.model_card import is_hub_id
+from fused_grpo.trainer.logging.model_card import check_hub, is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
-from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, tokenizer_for
+from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
+OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
@@ -73,10 +74,13 @@ class Start:
     engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
     teacher: Any = None
     accelerator: Accelerator | None = None  # None: of a dry run
+    tools: Any = None
+    environment_factory: Any = None
     config: Any = None  # of the model; None: the one beside it
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
     tokenizer: Any = field(init=False)
+    rules: Rules | None = None  # of episodes
     limit: PromptLimit = field(init=False)
     max_steps: int = field(init=False)
     epochs: Epochs = field(init=False)
@@ -94,6 +98,11 @@ class Start:
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     @property
+    def sets(self) -> dict[str, Any]:
+        """All datasets, under the names that errors have."""
+        return {"train_dataset": self.train} | {set_name(name): rows for name, rows in self.evals.items()}
+
+    @property
     def model_path(self) -> str | None:
         """The path or hub id of a model that is yet to be loaded."""
         return str(self.model) if isinstance(self.model, str | Path) else None
@@ -105,10 +114,27 @@ class Start:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest prompt and completion; None where a stream does not say."""
+        """Tokens of the longest prompt and completion; None where nothing says."""
         if self.args.vllm_max_model_length or self.has_streams:
             return self.args.vllm_max_model_length
-        return self.limit.longest + self.args.max_completion_length
+        longest = self.limit.longest + (0 if self.environment_factory is None else OF_RESET)
+        return min(longest, self.limit.tokens or longest) + self.args.max_completion_length
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of it, with what an environment adds; None: no limit."""
+        longest = self.longest_sequence
+        if (
+            longest is None or self.engine is not None or self.engine_name == "transformers"
+        ):  # which have no cache of ours
+            return self.limit.tokens
+        return longest - self.args.max_completion_length
+
+    def check_environments(self) -> None:
+        """DataError for a row that names an environment which there is not."""
+        if self.rules is not None and self.rules.environments is not None:
+            for name, rows in self.sets.items():
+                self.rules.environments.check_rows(rows, name=name)
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
@@ -219,19 +245,6 @@ def check_services(start: Start) -> None:
             )
 
 
-def check_hub(name: str) -> None:
-    """UnavailableError without a login to the hub; InputError where no repository can have that name."""
-    if get_token() is None:
-        raise UnavailableError(
-            "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "
-            "variable HF_TOKEN"
-        )
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise InputError(f"got {name!r} as the name on the hub, want another ({error}); fix: hub_model_id") from error
-
-
 def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
     """The configuration of a module, or of a path or hub id; DataError where it cannot be loaded."""
     if isinstance(model, nn.Module):
@@ -269,6 +282,31 @@ def planned_shape(config: Any, model: Any, peft_config: Any) -> ModelShape | Non
     return None
 
 
+def check_episodes(start: Start) -> None:
+    """Tools have schemas, environments can be made and reset, and the chat template shows their calls and answers."""
+    if not start.tools and start.environment_factory is None:
+        return
+    found = generation_config(start) or GenerationConfig.from_model_config(start.config)
+    stop_ids = stop_token_ids(SimpleNamespace(generation_config=found), start.tokenizer)
+    start.rules = rules_of(start.tools, start.environment_factory, start.args, start.tokenizer, stop_ids)
+    for name, rows in start.sets.items():
+        if not is_conversational(next(iter(read_rows(rows, name=name)))):
+            raise DataError(
+                f"got tools and strings as prompts of {name}, want conversations, in which a template writes calls and "
+                "answers; fix: [{'role': 'user', 'content': ...}] as prompt"
+            )
+
+
+def generation_config(start: Start) -> Any:
+    """The model's; None where a model that is yet to be loaded makes one."""
+    if isinstance(start.model, nn.Module):
+        return base_model(start.model).generation_config
+    revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
+    with loading(f"model {start.model_path!r}, whose generation_config"), suppress(OSError):
+        return GenerationConfig.from_pretrained(str(start.model_path), revision=revision)
+    return None
+
+
 def check_prompts(start: Start) -> None:
     """Every prompt has a token, all of them known to the model, and leaves room for a completion."""
     own, text = start.engine, start.config.get_text_config()
@@ -278,6 +316,7 @@ def check_prompts(start: Start) -> None:
         # A user's engine may shorten prompts, and their function encodes them itself.
         positions=positions(text) if own is None else None,
         vocabulary=text.vocab_size if own is None or hasattr(own, "generate") else None,
+        tools=() if start.rules is None else start.rules.shown_tools,
     )
     start.train = start.limit.applied(start.train, name="train_dataset")
     for name, rows in start.evals.items():
@@ -292,26 +331,13 @@ def check_curriculum(start: Start) -> None:
         levels_of(start.train, start.args.curriculum)
 
 
-def positions(text_config: Any) -> int | None:
-    """The longest sequence of a model, with what a scaled rotary embedding adds to it; None where none is known."""
-    most = getattr(text_config, "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1 or getattr(text_config, "alibi", False):
-        return None
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # one for each kind of layer
-    original = [kind.get("original_max_position_embeddings") or most for kind in kinds]
-    return max([most, *(int(n * (kind.get("factor") or 1)) for n, kind in zip(original, kinds, strict=True))])
-
-
 def check_saving(start: Start) -> None:
     """What will be saved beside the weights is saved once, in a temporary folder: transformers refuses some of it."""
     parts = {"the tokenizer": start.tokenizer}
     if isinstance(start.model, nn.Module) and not is_adapted(start.model) and start.peft_config is None:
         parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
     elif start.model_path is not None and start.peft_config is None:
-        revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
-        with loading(f"model {start.model_path!r}, whose generation_config"), suppress(OSError):  # the model makes one
-            parts["the generation_config"] = GenerationConfig.from_pretrained(start.model_path, revision=revision)
+        parts |= {"the generation_config": found} if (found := generation_config(start)) is not None else {}
     directory = gettempdir()
     remove_abandoned(directory)  # of a process that was killed here
     for name, part in parts.items():
@@ -369,11 +395,13 @@ def check_rewards(start: Start) -> None:
     elif isinstance(given, list):  # of a dry run, which loads no model
         given = [one for one in given if callable(one) or not is_reward_model(one)] or no_reward
     classes = start.reward_processing_classes
-    start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device)
-    sets = {"train_dataset": start.train} | {set_name(name): rows for name, rows in start.evals.items()}
-    for name, rows in sets.items() if start.engine is None else ():  # the user's own may add columns
+    environments = None if start.rules is None else start.rules.environments
+    more = [] if environments is None else environments.rewards()
+    start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device, more=more)
+    for name, rows in start.sets.items() if start.engine is None else ():  # the user's own may add columns
         try:
-            start.rewards.check_columns(next(iter(read_rows(rows, name=name))))
+            columns = next(iter(read_rows(rows, name=name)))
+            start.rewards.check_columns([*columns, *([] if environments is None else ["environments"])])
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
@@ -388,8 +416,23 @@ def check_rewards(start: Start) -> None:
         )
 
 
-def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, device: torch.device) -> Rewards:
-    """The reward functions, with the options of `args`. With a teacher there may be none: all rewards are 0 then."""
+def make_rewards(
+    functions: Any,
+    args: GRPOConfig,
+    *,
+    processing_classes: Any,
+    device: torch.device,
+    more: Sequence[Callable[..., Any]] = (),
+) -> Rewards:
+    """The reward functions, with the options of `args`, and `more` of weight 1, which environments have.
+
+    With a teacher there may be none: all rewards are 0 then.
+    """
+    if more:
+        listed = functions if isinstance(functions, list | tuple) else [] if functions is None else [functions]
+        functions, given = [*listed, *more], processing_classes
+        if given is not None:
+            processing_classes = [*(given if isinstance(given, list | tuple) else [given]), *[None] * len(more)]
     if args.distillation_coef > 0 and (functions is None or functions == []):
         for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
             if (value := getattr(args, name)) != off:
@@ -405,7 +448,7 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
         )
     return Rewards(
         functions,
-        weights=args.reward_weights,
+        weights=None if args.reward_weights is None else [*args.reward_weights, *[1.0] * len(more)],
         processing_classes=processing_classes,
         failure=args.reward_failure,
         retries=args.reward_retries,
@@ -417,8 +460,8 @@ def make_rewards(functions: Any, args: GRPOConfig, *, processing_classes: Any, d
     )
 
 
-CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model, check_prompts)
-CHECKS += (check_curriculum, check_places, check_saving, check_disk, check_rewards)
+CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model)
+CHECKS += (check_episodes, check_prompts, check_curriculum, check_places, check_saving, check_disk, check_rewards)
 
 
 def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:

@@ -19,10 +19,26 @@ def conversation(value: object, *, name: str) -> list[tuple[str, str]]:
     """A prompt or completion as (role, text) parts; anything but a list of messages is one part called `name`."""
     if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(part, Mapping) for part in value):
         return [
-            (str(message.get("role", "?")), str(message.get("content") or message.get("tool_calls") or ""))
+            (
+                str(message.get("role", "?")),
+                "\n".join(filter(None, (str(message.get("content") or ""), _calls(message)))),
+            )
             for message in value
         ]
     return [(name, str(value))]
+
+
+def _calls(message: Mapping[str, object]) -> str:
+    """The tool calls of a message as `name(argument=value)`, a line each; other things than TRL's form as they are."""
+    calls = message.get("tool_calls") or ()
+    try:
+        functions = [call["function"] for call in calls]  # type: ignore[attr-defined]
+        return "\n".join(
+            f"{one['name']}({', '.join(f'{name}={value!r}' for name, value in one['arguments'].items())})"
+            for one in functions
+        )
+    except (TypeError, KeyError, AttributeError):
+        return str(calls)
 
 
 def short_number(value: float | None) -> str:

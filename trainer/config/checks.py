@@ -19,7 +19,7 @@ RANGES: Ranges = (
         "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps ddp_timeout "
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
-        "num_completions_to_print vllm_max_model_length",
+        "num_completions_to_print vllm_max_model_length max_tool_calling_iterations",
     ),
     (
         "a number of steps, or a share of all steps between 0 and 1",
@@ -59,7 +59,7 @@ RANGES: Ranges = (
     (
         f"seconds, {LONGEST} at most, and > 0",
         lambda value: 0 < value <= LONGEST,
-        "ddp_timeout reward_timeout vllm_server_timeout",
+        "ddp_timeout reward_timeout tool_timeout vllm_server_timeout",
     ),
     (f"a number from 0 to {LARGEST_SEED}", lambda value: 0 <= value <= LARGEST_SEED, "seed data_seed"),
     (
@@ -81,12 +81,22 @@ def check_config(args: Any) -> None:
     _check_together(args)
 
 
-def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_model: Any, **missing: Any) -> None:
+def check_arguments(
+    args: Any,
+    *,
+    rollout_func: Any,
+    eval_dataset: Any,
+    teacher_model: Any,
+    tools: Any = None,
+    environment_factory: Any = None,
+    **missing: Any,
+) -> None:
     """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
         UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
-        InputError: `rollout_func` with `generate_ahead`, evaluations without a dataset, or as `check_teacher`.
+        InputError: `rollout_func` with `generate_ahead` or with tools, evaluations without a dataset, environments with
+            `generate_ahead`, or as `check_teacher`.
     """
     for name, value in missing.items():
         if value:
@@ -94,6 +104,13 @@ def check_arguments(args: Any, *, rollout_func: Any, eval_dataset: Any, teacher_
     check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
+    if rollout_func is not None and (tools or environment_factory is not None):
+        raise InputError(
+            "got rollout_func with tools or environment_factory, want one way to play episodes; fix: call the tools in "
+            "the function, with an env_mask, or leave it out"
+        )
+    if environment_factory is not None and args.generate_ahead:  # its object is scored while the next batch is played
+        raise InputError("got generate_ahead with environment_factory, want one of them; fix: generate_ahead=False")
     if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
         raise InputError(
             f"got eval_strategy={args.eval_strategy!r} and eval_on_start={args.eval_on_start} without an eval_dataset, "

@@ -227,6 +227,10 @@ class GRPOConfig(LossOptions, DerivedOptions):
     rollout_failure: Literal["fail", "retry", "drop"] = "fail"
     """Reaction to a completion that cannot be used (a NaN log-prob, no tokens, ...): "fail" ends the run, "retry"
     samples its prompt again, twice at most, "drop" drops its group."""
+    max_tool_calling_iterations: int | None = None
+    """Number of turns in which the model may call tools, in an episode. None sets no limit."""
+    tool_timeout: float = 60.0
+    """Number of seconds that one call of a tool may take; then the model reads that it took longer."""
     logprob_mismatch: Literal["fail", "warn"] | None = None
     """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning. None:
     an error, and a warning where the trainer's own model samples, which has no other weights."""

@@ -339,13 +339,18 @@ def as_conversations(dataset: Any, system: str | None = None) -> Any:
         before = [{"role": "system", "content": system}] if system else []
         return {**row, "prompt": [*before, {"role": "user", "content": row["prompt"]}]}
 
+    return mapped(dataset, as_conversation)
+
+
+def mapped(dataset: Any, function: Callable[[Any], Any]) -> Any:
+    """The dataset with a function of each row; what is no dataset as it is."""
     if isinstance(dataset, Mapping | str | Iterator):
         return dataset
     if hasattr(dataset, "map"):
-        return dataset.map(as_conversation)
+        return dataset.map(function)
     if not is_stream(dataset):
-        return [as_conversation(row) for row in read_rows(dataset, name="the dataset")]
-    return _MappedStream(dataset, as_conversation) if isinstance(dataset, Iterable) else dataset
+        return [function(row) for row in read_rows(dataset, name="the dataset")]
+    return _MappedStream(dataset, function) if isinstance(dataset, Iterable) else dataset
 
 
 class _MappedStream:

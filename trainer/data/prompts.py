@@ -30,7 +30,7 @@ from fused_grpo.trainer.data.datasets import clean_prompt, is_conversational, is
 SET_HERE = {"tokenize", "return_dict", "return_tensors", "padding", "add_generation_prompt"}
 _ROWS_AT_ONCE = 1000
 # More than a tokenizer puts into a token on average. What is longer is not encoded: that takes 100 bytes a character.
-_CHARACTERS_OF_A_TOKEN = 128
+CHARACTERS_OF_A_TOKEN = 128
 
 
 def as_completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
@@ -143,13 +143,20 @@ class PromptLimit:
     Args:
         args: `vllm_max_model_length`, or `positions` if that is less, minus `max_completion_length` is the limit.
         positions, vocabulary: those of the model, rows of its embedding. None: unknown, or of no matter.
+        tools: functions whose schemas the chat template shows in every prompt.
 
     Raises:
         InputError: no room for any prompt, or an end-of-sequence token that the model does not have.
     """
 
     def __init__(
-        self, args: GRPOConfig, tokenizer: Any, *, positions: int | None = None, vocabulary: int | None = None
+        self,
+        args: GRPOConfig,
+        tokenizer: Any,
+        *,
+        positions: int | None = None,
+        vocabulary: int | None = None,
+        tools: Sequence[Any] = (),
     ) -> None:
         limits = {"vllm_max_model_length": args.vllm_max_model_length, "the model's positions": positions}
         limits = {name: limit for name, limit in limits.items() if limit is not None}
@@ -161,7 +168,8 @@ class PromptLimit:
         self._fix = f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
         self.longest = 0  # tokens of the longest prompt so far
         self._drops, self._vocabulary = args.long_prompts == "drop", vocabulary
-        self._tokenizer, self._template = tokenizer, args.chat_template_kwargs
+        self._tokenizer, self.template = tokenizer, dict(args.chat_template_kwargs or {})
+        self.template |= {"tools": list(tools)} if tools else {}
         if self.tokens is not None and self.tokens < 1:
             raise InputError(
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
@@ -217,9 +225,9 @@ class PromptLimit:
         """Token ids of each prompt; None for one that is too long, where those are left out."""
         most = math.inf if self.tokens is None else self.tokens
         short = [
-            place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * _CHARACTERS_OF_A_TOKEN
+            place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN
         ]
-        options: Any = {"chat_template_kwargs": self._template, "row_numbers": [numbers[place] for place in short]}
+        options: Any = {"chat_template_kwargs": self.template, "row_numbers": [numbers[place] for place in short]}
         encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
         kept: list[list[int] | None] = [None] * len(rows)
         for place, ids in zip(short, encoded, strict=True):

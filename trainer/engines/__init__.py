@@ -6,6 +6,7 @@ server/                   vLLM servers over HTTP
 transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
+turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
 sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
 """
@@ -32,6 +33,7 @@ class RolloutEngine(Protocol):
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
     has_own_weights: bool = True  # False: it samples with the trainer's tensors, and `load_weights` is given none
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
+    own_prompts: bool = False  # True: `generate` takes `rows` of the dataset with their numbers, and may encode them
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.

@@ -64,14 +64,14 @@ def checked_generate(
     sampling: SamplingParams,
     *,
     vocab_size: int,
-    prompts: Sequence[Any] | None = None,
+    rows: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
     failure: Literal["fail", "retry", "drop"] = "fail",
 ) -> list[Sample]:
     """`engine.generate`, checked: `sampling.n` samples for each prompt, in their order.
 
     Args:
         prompt_ids: P prompts as token ids.
-        prompts: the prompts as they are in the dataset, for a `rollout_func`.
+        rows: of the dataset, with their numbers, for an engine with prompts of its own.
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
             prompt again, with another seed, at most RETRIES times; then raise. "drop": give the samples of its prompt a
             `failure`; the completion is empty then, and the others are as they were sampled.
@@ -83,7 +83,7 @@ def checked_generate(
         UnsupportedError: no supports, with `sampling_support="require"`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
-    samples, size, attempt = _generate(engine, prompt_ids, sampling, vocab_size, prompts), sampling.n, 0
+    samples, size, attempt = generated(engine, prompt_ids, sampling, vocab_size, rows), sampling.n, 0
     while True:
         wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size)
         if not wrong:
@@ -96,9 +96,9 @@ def checked_generate(
         _log.warning("%s (sampling %d prompt(s) again, %d of %d)", problem, len(groups), attempt + 1, RETRIES)
         # With the same seed, a model that fails would fail again.
         seed = None if sampling.seed is None else random.Random(f"{sampling.seed}/{attempt}").getrandbits(SEED_BITS)
-        given = None if prompts is None else [prompts[group] for group in groups]
+        given = None if rows is None else [rows[group] for group in groups]
         asked, params = [prompt_ids[group] for group in groups], replace(sampling, seed=seed)
-        again = _generate(engine, asked, params, vocab_size, given)
+        again = generated(engine, asked, params, vocab_size, given)
         for place, group in enumerate(groups):
             samples[group * size : (group + 1) * size] = again[place * size : (place + 1) * size]
         attempt += 1
@@ -198,25 +198,24 @@ class WeightCheck:
             self._has_warned = True
 
 
-def _generate(
+def generated(
     engine: RolloutEngine,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    vocab_size: int,
-    prompts: Sequence[Any] | None,
+    vocab_size: int = 0,  # of an engine with prompts of its own
+    rows: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
 ) -> list[Sample]:
     """One call of the engine. Its rollouts are of these prompts and of the last weights; completions are unchecked."""
     version = engine.weight_version
-    # A `rollout_func` may return other prompts, and NaN for a log-prob that is not known.
-    by_user = isinstance(engine, FunctionEngine)
-    options: dict[str, Any] = {"prompts": prompts} if by_user else {}
+    own_prompts = getattr(engine, "own_prompts", False)  # which is no attribute of a user's engine
+    options: dict[str, Any] = {"rows": rows} if own_prompts else {}
     rollouts = engine.generate([list(ids) for ids in prompt_ids], sampling, **options)
-    if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, by_user=by_user):
+    if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, own_prompts=own_prompts):
         raise UnavailableError(
             f"got {wrong} from the {engine.name} engine, want {sampling.n} completions for each of {len(prompt_ids)} "
             "prompts, in their order; fix: the engine, which returns something else than it was asked for"
         )
-    for ids in rollouts.prompt_ids if by_user else ():
+    for ids in rollouts.prompt_ids if own_prompts else ():
         if wrong := wrong_tokens(ids, vocab_size):
             raise UnavailableError(
                 f"got {wrong} in a prompt from the {engine.name} engine, want token ids below {vocab_size}; fix: "
@@ -241,7 +240,7 @@ def _wrong_completions(
 ) -> dict[int, str]:
     """What is wrong, by the index of the completion."""
     problems = dict[int, str]()
-    by_user = isinstance(engine, FunctionEngine)
+    by_user = isinstance(engine, FunctionEngine)  # which may return NaN for a log-prob that is not known
     for index, sample in enumerate(samples):
         is_long = len(sample.completion_ids) > sampling.max_tokens
         wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
@@ -282,24 +281,24 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
     ]
 
 
-def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, by_user: bool) -> str | None:
+def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
     lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
     if rollouts.sampling_logprobs is not None:
         lists["lists of log-probs"] = rollouts.sampling_logprobs
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
         lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
-    if rollouts.completion_masks is not None:
-        lists["completion masks"] = rollouts.completion_masks
+    for what, column in {"completion masks": rollouts.completion_masks, "episodes": rollouts.episodes}.items():
+        lists |= {} if column is None else {what: column}
     lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in lists.items():
         if len(values) != n * len(prompt_ids):
             return f"{len(values)} {name}"
     if rollouts.num_generations != n:
         return f"groups of {rollouts.num_generations}"
-    if len(rollouts.prompt_ids) != len(prompt_ids):
+    if len(rollouts.prompt_ids) not in {len(prompt_ids), len(prompt_ids) * (n if own_prompts else 1)}:
         return f"{len(rollouts.prompt_ids)} prompts"
     same = list(map(list, rollouts.prompt_ids)) == list(map(list, prompt_ids))
-    return None if by_user or same else "completions of other prompts"
+    return None if own_prompts or same else "completions of other prompts"
 
 
 def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> str | None:

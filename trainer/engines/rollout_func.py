@@ -50,6 +50,7 @@ class FunctionEngine(RolloutEngine):
     """
 
     name = "rollout_func"
+    own_prompts = True
     why_no_support = 'it needs "sampling_support" in what the function returns'
 
     def __init__(self, rollout_func: RolloutFunction, trainer: Any, *, inner: RolloutEngine | None = None) -> None:
@@ -73,18 +74,21 @@ class FunctionEngine(RolloutEngine):
         prompt_ids: Sequence[Sequence[int]],
         sampling: SamplingParams,
         *,
-        prompts: Sequence[Any] | None = None,
+        rows: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
     ) -> Rollouts:
         """Return `sampling.n` completions for each prompt from the function; see RolloutEngine.
 
-        The function is given the dataset's `prompts`; None: `prompt_ids` decoded.
+        The function is given the prompts of the dataset's `rows`, which come with their numbers; None: `prompt_ids`
+        decoded.
 
         Raises:
             DataError: a return value of another shape.
             UnsupportedError: prompts that differ within a group.
         """
-        if prompts is None:
-            prompts = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
+        if rows is None:
+            prompts: list[Any] = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
+        else:
+            prompts = [row["prompt"] for _, row in rows]
         repeated = [own_copy(prompt) for prompt in prompts for _ in range(sampling.n)]
         output = self._function(repeated, self._trainer)
         try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 # vLLM adds a completion's index in its group to its prompt's seed: 62 bits leave room for that in a signed int64.
 SEED_BITS = 62
@@ -53,12 +54,13 @@ VLLM_EXTRAS = frozenset(
 )
 
 
+_LEAST = ("min_tokens", "min_new_tokens")  # which may not be above the largest number of tokens
 # Where an engine lists the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left
 # out (JSON has no -inf, servers send -9999); and the probability of kept tokens that may be missing in the list.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that end a completion, as vLLM finds them: tokenizer's and generation config's; InputError: no ids."""
     config = getattr(model, "generation_config", None)
     from_model = getattr(config, "eos_token_id", None)
@@ -147,6 +149,12 @@ def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int
     same = {name: getattr(sampling, name) for name in names} | {"logprobs": listed} | sampling.extra
     same["n"] = sampling.num_sampled
     return [{**same, "seed": seed} for seed in seeds]
+
+
+def turn_sampling(sampling: SamplingParams, max_tokens: int, *, seed: int) -> SamplingParams:
+    """The options of one turn of an episode, of those of a batch."""
+    least = {name: min(sampling.extra[name], max_tokens) for name in _LEAST if name in sampling.extra}
+    return replace(sampling, n=1, max_tokens=max_tokens, seed=seed, first_prompt=0, extra={**sampling.extra, **least})
 
 
 class Support(NamedTuple):

@@ -243,9 +243,10 @@ def _of_many_prompts(numbers: list[int], prompts: Sequence[str], count: int) -> 
 def _texts(row: Mapping[str, object]) -> tuple[Text, Text]:
     """The prompt and the completion of a row."""
     prompt = Text(_sample(message_text(row.get("prompt", "")), PROMPT_CHARACTERS), style="dim")
-    parts = conversation(row.get("completion", ""), name="")
+    said = row.get("messages", row.get("completion", ""))
+    parts = conversation(said, name="")
     # The role of a single message is known: the assistant.
-    text = parts[0][1] if len(parts) == 1 else message_text(row.get("completion", ""))
+    text = parts[0][1] if len(parts) == 1 else message_text(said)
     completion = Text(_sample(text, COMPLETION_CHARACTERS))
     if row.get("finish_reason") == "length":
         completion.append(" [cut at the length limit]", style="yellow")

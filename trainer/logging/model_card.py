@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 
 from fused_grpo.env import versions
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options
@@ -137,3 +140,16 @@ def _is_readable(value: Any) -> bool:
         return all(map(is_plain, part)) if isinstance(part, list | tuple) else isinstance(part, PLAIN | None)
 
     return is_plain(value) and len(str(value)) <= OPTION_CHARACTERS
+
+
+def check_hub(name: str) -> None:
+    """UnavailableError without a login to the hub; InputError where no repository can have that name."""
+    if get_token() is None:
+        raise UnavailableError(
+            "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "
+            "variable HF_TOKEN"
+        )
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(f"got {name!r} as the name on the hub, want another ({error}); fix: hub_model_id") from error

@@ -167,7 +167,9 @@ def _samples(rows: Sequence[Mapping[str, object]], seed: int) -> list[dict[str, 
         numbers |= {name: metric(rewards, name) for name in rewards} if isinstance(rewards, dict) else {}
         facts = [f"{name} {short_number(value)}" for name, value in numbers.items()]
         facts += ["cut at the length limit"] if row.get("finish_reason") == "length" else []
-        parts = [part for side in ("prompt", "completion") for part in conversation(row.get(side, ""), name=side)]
+        facts += [f"{row['turns']} turns, ended: {row['ended']}"] if "ended" in row else []
+        sides = {"prompt": row.get("prompt", ""), "completion": row.get("messages", row.get("completion", ""))}
+        parts = [part for side, said in sides.items() for part in conversation(said, name=side)]
         samples.append({"kind": kind, "facts": facts, "parts": parts})
     return samples
 

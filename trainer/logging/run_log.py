@@ -41,6 +41,7 @@ TAKEN = re.compile(
     | reward|reward_std|reward_std_within_groups|frac_reward_zero_std|groups_with_equal_rewards|learning_rate|grad_norm
     | prompts?|completions?|completion_(ids|length|tokens)|images?|rewards|advantages?|finish_reason|kept_tokens
     | dropped|failure|weight_version|rollout_engine|generate_calls|num_tokens|off_policy_steps|ratio_(mean|min|max)
+    | messages|turns|tool_calls|ended
     | clip_ratio([_/].*|)|cispo_clip_ratio|sampling_difference_(mean|max)|policy_loss|policy_term|loss_without_bonus
     | kl|aux_loss|distillation|entropy|entropy_coef|entropy_coef_applied|effective_weight|zero_gradient_fraction
     | recomputed_fraction|skipped_steps""",

@@ -226,3 +226,14 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(first.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def positions(text_config: Any) -> int | None:
+    """The longest sequence of a model, with what a scaled rotary embedding adds to it; None where none is known."""
+    most = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1 or getattr(text_config, "alibi", False):
+        return None
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # one for each kind of layer
+    original = [kind.get("original_max_position_embeddings") or most for kind in kinds]
+    return max([most, *(int(n * (kind.get("factor") or 1)) for n, kind in zip(original, kinds, strict=True))])

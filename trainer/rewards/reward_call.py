@@ -145,7 +145,12 @@ class RewardCaller:
         given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
-            name: [own_copy(entry) for entry in value] if name in inputs.columns else own_copy(value)
+            # And environments are the objects themselves.
+            name: list(value)
+            if name == "environments"
+            else [own_copy(entry) for entry in value]
+            if name in inputs.columns
+            else own_copy(value)
             for name, value in given.items()
             if self.accepted is None or name in self.accepted
         }

@@ -16,8 +16,8 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaCon
 from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
-from fused_grpo.trainer.collect.start_checks import positions
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.models.loading import positions
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]

@@ -116,7 +116,9 @@ def test_a_function_may_omit_log_probs_but_not_return_unknown_tokens() -> None:
 
     def ask_function(**changes: Any) -> list[Sample]:
         engine = FunctionEngine(lambda prompts, _: seen.append(prompts) or output | changes, trainer)
-        return checked_generate(engine, PROMPTS, SAMPLING, vocab_size=20, prompts=["a", "b"])
+        return checked_generate(
+            engine, PROMPTS, SAMPLING, vocab_size=20, rows=[(0, {"prompt": "a"}), (1, {"prompt": "b"})]
+        )
 
     assert column(ask_function(), "prompt_ids") == [[2]] * 4
     assert seen == [["a", "a", "b", "b"]]

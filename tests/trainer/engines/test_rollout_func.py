@@ -66,7 +66,7 @@ def test_the_function_sees_each_prompt_once_per_completion_and_the_trainer(train
     seen: list[Any] = []
     engine = FunctionEngine(lambda prompts, trainer: seen.append((prompts, trainer)) or GOOD, trainer)
     messages = [[{"role": "user", "content": "3+4="}], [{"role": "user", "content": "a"}]]
-    engine.generate(PROMPT_IDS, SAMPLING, prompts=messages)
+    engine.generate(PROMPT_IDS, SAMPLING, rows=[(number, {"prompt": one}) for number, one in enumerate(messages)])
     engine.generate(PROMPT_IDS, SAMPLING)
     assert seen[0] == ([messages[0], messages[0], messages[1], messages[1]], trainer)
     decoded = trainer.processing_class.batch_decode(PROMPT_IDS)
@@ -144,7 +144,9 @@ def test_the_function_may_edit_its_prompts_and_what_it_returned(trainer) -> None
         prompts.clear()
         return output
 
-    rollouts = FunctionEngine(edits, trainer).generate(PROMPT_IDS, SAMPLING, prompts=messages)
+    rollouts = FunctionEngine(edits, trainer).generate(
+        PROMPT_IDS, SAMPLING, rows=[(number, {"prompt": one}) for number, one in enumerate(messages)]
+    )
     assert [message["content"] for (message,) in messages] == ["3+4=", "a"]
     for values in output.values():
         for value in values:

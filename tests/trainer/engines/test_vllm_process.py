@@ -16,7 +16,7 @@ import torch
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.engines.vllm.start_vllm import config_folder
-from fused_grpo.trainer.types import SamplingParams
+from fused_grpo.trainer.types import SamplingParams, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -206,3 +206,35 @@ def test_the_trainers_process_group_survives_the_engine(farm) -> None:
     for rank in ranks:
         assert rank.wait() == 0, rank.output
         assert "ranks that answer: 2" in rank.output
+
+
+def test_turns_that_come_later_are_sampled_with_those_under_way(model, tokenizer) -> None:
+    """A turn's seed decides what it says, not what was sampled beside it; each ends at its own limit."""
+    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", max_sequences=4)
+    try:
+        sampling = SamplingParams(n=4, max_tokens=12, seed=0)
+        batch = [Turn(number, [5, 6, 7 + number], 4 + 2 * number, 100 + number) for number in range(4)]
+        alone = {}
+        for turn in batch:
+            with engine.turn_session(sampling) as session:
+                session.add(turn)
+                while session.has_work:
+                    alone |= dict(session.step())
+        beside, waiting = {}, list(batch)
+        with engine.turn_session(sampling) as session:
+            session.add(waiting.pop(0))
+            while session.has_work or waiting:
+                if waiting:
+                    session.add(waiting.pop(0))  # one more at each step of the engine
+                beside |= dict(session.step())
+        for turn in batch:
+            one, other = alone[turn.episode], beside[turn.episode]
+            assert one.token_ids == other.token_ids
+            assert len(one.token_ids) == turn.max_tokens or one.finish_reason == "stop"
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        with pytest.raises(InputError, match=r"prompt 0 of .* tokens"), engine.turn_session(sampling) as session:
+            session.add(Turn(0, [5] * 64, 4, 0))
+        with pytest.raises(UnavailableError, match="closed"), engine.turn_session(sampling):
+            pass  # an error in a session leaves no requests behind
+    finally:
+        engine.close()

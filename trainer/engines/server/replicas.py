@@ -26,6 +26,7 @@ import json
 import logging
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
@@ -36,7 +37,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError, shown
-from fused_grpo.trainer.common.threads import in_thread
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -168,7 +168,7 @@ class Replicas:
         self._headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._max_concurrency, self.timeout = max_concurrency, timeout
+        self._slots, self.timeout = asyncio.Semaphore(max_concurrency), timeout  # of all calls
         self._certificates = ssl.create_default_context()
 
     def run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]], *, doing: str) -> T:
@@ -188,8 +188,7 @@ class Replicas:
                 return await work(client)
 
         try:
-            # In a thread of its own: a notebook runs an event loop in this one.
-            return in_thread(lambda: asyncio.run(with_deadline()), name="servers").result()
+            return asyncio.run_coroutine_threadsafe(with_deadline(), _event_loop()).result()
         except TimeoutError as error:
             errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
             raise UnavailableError(
@@ -216,7 +215,12 @@ class Replicas:
         return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
 
     def complete(
-        self, bodies: Sequence[Json], *, weight_version: str, read: Callable[[Json, list[Choice]], T]
+        self,
+        bodies: Sequence[Json],
+        *,
+        weight_version: str,
+        read: Callable[[Json, list[Choice]], T],
+        out: dict[Replica, str] | None = None,
     ) -> list[T]:
         """The response to each body, in the order of `bodies`, from servers whose weights have `weight_version`.
 
@@ -226,12 +230,12 @@ class Replicas:
             bodies: requests for completions.
             weight_version: that of the last sync.
             read: makes the result from body and response; it raises RequestError where it cannot.
+            out: servers that are not asked any more, and why. None: of this call.
 
         Raises:
             UnavailableError: no server is left, one refused a request, or time is up.
         """
-        out: dict[Replica, str] = {}  # and why
-        slots = asyncio.Semaphore(self._max_concurrency)
+        out = {} if out is None else out
 
         def leave_out(replica: Replica, problem: str) -> None:
             if replica not in out:
@@ -239,7 +243,7 @@ class Replicas:
                 _log.warning("%s is down or has other weights; sampling without it: %s", replica.url, shown(problem))
 
         async def completed(client: httpx.AsyncClient, body: Json) -> tuple[Replica, T]:
-            async with slots:
+            async with self._slots:
                 while live := [replica for replica in self.all if replica not in out]:
                     replica = min(live, key=lambda replica: replica.in_flight)
                     for pause in _PAUSES:
@@ -281,6 +285,14 @@ class Replicas:
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Of all requests, in a thread of its own: a notebook runs one in this thread, and a user's code blocks others."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
+    return loop
 
 
 def checked_url(url: str, *, allow_remote: bool) -> str:

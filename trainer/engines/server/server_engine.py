@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -34,6 +35,7 @@ from fused_grpo.trainer.engines.sampling import (
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
+from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
@@ -103,8 +105,13 @@ class VLLMServerEngine(RolloutEngine):
         self.weight_dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else None
         self._transfer = choose_transfer(weight_transfer, self._replicas, infos, directory=weights_directory)
 
-    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, *, out: dict[Replica, str] | None = None
+    ) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
+
+        Args:
+            out: servers that are not asked any more, and why, in all calls that are given it.
 
         Raises:
             InputError: as `prepared`.
@@ -127,8 +134,13 @@ class VLLMServerEngine(RolloutEngine):
             vocab_size=self._vocab_size,
         )
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
-        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions)
+        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions, out=out)
         return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
+
+    @contextmanager
+    def turn_session(self, sampling: SamplingParams) -> Iterator[ConcurrentSession]:
+        """A batch of turns that come one after the other, each a request; see engines/turns.py."""
+        yield ConcurrentSession(partial(self.generate, out={}), sampling)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.

@@ -21,8 +21,8 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -39,6 +39,7 @@ from fused_grpo.trainer.engines.sampling import (
     listed_support,
     num_listed,
     rollouts_of,
+    turn_sampling,
     vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm.start_vllm import (
@@ -48,11 +49,12 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     preserved_state,
     start_vllm,
 )
+from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -167,24 +169,32 @@ class VLLMEngine(RolloutEngine):
             WeightSyncError: the engine slept, and no weights were loaded since.
             UnavailableError: the engine is closed, or vLLM failed, which closes it.
         """
-        if self.weight_version < 0:
-            raise WeightSyncError(
-                "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
-                "fix: wake(), then load_weights(...)"
-            )
-        prompts, options = vllm_requests(
-            prompt_ids,
-            sampling,
-            self._seeds,
-            engine=self.name,
-            max_model_len=self._max_model_len,
-            max_listed=self._max_listed,
-            vocab_size=self._vocab_size,
-        )
+        self._check_weights()
+        prompts, options = self._options(prompt_ids, sampling)
         outputs = self._sample(prompts, self._requests(options, sampling))
         listed = any(each["logprobs"] for each in options)
         completions = [_completion(each, listed=listed) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
+
+    @contextmanager
+    def turn_session(self, sampling: SamplingParams) -> Iterator[VLLMTurns]:
+        """A batch of turns that come one after the other, sampled with these options; see engines/turns.py.
+
+        Raises:
+            InputError, WeightSyncError, UnavailableError: as `generate`.
+        """
+        self._check_weights()
+        listed = False
+
+        def request(turn: Turn) -> Any:
+            nonlocal listed
+            of_turn = turn_sampling(sampling, turn.max_tokens, seed=turn.seed)
+            _, (options,) = self._options([turn.prompt_ids], of_turn)
+            listed = bool(options["logprobs"])
+            return self._requests([options], sampling)[0]
+
+        with self._sampling(generators=False) as llm:  # tools draw meanwhile
+            yield VLLMTurns(llm, request, lambda output: _completion(output, listed=listed), self._lora_request)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
@@ -243,26 +253,46 @@ class VLLMEngine(RolloutEngine):
             raise UnavailableError("got a call on a closed vllm engine, want an open one; fix: make a new engine")
         return self._llm
 
-    def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
+    def _check_weights(self) -> None:
+        if self.weight_version < 0:
+            raise WeightSyncError(
+                "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
+                "fix: wake(), then load_weights(...)"
+            )
+
+    def _options(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        return vllm_requests(
+            prompt_ids,
+            sampling,
+            self._seeds,
+            engine=self.name,
+            max_model_len=self._max_model_len,
+            max_listed=self._max_listed,
+            vocab_size=self._vocab_size,
+        )
+
+    @contextmanager
+    def _sampling(self, *, generators: bool = True) -> Iterator[Any]:
+        """vLLM's `LLM`, for the requests of a batch."""
         llm = self._engine()
         if self._on_cpu:
             # A resumed run has not made the calls before: what they left in the cache may not change the last bits.
             llm.reset_prefix_cache()
-        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         try:
             # vLLM compiles small functions that enforce_eager does not reach.
-            with preserved_state(), torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
-                outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
-        except BaseException as error:
-            # The next call would return the unfinished requests.
-            self.close()
-            if not isinstance(error, Exception):
-                raise
-            raise UnavailableError(
-                f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model "
-                "and sampling options that vLLM can run here; fix: change engine_options or generation_kwargs, or take "
-                "the transformers engine"
-            ) from error
+            stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
+            with preserved_state(generators=generators), stance:
+                yield llm
+        except BaseException:
+            self.close()  # the next call would return the unfinished requests
+            raise
+
+    def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        with self._sampling() as llm, sampling_errors():
+            outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
         return outputs
 
     def _cpu_options(self, model: PreTrainedModel, max_model_len: int, sequences: int) -> dict[str, Any]:

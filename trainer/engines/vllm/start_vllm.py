@@ -265,11 +265,11 @@ def _set_defaults() -> None:
 
 
 @contextmanager
-def preserved_state() -> Iterator[None]:
+def preserved_state(*, generators: bool = True) -> Iterator[None]:
     """Restore the random generators, TF32, the CUDA stream, threads, the CPU affinity and the environment afterwards.
 
-    The generators are those of Python, NumPy and torch (CPU and current CUDA device). vLLM's own environment variables
-    stay, because it reads them again while it runs.
+    The generators are those of torch (CPU and current CUDA device), and with `generators` of Python and NumPy. vLLM's
+    own environment variables stay, because it reads them again while it runs.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -280,8 +280,9 @@ def preserved_state() -> Iterator[None]:
         with torch.random.fork_rng(devices=devices), stream:
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        if generators:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
         if has_tf32:
             torch.set_float32_matmul_precision("high")
         torch.set_num_threads = set_num_threads

@@ -1,0 +1,33 @@
+"""The bugs of `planted_bugs.py` in tools and environments: (file, old, new, caught by)."""
+
+PLAY = ["tests/trainer/episodes/test_play.py", "-k", "what_was_said and Concurrent"]
+TASKS = ["tests/trainer/episodes/test_environments.py", "-k", "writes_the_task"]
+IDS = ["tests/trainer/episodes/test_conversation.py", "-k", "only_grow or calls_of_a_reply"]
+ORDER = ["tests/trainer/episodes/test_play.py", "-k", "order_in_which"]
+
+BUGS = {
+    "what tools wrote is trained on": (
+        "trainer/episodes/play.py",
+        "self.mask += [False] * len(added)",
+        "self.mask += [True] * len(added)",
+        PLAY,
+    ),
+    "who answers first draws first": (
+        "trainer/episodes/play.py",
+        "[future for future in answering if future.done()]",
+        "sorted((one for one in answering if one.done()), key=lambda one: one.result()[0][0].seconds)",
+        ORDER,
+    ),
+    "members of a group have tasks of their own": (
+        "trainer/episodes/play.py",
+        'random.Random(f"{self._batch}/{number}")',
+        'random.Random(f"{self._batch}/{seed}")',
+        TASKS,
+    ),
+    "the token that ends a turn comes twice": (
+        "trainer/episodes/conversation.py",
+        "ids[before if after is None",
+        "ids[before - 1 if after is None",
+        IDS,
+    ),
+}

@@ -1,0 +1,232 @@
+"""Calls of tools and their answers: concurrent, in order, limited in time and size, and never the end of a run."""
+
+import asyncio
+import time
+
+import pytest
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.episodes.tools import Answers, check_tools
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a * b
+
+
+SPANS = list[tuple[float, float]]()
+
+
+async def later(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    start = time.perf_counter()
+    await asyncio.sleep(seconds)
+    SPANS.append((start, time.perf_counter()))
+    return f"after {seconds}"
+
+
+def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return f"after {seconds}"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+
+RESULTS = {
+    "text": "12",
+    "parts": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+    "list": [1, 2],
+    "dict": {"a": 1},
+    "none": None,
+    "surrogate": "a\ud800",
+    "large": "x" * 50_000_000,
+    "image": [{"type": "image", "image": object()}],
+    "unprintable": Unprintable(),
+}
+ERRORS = {
+    "value": ValueError("bad\x1b[31m"),
+    "exit": SystemExit(3),
+    "empty": KeyError(),
+    "long": OSError("y" * 10**7),
+    "interrupt": KeyboardInterrupt(),
+    "cancelled": asyncio.CancelledError(),
+    "unprintable": Mute(),
+    "surrogate": ValueError("\ud800"),
+}
+
+
+def returns(kind: str) -> object:
+    """Return.
+
+    Args:
+        kind: What.
+    """
+    return RESULTS[kind]
+
+
+def fails(how: str) -> str:
+    """Fail.
+
+    Args:
+        how: With what.
+    """
+    raise ERRORS[how]
+
+
+def answered(*calls, timeout=60.0, tools=(multiply, later, slow, returns, fails)):
+    asked = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    return Answers(tools, timeout=timeout).start(asked).result()
+
+
+def test_answers_come_in_order_and_coroutines_run_at_the_same_time():
+    SPANS.clear()
+    found = answered(("later", {"seconds": 0.4}), ("multiply", {"a": 3, "b": 4}), ("later", {"seconds": 0.3}))
+    assert [text for _, text in found] == ["after 0.4", "12", "after 0.3"]
+    (one, end), (other, other_end) = SPANS
+    assert max(one, other) < min(end, other_end)
+    assert [(call.name, call.failed) for call, _ in found] == [("later", False), ("multiply", False), ("later", False)]
+    assert found[0][0].seconds >= 0.4
+
+
+def test_coroutines_that_hang_are_waited_for_at_the_same_time():
+    start = time.perf_counter()
+    found = answered(*[("later", {"seconds": 600.0})] * 20, timeout=0.5)
+    assert all(call.failed for call, _ in found)
+    assert time.perf_counter() - start < 9  # not 20 times the limit
+
+
+def test_after_a_call_that_took_too_long_no_further_one_is_made():
+    found = answered(("slow", {"seconds": 5.0}), ("multiply", {"a": 3, "b": 4}), timeout=0.1)
+    assert [call.failed for call, _ in found] == [True, True]
+    assert "multiply was not called" in found[1][1]
+
+
+def test_what_a_tool_edits_is_its_own():
+    def sort(values: list[int]) -> list[int]:
+        """Sort.
+
+        Args:
+            values: What.
+        """
+        values.sort()
+        return values
+
+    arguments = {"values": [3, 1, 2]}
+    ((made, answer),) = answered(("sort", arguments), tools=[sort])
+    assert answer == "[1, 2, 3]"
+    assert arguments == made.arguments == {"values": [3, 1, 2]}
+
+
+def test_plain_functions_of_a_turn_are_called_one_after_the_other():
+    order = []
+
+    def first(x: int) -> int:
+        """One.
+
+        Args:
+            x: A number.
+        """
+        time.sleep(0.1)
+        order.append(x)
+        return x
+
+    answered(("first", {"x": 1}), ("first", {"x": 2}), tools=[first])
+    assert order == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (("divide", {"a": 1}), "Tool divide not found."),
+        (("multiply", {"a": 1, "c": 2}), "unexpected keyword argument 'c'"),
+        (("multiply", {}), "missing 2 required positional arguments"),
+        (("fails", {"how": "value"}), r"bad\\x1b[31m"),
+        (("fails", {"how": "exit"}), "3"),
+        (("fails", {"how": "empty"}), "KeyError"),
+        (("fails", {"how": "interrupt"}), "KeyboardInterrupt"),
+        (("fails", {"how": "cancelled"}), "CancelledError"),
+        (("fails", {"how": "unprintable"}), "Mute"),
+        (("fails", {"how": "surrogate"}), r"\\ud800"),
+        (("fails", {"how": "long"}), "yyyy"),
+        (("returns", {"kind": "image"}), "the model reads text alone"),
+        (("returns", {"kind": "unprintable"}), "no text"),
+    ],
+)
+def test_what_goes_wrong_is_what_the_model_reads(call, text):
+    ((made, answer),) = answered(call)
+    assert made.failed
+    assert answer.startswith("{'error': ")
+    assert text in answer
+    assert len(answer) < 2200
+
+
+@pytest.mark.parametrize("name", ["slow", "later"])
+def test_a_call_takes_no_longer_than_its_limit(name):
+    ((made, answer),) = answered((name, {"seconds": 30.0}), timeout=0.2)
+    assert made.failed
+    assert f"{name} took longer than 0.2 s" in answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("text", "12"), ("parts", "12"), ("list", "[1, 2]"), ("dict", "{'a': 1}"), ("none", "None"), ("surrogate", "a?")],
+)
+def test_results_are_text(kind, text):
+    ((made, answer),) = answered(("returns", {"kind": kind}))
+    assert (answer, made.result, made.failed) == (text, text, False)
+
+
+def test_of_a_large_result_the_record_keeps_the_ends():
+    ((made, answer),) = answered(("returns", {"kind": "large"}))
+    assert len(answer) == 50_000_000
+    assert len(made.result) < 10_100
+
+
+def no_hints(a):
+    """Add.
+
+    Args:
+        a: A number.
+    """
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ([no_hints], "'no_hints', of which no schema can be made .*; fix: type hints of all arguments"),
+        ([no_docstring], "'no_docstring', of which no schema can be made"),
+        ([multiply, multiply], "two tools called 'multiply'"),
+        (["multiply"], "'multiply' among the tools, want functions"),
+        ([lambda: 1], "no schema"),
+    ],
+)
+def test_a_tool_that_cannot_be_described_is_refused(tools, text):
+    with pytest.raises(InputError, match=text):
+        check_tools(tools)
+    assert check_tools(multiply) == [multiply]

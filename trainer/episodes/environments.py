@@ -1,0 +1,212 @@
+"""Environments: objects whose public methods are the tools of one episode (docs/agents.md).
+
+What `environment_factory` makes has, as in TRL,
+
+    reset(**row) -> str | None   begins an episode; text is added to the last message of the prompt
+    get_reward() -> float        optional: one more reward, under the name of the class
+    any other public method      a tool
+
+and, beyond TRL, `done`: where it is true after a turn of tools, the episode ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
+from fused_grpo.trainer.episodes.tools import Tool, check_tools
+from fused_grpo.trainer.rewards.reward_call import own_copy
+
+Factory = Callable[[], Any]
+COLUMN = "environment"
+NOT_TOOLS = ("reset", "get_reward")
+NO_PROMPT = [{"role": "user", "content": ""}]  # `reset` writes it
+
+
+def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory], args: GRPOConfig) -> Any:
+    """The training set of a run, with environments with prompts in every row, or without any where there was no set.
+
+    Raises:
+        DataError: no dataset, where several environments have to be chosen from.
+        InputError: neither a dataset nor `max_steps`, which sets the length of the run.
+    """
+    if dataset is not None or factory is None:
+        return with_prompts(dataset, factory)
+    if isinstance(factory, Mapping):
+        raise DataError(
+            "got a dict as environment_factory and no train_dataset, which chooses among them: it requires a "
+            f"`train_dataset` with a column {COLUMN!r}; fix: pass it, or a single factory"
+        )
+    if args.max_steps <= 0:
+        raise InputError(
+            f"got max_steps={args.max_steps} and no train_dataset, want the number of steps where an environment has "
+            "the data; fix: max_steps=..."
+        )
+    return [{"prompt": NO_PROMPT} for _ in range(args.prompts_per_generation(args.world_size))]
+
+
+def with_prompts(dataset: Any, factory: Any) -> Any:
+    """A dataset, or several by name: with a `factory` of environments with empty prompts where there are none."""
+    if isinstance(dataset, Mapping):
+        return {name: with_prompts(rows, factory) for name, rows in dataset.items()}
+    if factory is None or dataset is None or isinstance(dataset, str) or "prompt" in column_names(dataset):
+        return dataset
+    return mapped(dataset, lambda row: {**row, "prompt": NO_PROMPT})
+
+
+class Environments:
+    """The environments of a run, which are kept and reset.
+
+    Args:
+        factory: makes an environment, or a dict of such by name, from which the column "environment" chooses.
+        tools: functions that every episode may call beside its environment's methods.
+
+    Raises:
+        InputError: nothing callable, an object without `reset`, or a method without a schema.
+        UnavailableError: the factory raised.
+    """
+
+    def __init__(self, factory: Factory | Mapping[str, Factory], tools: Sequence[Tool]) -> None:
+        self.is_named = isinstance(factory, Mapping)
+        self.factories: dict[Any, Factory] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        self.pool, self.tools_of = dict[Any, list[Any]](), dict[Any, list[Tool]]()
+        for name, make in self.factories.items():
+            if not callable(make):
+                raise InputError(f"got {make!r} as environment_factory, want something callable without arguments")
+            instance = self._made(name)
+            if not callable(getattr(instance, "reset", None)):
+                raise InputError(
+                    f"got a {type(instance).__name__} from environment_factory, want an object with reset(**row); each "
+                    "environment must define a callable `reset`"
+                )
+            self.pool[name], self.tools_of[name] = [instance], check_tools([*tools, *methods_of(instance)])
+        self.free_all()
+
+    def rewards(self) -> list[Callable[..., Any]]:
+        """A reward function for each class with `get_reward`, under its name; None for episodes of other classes."""
+        classes = dict.fromkeys(type(pool[0]) for pool in self.pool.values())
+        return [_own_reward(kind) for kind in classes if callable(getattr(kind, "get_reward", None))]
+
+    def check_rows(self, rows: Any, *, name: str) -> None:
+        """DataError for a row of an environment that there is not; of a stream, when it comes."""
+        if self.is_named and not is_stream(rows):
+            column = rows.select_columns([COLUMN]) if is_plain_arrow(rows) and COLUMN in column_names(rows) else rows
+            for number, row in enumerate(read_rows(column, name=name)):
+                self.name_of(row, f"row {number} of {name}")
+
+    def name_of(self, row: Mapping[str, Any], where: str = "a row") -> str | None:
+        """The name of a row's environment."""
+        name = row.get(COLUMN) if self.is_named else None
+        if self.is_named and (not isinstance(name, str) or name not in self.factories):
+            raise DataError(
+                f"got {COLUMN}={name!r} in {where}, which is not among the environments {list(self.factories)}; fix: "
+                "the column, or environment_factory"
+            )
+        return name
+
+    def free_all(self) -> None:
+        """Those of the batches before may be reset."""
+        self._free = {name: list(pool) for name, pool in self.pool.items()}
+
+    def take(self, row: Mapping[str, Any]) -> Any:
+        """A free environment for an episode of this row."""
+        name = self.name_of(row)
+        if not self._free[name]:
+            self.pool[name].append(self._made(name))
+            return self.pool[name][-1]
+        return self._free[name].pop(0)
+
+    def discard(self, environment: Any) -> None:
+        """Do not reset this one again: a call that took too long may still change it."""
+        for pool in self.pool.values():
+            pool[:] = [one for one in pool if one is not environment]
+
+    def reset(self, environment: Any, row: Row, *, seed: int) -> str | None:
+        """Begin an episode; the text that is added to the prompt. All members of a group have one seed: one task.
+
+        Raises:
+            UnavailableError: `reset` raised, or returned something else than text.
+        """
+        given = {name: own_copy(value) for name, value in row.items() if not (self.is_named and name == COLUMN)}
+        if given["prompt"] == NO_PROMPT:
+            del given["prompt"]
+        kind = type(environment).__name__
+        try:
+            if "seed" in inspect.signature(environment.reset).parameters:
+                given.setdefault("seed", seed)
+            with _seeded(seed):
+                begun = environment.reset(**given)
+        except Exception as error:
+            raise UnavailableError(
+                f"got {type(error).__name__} from reset() of {kind}: {shown(error, 2000)}; want it to begin an "
+                f"episode of a row with {', '.join(given) or 'no columns'}; fix: the environment"
+            ) from error
+        if isinstance(begun, list) and all(isinstance(part, dict) and "text" in part for part in begun):
+            begun = "".join(str(part["text"]) for part in begun)
+        if begun is not None and not isinstance(begun, str):
+            raise UnavailableError(
+                f"got a {type(begun).__name__} from reset() of {kind}, want text for the last message of the prompt, "
+                "or None (no images); fix: the environment"
+            )
+        return begun
+
+    def _made(self, name: str | None) -> Any:
+        try:
+            return self.factories[name]()
+        except Exception as error:
+            raise UnavailableError(
+                f"got {type(error).__name__} from environment_factory: {shown(error, 2000)}; want an environment"
+            ) from error
+
+
+def methods_of(environment: Any) -> list[Tool]:
+    """Its public methods but `reset` and `get_reward`, in alphabetical order."""
+    # Those of the class: looking at the object would compute its properties.
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return [getattr(environment, name) for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
+
+
+def is_done(environment: Any) -> bool:
+    """Whether its `done` is true; a method of that name is a tool."""
+    with suppress(Exception):  # of a property
+        done = getattr(environment, "done", False)
+        return isinstance(done, bool | np.bool_) and bool(done)
+    return False
+
+
+def _own_reward(kind: type[Any]) -> Callable[..., Any]:
+    # The class itself: an object of a subclass that is another environment has its own column.
+    if inspect.iscoroutinefunction(kind.get_reward):
+
+        async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
+            return [await one.get_reward() if type(one) is kind else None for one in environments]
+
+        reward: Callable[..., Any] = awaited
+    else:
+
+        def called(environments: list[Any], **_: Any) -> list[float | None]:
+            return [one.get_reward() if type(one) is kind else None for one in environments]
+
+        reward = called
+    reward.__name__ = kind.__name__
+    return reward
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

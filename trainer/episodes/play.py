@@ -1,0 +1,244 @@
+"""Plays the episodes of a batch: turns of the model and of its tools, until none calls a tool any more.
+
+    for each of B episodes: reset its environment, encode its prompt, add its first turn to the engine's session
+    while a turn is sampled or a tool is called:
+        a turn is complete  -> its calls are made; without any, or cut, the episode ends
+        tools have answered -> their answers are added as masked tokens, and the next turn is sampled
+
+No episode waits for another one where the engine can sample turns as they come.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fused_grpo.errors import DataError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
+from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
+from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, support_fields
+from fused_grpo.trainer.engines.turns import TurnSession, turn_session
+from fused_grpo.trainer.episodes.conversation import Message, Template
+from fused_grpo.trainer.episodes.environments import Environments, is_done, methods_of
+from fused_grpo.trainer.episodes.tools import Answers, Tool, check_tools
+from fused_grpo.trainer.types import Episode, EpisodeEnd, Rollouts, SamplingParams, ToolCall, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What all episodes of a run have in common."""
+
+    template: Template
+    tools: Sequence[Tool]  # without an environment
+    environments: Environments | None
+    max_turns: int | None  # of tools, in an episode; None: any number
+    timeout: float  # seconds of a call
+
+    @property
+    def shown_tools(self) -> Sequence[Tool]:
+        """Those that every prompt shows; of several environments, which have different ones, the shared ones."""
+        if self.environments is None or self.environments.is_named:
+            return self.tools
+        return self.environments.tools_of[None]
+
+
+def rules_of(tools: Any, factory: Any, args: GRPOConfig, tokenizer: Any, stop_ids: Sequence[int]) -> Rules:
+    """The rules of a run with tools or environments.
+
+    Raises:
+        InputError, UnsupportedError, DataError: as `check_tools`, `Environments` and `Template`.
+    """
+    functions = check_tools(tools or [])
+    return Rules(
+        template=Template(tokenizer, args.chat_template_kwargs, stop_ids=stop_ids),
+        tools=functions,
+        environments=None if factory is None else Environments(factory, functions),
+        max_turns=args.max_tool_calling_iterations,
+        timeout=args.tool_timeout,
+    )
+
+
+class EpisodeEngine:
+    """For one batch, in the place of an engine: its completions are episodes, whose turns `inner` samples.
+
+    Args:
+        most: tokens of the longest prompt. None: no limit.
+        batch: seeds what environments draw, with the number of the row: members of a group may be on several ranks.
+    """
+
+    own_prompts = True
+
+    def __init__(self, inner: RolloutEngine, rules: Rules, *, most: int | None, batch: str) -> None:
+        self._inner, self._rules, self._most, self._batch = inner, rules, most, batch
+        self.name, self.why_no_support = inner.name, getattr(inner, "why_no_support", None)
+        if rules.environments is not None:
+            rules.environments.free_all()
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that sample."""
+        return self._inner.weight_version
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, *, rows: Sequence[tuple[int, Row]] = ()
+    ) -> Rollouts:
+        """`sampling.n` episodes of each row, which come with their numbers in the dataset; see RolloutEngine.
+
+        Raises:
+            DataError: a prompt with what `reset` returned leaves no room for a completion, or is a string.
+            UnavailableError: an environment that cannot begin.
+        """
+        played = [
+            self._begin(list(ids), *row, sampling, seed=f"{sampling.seed}/{sampling.first_prompt + place}/{member}")
+            for place, (ids, row) in enumerate(zip(prompt_ids, rows, strict=True))
+            for member in range(sampling.n)
+        ]
+        most = None if self._most is None else self._most + sampling.max_tokens
+        with turn_session(self._inner, sampling, most=most) as session:
+            _play(played, session)
+        logprobs = [one.logprobs for one in played if one.logprobs is not None]
+        return Rollouts(
+            prompt_ids=[one.prompt_ids for one in played],
+            completion_ids=[one.ids for one in played],
+            completion_masks=[one.mask for one in played],
+            sampling_logprobs=logprobs if len(logprobs) == len(played) else None,
+            finish_reasons=["length" if one.ended == "length" else "stop" for one in played],
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+            episodes=[one.episode() for one in played],
+            **support_fields([one.support() for one in played] if sampling.wants_support else [None]),
+        )
+
+    def _begin(self, ids: list[int], number: int, row: Row, sampling: SamplingParams, *, seed: str) -> _Played:
+        if not is_conversational(row):
+            raise DataError("got a string as the prompt of an episode, want a conversation; fix: a list of messages")
+        rules, prompt = self._rules, list(clean_prompt(row["prompt"]))
+        environment, tools = None, rules.tools
+        if rules.environments is not None:
+            environment = rules.environments.take(row)
+            tools = [*rules.tools, *methods_of(environment)]
+            task = random.Random(f"{self._batch}/{number}").getrandbits(32)
+            if begun := rules.environments.reset(environment, row, seed=task):
+                prompt[-1] = {**prompt[-1], "content": (prompt[-1].get("content") or "") + begun}
+            ids = rules.template.encode(prompt, tools)
+        if self._most is not None and len(ids) > self._most:
+            raise DataError(
+                f"got {len(ids)} tokens for a prompt with what reset() returned, want at most {self._most}; fix: a "
+                "larger vllm_max_model_length, as far as the model goes, or a shorter text"
+            )
+        return _Played(rules, prompt, ids, environment, tools, sampling.max_tokens, random.Random(seed))
+
+
+def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
+    """Play all episodes to their ends."""
+    answering = dict[Future[list[tuple[ToolCall, str]]], int]()
+    for number, episode in enumerate(episodes):
+        session.add(episode.next_turn(number))
+    when = ALL_COMPLETED if session.is_together else FIRST_COMPLETED
+    while answering or session.pending or session.has_work:
+        wait([*answering, *session.pending], timeout=0 if session.has_work else None, return_when=when)
+        # Where all are waited for, this is the order of the batch: who answered first decides nothing.
+        for answers in [future for future in answering if future.done()]:
+            number = answering.pop(answers)
+            if episodes[number].hear(answers.result()):
+                session.add(episodes[number].next_turn(number))
+        for number, turn in session.step() if session.has_work or session.pending else ():
+            if calls := episodes[number].say(turn):
+                answering[episodes[number].answers.start(calls)] = number
+
+
+@dataclass
+class _Played:
+    """An episode that is being played: what `Episode` says, and its tokens."""
+
+    rules: Rules
+    prompt: list[Message]
+    prompt_ids: list[int]
+    environment: Any
+    tools: Sequence[Tool]
+    max_tokens: int
+    seeds: random.Random
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    supports: list[Support | int] = field(default_factory=list)  # of a turn; or how many tokens of answers
+    messages: list[Message] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    turns: int = 0
+    ended: EpisodeEnd = "stop"
+
+    def __post_init__(self) -> None:
+        self.answers = Answers(self.tools, timeout=self.rules.timeout)
+
+    def next_turn(self, number: int) -> Turn:
+        room, seed = self.max_tokens - len(self.ids), self.seeds.getrandbits(SEED_BITS)
+        return Turn(number, self.prompt_ids + self.ids, room, seed)
+
+    def say(self, turn: Completion) -> list[Mapping[str, Any]]:
+        """The model's turn; the calls that are to be made. There are none where the episode ends."""
+        message = self.rules.template.reply(turn.token_ids, self.prompt_ids + self.ids, self.tools)
+        self.ids += turn.token_ids
+        self.mask += [True] * len(turn.token_ids)
+        self.logprobs = None if turn.logprobs is None or self.logprobs is None else self.logprobs + turn.logprobs
+        self.supports += [] if turn.support is None else [turn.support]
+        self.messages.append(message)
+        self.turns += 1
+        calls: list[Mapping[str, Any]] = message.get("tool_calls", []) if self.tools else []
+        if turn.finish_reason == "length":  # what is cut is not called: its answer has no room
+            self.ended = "length"
+        elif calls and self.rules.max_turns is not None and self.turns > self.rules.max_turns:
+            self.ended = "turn limit"
+        else:
+            return calls
+        return []
+
+    def hear(self, answers: Sequence[tuple[ToolCall, str]]) -> bool:
+        """The tools' answers; whether the model has a further turn."""
+        self.calls += [call for call, _ in answers]
+        if self.answers.has_timed_out and self.rules.environments is not None:
+            self.rules.environments.discard(self.environment)
+        messages = [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
+        if is_done(self.environment):
+            self.messages += messages
+            self.ended = "done"
+            return False
+        room = self.max_tokens - len(self.ids)
+        is_long = sum(len(text) for _, text in answers) > room * CHARACTERS_OF_A_TOKEN
+        added = [] if is_long else self.rules.template.added(messages, after=self.ids[-1])
+        if is_long or len(added) >= room:  # a turn of the model has a token at least
+            self.ended = "no room"
+            return False
+        self.messages += messages
+        self.ids += added
+        self.mask += [False] * len(added)
+        self.logprobs = None if self.logprobs is None else self.logprobs + [0.0] * len(added)
+        self.supports.append(len(added))
+        return True
+
+    def episode(self) -> Episode:
+        return Episode(
+            prompt=self.prompt,
+            messages=self.messages,
+            turns=self.turns,
+            calls=self.calls,
+            ended=self.ended,
+            environment=self.environment,
+        )
+
+    def support(self) -> Support | None:
+        """Of all tokens; those of answers were not sampled, so that they have none."""
+        if sum(isinstance(one, Support) for one in self.supports) < self.turns:
+            return None
+        nothing = torch.zeros(0, dtype=torch.int32)
+        parts = [
+            one if isinstance(one, Support) else Support(nothing, torch.zeros(one, dtype=torch.int32))
+            for one in self.supports
+        ]
+        return Support(torch.cat([part.ids for part in parts]), torch.cat([part.sizes for part in parts]))

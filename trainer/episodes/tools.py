@@ -1,0 +1,124 @@
+"""Functions that a model may call, and their answers (docs/agents.md).
+
+The calls of a turn are answered by one thread for the episode: plain functions one after the other, `async` ones at the
+same time. A time limit ends the wait, not the call: a plain function goes on in its daemon thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from fused_grpo.errors import InputError, elide_middle, shown
+from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.rewards.reward_call import event_loop, is_async, own_copy
+from fused_grpo.trainer.types import ToolCall
+
+Tool = Callable[..., Any]
+_ERROR = 2000  # characters of an exception
+_RECORDED = 10_000  # of an answer, in rollouts.jsonl and the report
+
+
+def check_tools(tools: Any) -> list[Tool]:
+    """The tools as a list; InputError for one without a schema: type hints and a docstring of Google's style."""
+    listed = list(tools) if isinstance(tools, list | tuple) else [tools]
+    names = set[str]()
+    for tool in listed:
+        name = getattr(tool, "__name__", None)
+        if not callable(tool) or name is None:
+            raise InputError(f"got {tool!r} among the tools, want functions; fix: a function or a bound method")
+        if name in names:
+            raise InputError(f"got two tools called {name!r}, want one of each name; fix: rename one")
+        names.add(name)
+        try:
+            get_json_schema(tool)
+        except Exception as error:  # of several types, all about what is missing
+            raise InputError(
+                f"got the tool {name!r}, of which no schema can be made ({error}); fix: type hints of all arguments, "
+                "and a docstring with a description and a section 'Args:' that describes each"
+            ) from error
+    return listed
+
+
+class Answers:
+    """Answers the calls of one episode.
+
+    Args:
+        tools: the functions that it may call.
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, timeout: float) -> None:
+        self._tools: Mapping[str, Tool] = {tool.__name__: tool for tool in tools}
+        self._timeout = timeout
+        self.has_timed_out = False  # a call may still be running
+        if any(map(is_async, tools)):
+            event_loop()  # made here, because two threads at once would each make one
+
+    def start(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
+        """The calls with their answers, as text in whole, in the order of the calls."""
+        return in_thread(partial(self._all, [call["function"] for call in calls]), name="tools")
+
+    def _all(self, calls: list[Mapping[str, Any]]) -> list[tuple[ToolCall, str]]:
+        # Coroutines run while plain functions are called.
+        start, tools = time.perf_counter(), [self._tools.get(call["name"]) for call in calls]
+        running = [
+            self._started(tool, call) if tool and is_async(tool) else None
+            for tool, call in zip(tools, calls, strict=True)
+        ]
+        return [self._answer(*each, start) for each in zip(calls, tools, running, strict=True)]
+
+    def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[Any]:
+        """A call that is being made."""
+        arguments = own_copy(call["arguments"])  # a tool may edit what it is given
+        if not is_async(tool):
+            return in_thread(partial(tool, **arguments), name="tool")
+
+        async def awaited() -> Any:
+            return await tool(**arguments)
+
+        return asyncio.run_coroutine_threadsafe(awaited(), event_loop())
+
+    def _answer(
+        self, call: Mapping[str, Any], tool: Tool | None, running: Future[Any] | None, start: float
+    ) -> tuple[ToolCall, str]:
+        start, failed = start if running else time.perf_counter(), False
+        try:
+            if tool is None:
+                raise ValueError(f"Tool {call['name']} not found.")
+            if running is None and self.has_timed_out:
+                raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
+            running = running or self._started(tool, call)
+            if not wait([running], max(0.0, start + self._timeout - time.perf_counter())).done:
+                running.cancel()
+                self.has_timed_out = True
+                raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
+            text = _as_text(running.result())
+        except BaseException as error:  # of the tool's: signals reach the main thread alone
+            text, failed = str({"error": _error_text(error)}), True
+        text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes a lone surrogate
+        recorded, seconds = elide_middle(text, _RECORDED), time.perf_counter() - start
+        return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), text
+
+
+def _error_text(error: BaseException) -> str:
+    """What the model reads of an exception: its text, or its name where it has none."""
+    with suppress(Exception):  # of its own `__str__`
+        return shown(error, _ERROR) or type(error).__name__
+    return type(error).__name__
+
+
+def _as_text(result: Any) -> str:
+    """What the model reads: text as it is, parts of text joined, and anything else as `str` writes it."""
+    if isinstance(result, list) and any(isinstance(part, dict) and "image" in part.get("type", "") for part in result):
+        raise ValueError("the tool returned an image, and the model reads text alone")
+    if isinstance(result, list) and result and all(isinstance(part, dict) and "text" in part for part in result):
+        return "".join(str(part["text"]) for part in result)
+    return str(result)
