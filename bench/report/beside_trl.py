@@ -65,7 +65,7 @@ def table(content: Mapping[str, Any]) -> str:
     return (
         f"{markdown(header, lines)}\n\n{work['steps']} steps of {work['completions']} completions, {work['dtype']}; "
         f"held out before: {content['runs'][0]['held_out'][0]:.3f} of {work['held_out_sums']} sums. "
-        f"Ours has micro-batches of 1,024 tokens. {left_out}"
+        f"Ours has micro-batches of {work.get('micro_batch_tokens', 1024):,} tokens. {left_out}"
         f"{env['cpu_count']} CPU cores, torch {env['torch']}, transformers {env['transformers']}, {content['date']}."
     )
 

@@ -45,7 +45,7 @@ from fused_grpo.trainer.models.smollm2 import model_folder
 
 SYSTEM = "You are a calculator. You reply with one number and nothing else."
 HELD_OUT = 200
-MICRO_BATCH_TOKENS = 1024
+MICRO_BATCH_TOKENS = 256  # 14 steps with vLLM: 5.12 GB and 5.7 s a step; with 1,024 5.95 GB and 5.3 s
 Row = dict[str, Any]
 
 
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def about(options: argparse.Namespace, today: str) -> dict[str, Any]:
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.trainers.beside_trl", "date": today}
     work = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
+    work |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
     work |= {"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {}
     return found | {"commit": commit(), "environment": environment(), "work": work, "runs": []}
 
