@@ -35,8 +35,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fused_grpo.trainer.common.formatting import message_text
-
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 FinishReason = Literal["stop", "length"]
 # The model called no tool; its turn was cut; it had all its turns; the tools' answers have no room; the environment's
@@ -122,10 +120,9 @@ class Episode:
     environment: Any = None  # the object; None: there is none
 
     def record(self) -> dict[str, Any]:
-        """What rollouts.jsonl has of it, in the place of the row's prompt too."""
+        """What rollouts.jsonl has of it beside its prompt."""
         calls = [call._asdict() for call in self.calls]
-        said = {"messages": self.messages, "turns": self.turns, "tool_calls": calls, "ended": self.ended}
-        return {"prompt": message_text(self.prompt), **said}
+        return {"messages": self.messages, "turns": self.turns, "tool_calls": calls, "ended": self.ended}
 
 
 @dataclass(frozen=True, kw_only=True)

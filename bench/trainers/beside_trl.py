@@ -45,7 +45,7 @@ from fused_grpo.trainer.models.smollm2 import model_folder
 
 SYSTEM = "You are a calculator. You reply with one number and nothing else."
 HELD_OUT = 200
-MICRO_BATCH_TOKENS = 256  # 14 steps with vLLM: 5.12 GB and 5.7 s a step; with 1,024 5.95 GB and 5.3 s
+MICRO_BATCH_TOKENS = 256
 Row = dict[str, Any]
 
 

@@ -1,5 +1,7 @@
 """How errors are measured, and the rule for them: at most twice the error of plain torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,3 +24,10 @@ def largest(x: Tensor) -> float:
 
 def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+    """The log-prob of each token of the completion: an fp64 softmax of the model's logits."""
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from numerics import logprobs_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -107,10 +108,8 @@ class Talker(RolloutEngine):
             weight_version=self.weight_version,
         )
 
-    @torch.no_grad()
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
-        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double() / temperature
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+        return logprobs_of(self.model, prompt, completion, temperature)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         list(named_weights)

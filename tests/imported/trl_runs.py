@@ -19,6 +19,20 @@ V, GROUP, LONGEST = 43, 4, 9
 PROMPTS = ["2 3", "4 5 6 7", "8", "9 10 11", "12 13", "14", "15 16 17", "18 19"]
 # What the clock says is not compared, and neither is what it gives.
 CLOCKED = ("time", "runtime", "per_second", "num_tokens_per")
+# Options of both trainers: every step is logged, and nothing else is in the way.
+PLAIN = {
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,  # gradients that are rounding are not to be steps
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+}
 # Outputs and models of this process, and gone with it.
 FOLDER = tempfile.TemporaryDirectory(prefix="trl-runs-")
 
@@ -103,17 +117,7 @@ def run(
                 "max_completion_length": LONGEST,
                 "max_steps": 5,
                 "model_init_kwargs": {"dtype": "float32"},
-                "learning_rate": 1e-3,
-                "adam_epsilon": 1e-4,  # gradients that are rounding are not to be steps
-                "lr_scheduler_type": "constant",
-                "gradient_checkpointing": False,
-                "bf16": False,
-                "use_cpu": True,
-                "report_to": "none",
-                "save_strategy": "no",
-                "logging_steps": 1,
-                "disable_tqdm": True,
-                "shuffle_dataset": False,
+                **PLAIN,
             }
             | options,
         )

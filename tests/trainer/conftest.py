@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import logprobs_of
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -81,10 +82,8 @@ class ScriptedEngine(RolloutEngine):
             weight_version=self.weight_version,
         )
 
-    @torch.no_grad()
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
-        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double() / temperature
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+        return logprobs_of(self.model, prompt, completion, temperature)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         assert dict(named_weights).keys() == self.model.state_dict().keys()

@@ -52,7 +52,7 @@ from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
-from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
@@ -183,8 +183,8 @@ class Collector:
         sampling = self.sampling(seed=self._next_seed())
         options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
         options |= {"rows": list(zip(self.sampler.row_numbers, rows, strict=True))}
-        engine = self._playing(engine, str(self.generate_calls))
-        samples = in_thread(lambda: checked_generate(engine, prompts, sampling, **options), name="prefetch")
+        playing = self._playing(engine, str(self.generate_calls))
+        samples = in_thread(lambda: checked_generate(playing, prompts, sampling, **options), name="prefetch")
         self.prefetched = Prefetched(rows, samples, before)
 
     def drop_prefetched(self) -> None:
@@ -318,7 +318,7 @@ class Collector:
         options |= {"rows": list(zip(row_numbers, rows, strict=True))}
         return checked_generate(self._playing(engine, batch), prompt_ids, sampling, **options)
 
-    def _playing(self, engine: RolloutEngine, batch: str) -> Any:
+    def _playing(self, engine: RolloutEngine, batch: str) -> SamplingEngine:
         """The engine of a batch: with tools or environments, one whose completions are episodes."""
         if self.rules is None:
             return engine

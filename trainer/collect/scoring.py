@@ -95,7 +95,7 @@ class Scored:
         return [
             {
                 **sample.logged,
-                "prompt": message_text(sample.row["prompt"]),
+                "prompt": message_text(sample.row["prompt"] if sample.episode is None else sample.episode.prompt),
                 "completion": sample.text,
                 **({} if sample.episode is None else sample.episode.record()),
                 "reward": sample.reward,
@@ -129,11 +129,12 @@ def score_rollouts(
     texts = tokenizer.batch_decode([sample.completion_ids for sample in samples], skip_special_tokens=True)
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
-    pairs = zip(rows, samples, strict=True)
-    columns = [row | {name: sample.extra[name] for name in shared} | _begun(sample) for row, sample in pairs]
+    columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]
     given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
-    if all(sample.episode is not None for sample in samples):
-        given = [sample.episode.messages for sample in samples if sample.episode]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]  # of all samples, or of none
+    if episodes:
+        given = [episode.messages for episode in episodes]
+        columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
     elif getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
         _parse(given, samples, tokenizer)
     # Groups for which the engine failed are dropped, unseen by the functions.
@@ -147,6 +148,7 @@ def score_rollouts(
             [samples[place].completion_ids for place in sound],
             num_generations=size,
             trainer_state=trainer_state,
+            environments=_environments([samples[place] for place in sound]),
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
         for name, values in output.extra.items():
@@ -184,12 +186,10 @@ def score_rollouts(
     )
 
 
-def _begun(sample: Sample) -> dict[str, Any]:
-    """What reward functions get of an episode beside its completion: its environment, and the prompt as it began."""
-    if sample.episode is None:
-        return {}
-    environment = sample.episode.environment
-    return {"prompt": sample.episode.prompt, **({} if environment is None else {"environments": environment})}
+def _environments(samples: Sequence[Sample]) -> list[Any] | None:
+    """Those of their episodes; None where there are none."""
+    found = [sample.episode.environment for sample in samples if sample.episode is not None]
+    return None if all(environment is None for environment in found) else found
 
 
 def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:

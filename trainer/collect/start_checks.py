@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -287,7 +286,7 @@ def check_episodes(start: Start) -> None:
     if not start.tools and start.environment_factory is None:
         return
     found = generation_config(start) or GenerationConfig.from_model_config(start.config)
-    stop_ids = stop_token_ids(SimpleNamespace(generation_config=found), start.tokenizer)
+    stop_ids = stop_token_ids(found, start.tokenizer)
     start.rules = rules_of(start.tools, start.environment_factory, start.args, start.tokenizer, stop_ids)
     for name, rows in start.sets.items():
         if not is_conversational(next(iter(read_rows(rows, name=name)))):

@@ -1,10 +1,12 @@
-"""Work in a daemon thread, with its result as a future."""
+"""Work in daemon threads, with its result as a future, and event loops in such threads."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,3 +25,11 @@ def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
+
+
+@cache
+def event_loop(name: str) -> asyncio.AbstractEventLoop:
+    """The event loop of that name. A client that stays open is bound to the loop that it was opened in."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+    return loop

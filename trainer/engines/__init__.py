@@ -22,6 +22,17 @@ from torch import Tensor
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 
+class SamplingEngine(Protocol):
+    """Samples completions, with the weights of `weight_version`."""
+
+    name: str
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts: ...
+
+
 class RolloutEngine(Protocol):
     """Samples completions and loads new weights. One `generate` call serves a whole generated batch.
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Support, check_support, wrong_support
 from fused_grpo.trainer.models.loading import wants_bf16
@@ -59,7 +59,7 @@ _MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def checked_generate(
-    engine: RolloutEngine,
+    engine: SamplingEngine,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
     *,
@@ -199,7 +199,7 @@ class WeightCheck:
 
 
 def generated(
-    engine: RolloutEngine,
+    engine: SamplingEngine,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
     vocab_size: int = 0,  # of an engine with prompts of its own
@@ -232,7 +232,7 @@ def generated(
 
 
 def _wrong_completions(
-    engine: RolloutEngine,
+    engine: SamplingEngine,
     samples: Sequence[Sample],
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,

@@ -3,7 +3,7 @@
 `rollout_func(prompts, trainer)` is TRL's hook, with its shapes: it gets this process' prompts, each `num_generations`
 times in a row, and returns a dict with one entry per prompt in each of
 
-    "prompt_ids"       token ids of the prompt, the same within a group
+    "prompt_ids"       token ids of the prompt; members of a group may have others, as tasks of an environment
     "completion_ids"   token ids of the completion
     "logprobs"         log-probs of those tokens as they were sampled; or None in place of the whole list
     "sampling_support" may be left out: for each token the ids that a truncated sampler kept, as vLLM's
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.errors import DataError
 from fused_grpo.trainer.data.datasets import RESERVED
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import Support, stop_token_ids, support_fields
@@ -83,7 +83,6 @@ class FunctionEngine(RolloutEngine):
 
         Raises:
             DataError: a return value of another shape.
-            UnsupportedError: prompts that differ within a group.
         """
         if rows is None:
             prompts: list[Any] = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
@@ -105,9 +104,12 @@ class FunctionEngine(RolloutEngine):
             ) from error
         # As in TRL, a completion that is padded has ended.
         tokenizer = self._trainer.processing_class
-        stops = {*stop_token_ids(self._trainer.model, tokenizer), tokenizer.pad_token_id}
+        stops = {
+            *stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer),
+            tokenizer.pad_token_id,
+        }
         return Rollouts(
-            prompt_ids=_one_per_group(prompt_ids, sampling.n),
+            prompt_ids=prompt_ids,
             completion_ids=ids,
             sampling_logprobs=logprobs,
             finish_reasons=["stop" if stops & set(tokens[-1:]) else "length" for tokens in ids],
@@ -171,16 +173,6 @@ def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | No
             "want 0 or 1 for each token; fix: 1 where the model sampled it, 0 where the environment wrote it"
         )
     return [list(map(bool, mask)) for mask in masks]
-
-
-def _one_per_group(lists: list[list[int]], size: int) -> list[list[int]]:
-    for index, ids in enumerate(lists):
-        if ids != lists[index - index % size]:
-            raise UnsupportedError(
-                f"got other prompt_ids for completion {index} than for the first of its group from rollout_func, want "
-                "the same: a group's members are compared; fix: begin completions where the episodes part"
-            )
-    return lists[::size]
 
 
 def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> dict[str, Any]:

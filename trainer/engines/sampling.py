@@ -60,10 +60,9 @@ _LEAST = ("min_tokens", "min_new_tokens")  # which may not be above the largest 
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 
 
-def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that end a completion, as vLLM finds them: tokenizer's and generation config's; InputError: no ids."""
-    config = getattr(model, "generation_config", None)
-    from_model = getattr(config, "eos_token_id", None)
+    from_model = getattr(generation_config, "eos_token_id", None)
     ids = from_model if isinstance(from_model, Iterable) else [from_model]
     try:
         return sorted({index(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})

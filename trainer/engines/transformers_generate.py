@@ -100,7 +100,7 @@ class TransformersEngine(RolloutEngine):
         self._cache_implementation = cache_implementation
         self._max_sequences = max_sequences
         self._given, self._model = model, base_model(model)
-        self._stop_ids = stop_token_ids(self._model, tokenizer)
+        self._stop_ids = stop_token_ids(self._model.generation_config, tokenizer)
         self._seeds = random.Random(seed)
 
     @torch.no_grad()

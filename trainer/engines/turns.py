@@ -21,6 +21,8 @@ from fused_grpo.trainer.engines.checked_engine import generated
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, turn_sampling
 from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams, Turn
 
+Generate = Callable[[Sequence[list[int]], SamplingParams], Rollouts]
+
 
 class TurnSession(Protocol):
     """Samples turns that are added while others are under way."""
@@ -38,10 +40,15 @@ class TurnSession(Protocol):
     def step(self) -> Sequence[tuple[int, Completion]]: ...  # some work; episodes whose turns are complete
 
 
-def turn_session(engine: RolloutEngine, sampling: SamplingParams, *, most: int | None) -> AbstractContextManager[Any]:
+def turn_session(
+    engine: RolloutEngine, sampling: SamplingParams, *, most: int | None
+) -> AbstractContextManager[TurnSession]:
     """A session of the engine, whose prompts and completions have `most` tokens together; None: no limit."""
     own = getattr(engine, "turn_session", None)
-    return nullcontext(BatchSession(engine, sampling, most=most)) if own is None else own(sampling)
+    if own is not None:
+        session: AbstractContextManager[TurnSession] = own(sampling)
+        return session
+    return nullcontext(BatchSession(engine, sampling, most=most))
 
 
 class BatchSession:
@@ -77,7 +84,7 @@ class ConcurrentSession:
 
     is_together, has_work = False, False
 
-    def __init__(self, generate: Callable[[Sequence[list[int]], SamplingParams], Rollouts], sampling: Any) -> None:
+    def __init__(self, generate: Generate, sampling: SamplingParams) -> None:
         self._generate, self._sampling, self._calls = generate, sampling, dict[Future[Rollouts], Turn]()
 
     @property

@@ -37,7 +37,8 @@ class Template:
         stop_ids: the tokens that end a turn.
 
     Raises:
-        UnsupportedError: no template, one that leaves out calls or answers of tools, or one whose calls nothing parses.
+        DataError: no template.
+        UnsupportedError: one that leaves out calls or answers of tools, or whose calls are not read back.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
@@ -53,7 +54,7 @@ class Template:
                 "template, want one of the two; fix: tokenizer.response_template = ... (transformers, "
                 "'response parsing')"
             )
-        self.added([{"role": "tool", "name": _CALL, "content": _ANSWER}])
+        self._check_reply(self.added([_answer()]))
 
     def encode(self, prompt: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Token ids of a prompt, with the schemas of the tools; DataError as `encode_prompts`."""
@@ -128,6 +129,21 @@ class Template:
                     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
             return self._tokenizer.apply_chat_template(messages, **options)
 
+    def _check_reply(self, added: list[int]) -> None:
+        """UnsupportedError unless the dummy's call, as the template writes it, is read as one."""
+        user, call = _dummy(_CALL)
+        prefix: list[int] = self._rendered([user], tokenize=True)
+        whole: list[int] = self._rendered([user, call, _answer()], tokenize=True)
+        if whole[: len(prefix)] != prefix:  # it begins the model's turn with what it leaves out of earlier ones
+            return
+        turn = whole[len(prefix) : len(whole) - len(added)]
+        calls = self.reply(turn, prefix, ()).get("tool_calls", [])
+        if [one["function"]["name"] for one in calls] != [_CALL]:
+            raise UnsupportedError(
+                f"got the chat template's tool call {self._tokenizer.decode(turn)[:500]!r}, which is read as none, "
+                "want a parser that reads it; fix: tokenizer.response_template = ..."
+            )
+
     def _checked_text(self) -> str:
         """A dummy conversation with a call and its answer; UnsupportedError where the template leaves one out."""
         if not has_chat_template(self._tokenizer, self._options):
@@ -135,9 +151,8 @@ class Template:
                 "got tools and a tokenizer without a chat template, want one that shows them to the model; fix: the "
                 "tokenizer of a chat model, or tokenizer.chat_template = ..."
             )
-        answer = {"role": "tool", "name": _CALL, "content": _ANSWER}
         try:
-            text: str = self._rendered([*_dummy(_CALL), answer])
+            text: str = self._rendered([*_dummy(_CALL), _answer()])
             missing = [what for what, mark in _SHOWN.items() if mark not in text]
         except Exception as error:  # of the template, which is a program
             missing = [f"the conversation ({type(error).__name__}: {error})"]
@@ -151,6 +166,10 @@ class Template:
 
 
 _SHOWN = {"the name of a call": _CALL, "its arguments": f"argument_{_MARK}", "the answer": _ANSWER}
+
+
+def _answer() -> Message:
+    return {"role": "tool", "name": _CALL, "content": _ANSWER}
 
 
 def _dummy(name: str) -> list[Message]:

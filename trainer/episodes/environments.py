@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,18 @@ def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory],
 
 
 def with_prompts(dataset: Any, factory: Any) -> Any:
-    """A dataset, or several by name: with a `factory` of environments with empty prompts where there are none."""
+    """A dataset, or several by name: with a `factory` of environments with empty prompts where there are none.
+
+    DataError for a column "environments", which reward functions get the objects as.
+    """
     if isinstance(dataset, Mapping):
         return {name: with_prompts(rows, factory) for name, rows in dataset.items()}
-    if factory is None or dataset is None or isinstance(dataset, str) or "prompt" in column_names(dataset):
+    if factory is None or dataset is None or isinstance(dataset, str):
+        return dataset
+    columns = column_names(dataset)
+    if "environments" in columns:
+        raise DataError("got a column 'environments', as which reward functions get the environments; fix: rename it")
+    if "prompt" in columns:
         return dataset
     return mapped(dataset, lambda row: {**row, "prompt": NO_PROMPT})
 
@@ -175,11 +183,15 @@ def methods_of(environment: Any) -> list[Tool]:
 
 
 def is_done(environment: Any) -> bool:
-    """Whether its `done` is true; a method of that name is a tool."""
-    with suppress(Exception):  # of a property
+    """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
+    try:
         done = getattr(environment, "done", False)
-        return isinstance(done, bool | np.bool_) and bool(done)
-    return False
+    except Exception as error:
+        raise UnavailableError(
+            f"got {type(error).__name__} from `done` of {type(environment).__name__}: {shown(error, 2000)}; want True "
+            "or False; fix: the environment"
+        ) from error
+    return isinstance(done, bool | np.bool_) and bool(done)
 
 
 def _own_reward(kind: type[Any]) -> Callable[..., Any]:

@@ -17,8 +17,8 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle, shown
-from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.rewards.reward_call import event_loop, is_async, own_copy
+from fused_grpo.trainer.common.threads import event_loop, in_thread
+from fused_grpo.trainer.rewards.reward_call import ASYNC, is_async, own_copy
 from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
@@ -59,14 +59,16 @@ class Answers:
         self._tools: Mapping[str, Tool] = {tool.__name__: tool for tool in tools}
         self._timeout = timeout
         self.has_timed_out = False  # a call may still be running
+        self._is_late = False  # a call of this turn took too long
         if any(map(is_async, tools)):
-            event_loop()  # made here, because two threads at once would each make one
+            event_loop(ASYNC)  # made here, because two threads at once would each make one
 
     def start(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
         """The calls with their answers, as text in whole, in the order of the calls."""
         return in_thread(partial(self._all, [call["function"] for call in calls]), name="tools")
 
     def _all(self, calls: list[Mapping[str, Any]]) -> list[tuple[ToolCall, str]]:
+        self._is_late = False
         # Coroutines run while plain functions are called.
         start, tools = time.perf_counter(), [self._tools.get(call["name"]) for call in calls]
         running = [
@@ -84,7 +86,7 @@ class Answers:
         async def awaited() -> Any:
             return await tool(**arguments)
 
-        return asyncio.run_coroutine_threadsafe(awaited(), event_loop())
+        return asyncio.run_coroutine_threadsafe(awaited(), event_loop(ASYNC))
 
     def _answer(
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[Any] | None, start: float
@@ -93,12 +95,12 @@ class Answers:
         try:
             if tool is None:
                 raise ValueError(f"Tool {call['name']} not found.")
-            if running is None and self.has_timed_out:
+            if running is None and self._is_late:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
             if not wait([running], max(0.0, start + self._timeout - time.perf_counter())).done:
                 running.cancel()
-                self.has_timed_out = True
+                self.has_timed_out = self._is_late = True
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = _as_text(running.result())
         except BaseException as error:  # of the tool's: signals reach the main thread alone

@@ -23,7 +23,6 @@ import importlib.util
 import inspect
 import math
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
@@ -35,12 +34,13 @@ from typing import Any, TypeVar
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
 from fused_grpo.trainer.common.redaction import to_json
-from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.common.threads import event_loop, in_thread
 
 RewardFunction = Callable[..., Any]
 T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+ASYNC = "async functions"  # the event loop of rewards and tools
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
 _SHARED = frozenset({str, int, float, bool, bytes, type(None)})
 
@@ -51,13 +51,15 @@ class RewardInputs:
 
     columns: Mapping[str, Sequence[Any]]  # B each: prompts, completions, completion_ids, and those of the dataset
     trainer_state: Any = None
+    environments: Sequence[Any] | None = None  # B objects, which are passed themselves; None: there are none
 
     def __len__(self) -> int:
         return len(self.columns["prompts"])
 
     def part(self, start: int, length: int = 1) -> RewardInputs:
         cut = {name: values[start : start + length] for name, values in self.columns.items()}
-        return RewardInputs(columns=cut, trainer_state=self.trainer_state)
+        environments = None if self.environments is None else self.environments[start : start + length]
+        return RewardInputs(columns=cut, trainer_state=self.trainer_state, environments=environments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class RewardCaller:
                 something that is not a number.
             InputError: the function has a parameter without a default that no column fills.
         """
-        self.check_columns(inputs.columns)
+        self.check_columns([*inputs.columns, *([] if inputs.environments is None else ["environments"])])
         prompts, logged = inputs.columns["prompts"], Scores()
         try:
             returned = self._run(inputs, logged)
@@ -145,22 +147,19 @@ class RewardCaller:
         given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
-            # And environments are the objects themselves.
-            name: list(value)
-            if name == "environments"
-            else [own_copy(entry) for entry in value]
-            if name in inputs.columns
-            else own_copy(value)
+            name: [own_copy(entry) for entry in value] if name in inputs.columns else own_copy(value)
             for name, value in given.items()
             if self.accepted is None or name in self.accepted
         }
+        if inputs.environments is not None and (self.accepted is None or "environments" in self.accepted):
+            arguments["environments"] = list(inputs.environments)
         call = functools.partial(self.function, **arguments)
         # A call of a coroutine function returns at once.
         directly = self.timeout is None or self.is_async
         returned = call() if directly else self._wait(in_thread(call, name="reward"), inputs)
         if inspect.isawaitable(returned):
             awaited = asyncio.wait_for(returned, None)  # a coroutine, whatever is awaited
-            returned = self._wait(asyncio.run_coroutine_threadsafe(awaited, event_loop()), inputs)
+            returned = self._wait(asyncio.run_coroutine_threadsafe(awaited, event_loop(ASYNC)), inputs)
         return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
@@ -235,14 +234,6 @@ def is_async(function: RewardFunction) -> bool:
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is inspected
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all async rewards. A client that stays open is bound to the loop that it was opened in."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop
 
 
 def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None]:

@@ -34,16 +34,16 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
-from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.common.threads import event_loop, in_thread
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.reward_call import (
+    ASYNC,
     RewardCaller,
     RewardFunction,
     RewardInputs,
     Scores,
-    event_loop,
     load_reward,
     names_a_function,
     reward_name,
@@ -138,6 +138,7 @@ class Rewards:
         *,
         num_generations: int,
         trainer_state: Any = None,
+        environments: Sequence[Any] | None = None,
     ) -> RewardOutput:
         """Rewards of B completions, in groups of `num_generations`.
 
@@ -146,7 +147,7 @@ class Rewards:
             completions: B strings; in conversations, B lists of messages.
             completion_ids: B lists of token ids.
             num_generations: completions per group.
-            trainer_state: passed to functions that have a parameter of that name.
+            trainer_state, environments: passed to functions that have parameters of these names.
 
         Raises:
             RewardError: a call failed, and `failure` is not "drop".
@@ -163,9 +164,9 @@ class Rewards:
             "completions": list(completions),
             "completion_ids": list(completion_ids),
         }
-        inputs = RewardInputs(columns=columns, trainer_state=trainer_state)
+        inputs = RewardInputs(columns=columns, trainer_state=trainer_state, environments=environments)
         if any(caller.is_async for caller in self._callers):
-            event_loop()  # made here, because two threads at once would each make one
+            event_loop(ASYNC)  # made here, because two threads at once would each make one
         call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
         pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
         outcome_of = {one: call(one) for one in self._callers if one not in pending}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.errors import DataError
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
@@ -56,6 +56,12 @@ def test_tokens_of_an_environment_are_told_from_the_models_own(engine, kind) -> 
     assert engine().generate(PROMPT_IDS, SAMPLING).completion_masks is None
 
 
+def test_members_of_a_group_may_have_prompts_of_their_own(engine) -> None:
+    prompts = [[6], [7], [4, 5], [4, 5]]
+    samples = engine(prompt_ids=prompts).generate(PROMPT_IDS, SAMPLING).samples()
+    assert [sample.prompt_ids for sample in samples] == prompts
+
+
 def test_logprobs_may_be_arrays_and_tensors(engine) -> None:
     made = {"completion_ids": [[9, 8]] * 4, "prompt_ids": GOOD["prompt_ids"]}
     for logprobs in (np.full((4, 2), -0.5), torch.full((4, 2), -0.5)):
@@ -95,7 +101,6 @@ def test_a_function_that_does_not_know_its_logprobs_says_none(engine) -> None:
         ({"completion_ids": [[9]] * 2}, DataError, r"2 completion_ids .* for 4 prompts"),
         ({"score": [1.0]}, DataError, "1 score .* for 4 prompts"),
         ({"completions": ["a"] * 4}, DataError, r"columns \['completions'\]"),
-        ({"prompt_ids": [[6], [7], [4, 5], [4, 5]]}, UnsupportedError, "other prompt_ids for completion 1"),
         ({"env_mask": [[1, 0], [1], [1, 1], [1]]}, DataError, r"env_mask of \[2, 1, 2, 1\] values"),
         ({"env_mask": [[1, 2], [1], [1, 1, 1], [1]]}, DataError, "env_mask of"),
         ({"env_mask": [[1, 0]]}, DataError, "env_mask of"),

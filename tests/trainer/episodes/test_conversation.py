@@ -142,6 +142,7 @@ def test_schemas_of_tools_are_in_the_prompt():
         ),
         (TEMPLATE.replace("<answer>{{ message.content }}</answer>", ""), UnsupportedError, "leaves out the answer"),
         ("{{ raise_exception('no roles') }}", UnsupportedError, "TemplateError: no roles"),
+        (TEMPLATE.replace("</tool_call>", "[/CALL]"), UnsupportedError, "which is read as none"),
         (
             TEMPLATE.replace("<tool_call>", "[CALL]"),
             UnsupportedError,

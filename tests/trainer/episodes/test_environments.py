@@ -201,6 +201,16 @@ class Long(Guess):
         return "x" * 5000
 
 
+class Gone(Guess):
+    @property
+    def done(self):
+        raise OSError("gone")
+
+    @done.setter
+    def done(self, value):
+        pass
+
+
 class NoScore(Guess):
     def get_reward(self) -> float:
         raise OSError("no score")
@@ -228,6 +238,8 @@ class NoScore(Guess):
             DataError,
             r"tokens for a prompt with what reset\(\) returned",
         ),
+        ({"environment_factory": Gone}, UnavailableError, "OSError from `done` of Gone: gone"),
+        ({"environment_factory": Guess, "rows": [{"environments": [1]}] * 4}, DataError, "a column 'environments'"),
         ({"environment_factory": NoScore}, RewardError, "'NoScore' raised OSError: no score"),
     ],
 )
@@ -253,27 +265,10 @@ class Numpy(Guess):
         self.right = np.array([value])
 
 
-class Raises(Guess):
-    """A property that cannot be read says nothing."""
-
-    @property
-    def done(self):
-        raise OSError("gone")
-
-    @done.setter
-    def done(self, value):
-        self.is_right = value
-
-    def get_reward(self) -> float:
-        return float(self.is_right)
-
-
-@pytest.mark.parametrize(("kind", "ended"), [(Numpy, ["done"] * 3 + ["stop"]), (Raises, ["turn limit"] * 3 + ["stop"])])
-def test_done_is_a_value_that_is_true(make_trainer, kind, ended):
-    options = {"max_completion_length": 900, "max_tool_calling_iterations": 3, "max_steps": 1}
-    trainer = make_trainer(play, reward=None, environment_factory=kind, rows=None, **options)
+def test_done_may_be_a_truth_of_numpy_and_a_property(make_trainer):
+    trainer = make_trainer(play, reward=None, environment_factory=Numpy, rows=None, max_steps=1)
     trainer.train()
-    assert [one.episode.ended for one in trainer.scored.samples] == ended
+    assert [one.episode.ended for one in trainer.scored.samples] == ["done"] * 3 + ["stop"]
 
 
 @dataclass

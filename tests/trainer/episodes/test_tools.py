@@ -123,6 +123,14 @@ def test_after_a_call_that_took_too_long_no_further_one_is_made():
     assert "multiply was not called" in found[1][1]
 
 
+def test_a_turn_after_one_that_took_too_long_calls_again():
+    answers = Answers([slow, multiply], timeout=0.5)
+    asked = {"slow": {"seconds": 30.0}, "multiply": {"a": 3, "b": 4}}
+    found = [answers.start([{"function": {"name": n, "arguments": a}}]).result() for n, a in asked.items()]
+    assert [call.failed for ((call, _),) in found] == [True, False]
+    assert answers.has_timed_out
+
+
 def test_what_a_tool_edits_is_its_own():
     def sort(values: list[int]) -> list[int]:
         """Sort.

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import trl_runs
 from talkers import END, call, talking_model, talking_tokenizer
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
@@ -95,17 +96,7 @@ def trained(trainer_class: Any, config_class: Any, template: str, **options: Any
                 "num_generations": 5,
                 "max_completion_length": 300,
                 "max_steps": 12,
-                "learning_rate": 1e-3,
-                "adam_epsilon": 1e-4,  # gradients that are rounding are not to be steps
-                "lr_scheduler_type": "constant",
-                "gradient_checkpointing": False,
-                "bf16": False,
-                "use_cpu": True,
-                "report_to": "none",
-                "save_strategy": "no",
-                "logging_steps": 1,
-                "disable_tqdm": True,
-                "shuffle_dataset": False,
+                **trl_runs.PLAIN,
                 **options,
             }
         )

@@ -26,7 +26,6 @@ import json
 import logging
 import socket
 import ssl
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
@@ -37,6 +36,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import httpx
 
 from fused_grpo.errors import InputError, UnavailableError, shown
+from fused_grpo.trainer.common.threads import event_loop
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -188,7 +188,8 @@ class Replicas:
                 return await work(client)
 
         try:
-            return asyncio.run_coroutine_threadsafe(with_deadline(), _event_loop()).result()
+            # Of its own: a notebook runs a loop in this thread, and a user's functions may block theirs.
+            return asyncio.run_coroutine_threadsafe(with_deadline(), event_loop("servers")).result()
         except TimeoutError as error:
             errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
             raise UnavailableError(
@@ -285,14 +286,6 @@ class Replicas:
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Of all requests, in a thread of its own: a notebook runs one in this thread, and a user's code blocks others."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
-    return loop
 
 
 def checked_url(url: str, *, allow_remote: bool) -> str:

@@ -91,7 +91,7 @@ class VLLMServerEngine(RolloutEngine):
             base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
         )
         self._tie, self._facts = Tie.of(model), ModelFacts(model)
-        self._stop_ids = stop_token_ids(model, tokenizer)
+        self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
         self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""

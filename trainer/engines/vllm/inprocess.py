@@ -173,7 +173,7 @@ class VLLMEngine(RolloutEngine):
         prompts, options = self._options(prompt_ids, sampling)
         outputs = self._sample(prompts, self._requests(options, sampling))
         listed = any(each["logprobs"] for each in options)
-        completions = [_completion(each, listed=listed) for output in outputs for each in output.outputs]
+        completions = [_completion(each, listed) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     @contextmanager
@@ -184,17 +184,13 @@ class VLLMEngine(RolloutEngine):
             InputError, WeightSyncError, UnavailableError: as `generate`.
         """
         self._check_weights()
-        listed = False
 
         def request(turn: Turn) -> Any:
-            nonlocal listed
-            of_turn = turn_sampling(sampling, turn.max_tokens, seed=turn.seed)
-            _, (options,) = self._options([turn.prompt_ids], of_turn)
-            listed = bool(options["logprobs"])
-            return self._requests([options], sampling)[0]
+            _, options = self._options([turn.prompt_ids], turn_sampling(sampling, turn.max_tokens, seed=turn.seed))
+            return self._requests(options, sampling)[0]
 
         with self._sampling(generators=False) as llm:  # tools draw meanwhile
-            yield VLLMTurns(llm, request, lambda output: _completion(output, listed=listed), self._lora_request)
+            yield VLLMTurns(llm, request, _completion, self._lora_request)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
@@ -432,7 +428,7 @@ def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
     return named[0], named[1].detach()
 
 
-def _completion(output: Any, *, listed: bool) -> Completion:
+def _completion(output: Any, listed: bool) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
     support, mask = None, getattr(output, "sampling_mask", None)
     if mask is not None:

@@ -27,16 +27,16 @@ def sampling_errors() -> Iterator[None]:
 class VLLMTurns:
     """A TurnSession on an `LLM` in this process, which has no other requests.
 
-    `request` makes vLLM's sampling options of a turn, `completion` reads an output of vLLM.
+    `request` makes vLLM's sampling options of a turn, `completion` reads an output, with the most likely tokens or not.
     """
 
     is_together, pending = False, ()
 
     def __init__(
-        self, llm: Any, request: Callable[[Turn], Any], completion: Callable[[Any], Completion], lora: Any
+        self, llm: Any, request: Callable[[Turn], Any], completion: Callable[[Any, bool], Completion], lora: Any
     ) -> None:
         self._engine, self._counter, self._lora = llm.llm_engine, llm.request_counter, lora
-        self._request, self._completion, self._episodes = request, completion, dict[str, int]()
+        self._request, self._completion, self._sampled = request, completion, dict[str, tuple[int, bool]]()
 
     @property
     def has_work(self) -> bool:
@@ -47,7 +47,7 @@ class VLLMTurns:
 
         params, name, prompt = self._request(turn), str(next(self._counter)), list(turn.prompt_ids)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        self._episodes[name] = turn.episode
+        self._sampled[name] = turn.episode, bool(params.logprobs)
         with sampling_errors():
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=self._lora)
 
@@ -55,4 +55,5 @@ class VLLMTurns:
         """A token of each turn that is under way."""
         with sampling_errors():
             outputs = [output for output in self._engine.step() if output.finished]
-        return [(self._episodes.pop(output.request_id), self._completion(output.outputs[0])) for output in outputs]
+        told = [(*self._sampled.pop(output.request_id), output.outputs[0]) for output in outputs]
+        return [(episode, self._completion(output, listed)) for episode, listed, output in told]
