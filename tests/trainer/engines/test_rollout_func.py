@@ -38,7 +38,7 @@ def test_what_the_function_returns_becomes_rollouts(engine) -> None:
     engine = engine(env_reward=[1.0, 2.0, 3.0, 4.0], source="web", env_mask=[[1, 1], [1], [1, 1, 1], [1]])
     engine.load_weights([], version=7)
     rollouts = engine.generate(PROMPT_IDS, SAMPLING)
-    assert rollouts.prompt_ids == PROMPT_IDS
+    assert rollouts.prompt_ids == GOOD["prompt_ids"]
     assert rollouts.completion_ids == GOOD["completion_ids"]
     assert rollouts.sampling_logprobs[0] == [-0.1, -0.2]
     assert math.isnan(rollouts.sampling_logprobs[2][1])
@@ -158,7 +158,7 @@ def test_the_function_may_edit_its_prompts_and_what_it_returned(trainer) -> None
             value.clear()
     assert rollouts.completion_ids == GOOD["completion_ids"]
     assert rollouts.sampling_logprobs[0] == [-0.1, -0.2]
-    assert (rollouts.prompt_ids, rollouts.extra["notes"]) == (PROMPT_IDS, [["a"], ["b"], ["c"], ["d"]])
+    assert (rollouts.prompt_ids, rollouts.extra["notes"]) == (GOOD["prompt_ids"], [["a"], ["b"], ["c"], ["d"]])
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "completion_ids"])
