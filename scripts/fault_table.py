@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 # What fails -> its tests.
 AREAS = {
     "reward functions": ["tests/faults/test_rewards.py", "tests/trainer/rewards"],
+    "tools and environments": ["tests/faults/test_tools.py"],
     "dataset rows": ["tests/faults/test_rows.py", "tests/hostile/test_data.py"],
     "options": ["tests/hostile/test_config.py"],
     "rollout engines and servers": [
@@ -32,7 +33,10 @@ AREAS = {
         *("tests/faults/test_checkpoints.py", "tests/faults/test_disk_full.py"),
         "tests/faults/test_hostile_checkpoints.py",
     ],
-    "kills and signals": ["tests/faults/test_kills.py", "tests/faults/test_stopping.py"],
+    "kills and signals": [
+        *("tests/faults/test_kills.py", "tests/faults/test_episode_kills.py"),
+        "tests/faults/test_stopping.py",
+    ],
     "attacks": ["tests/security"],
     "arguments of the ops": ["tests/hostile/test_ops.py", "tests/ops/test_bad_input.py"],
 }

@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "trainer": (
         *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint"),
-        *("episodes", "engines"),
+        *("episodes", "engines", "environments"),
         *("tasks", "rewards", "data", "batching", "distributed", "models", "logging", "config", "types"),
         *("recipes", "common"),
     ),

@@ -27,8 +27,8 @@ from typing import Any
 from fused_grpo.env import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/{name}" for name in ("trainer/recipes/test_arithmetic.py", "test_examples.py")]
-TESTS += ["tests/trainer/test_distillation.py"]
+TESTS = [f"tests/trainer/recipes/test_{name}.py" for name in ("arithmetic", "calculator")]
+TESTS += ["tests/test_examples.py", "tests/trainer/test_distillation.py"]
 # (environment, seeds)
 RUNS = (({}, 20), ({"ATEN_CPU_CAPABILITY": "default"}, 4))
 

@@ -42,6 +42,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     quantile,
     ratio_metrics,
     ratio_sums,
+    turn_sums,
     with_covariance_selection,
 )
 from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
@@ -359,7 +360,8 @@ class Learner:
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
         pairs = zip(packed, outputs, strict=True)
         of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])
-        parts = [(of_loss, of_ratios), skipped_metrics(batch, self.loss_config)]
+        of_turns = turn_sums(batch, packed, [output.logprobs for output in outputs])
+        parts = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
         losses, ratios = zip(*gather_object(parts), strict=True)
         return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type)
 

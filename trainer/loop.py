@@ -39,6 +39,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
+from fused_grpo.trainer.batching.micro_batch_metrics import turn_differences
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
@@ -64,7 +65,6 @@ from fused_grpo.trainer.distributed.failures import (
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
-from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
@@ -387,12 +387,11 @@ class GRPOTrainer(TransformersFace):
         return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
 
     def _check_agreement(self, metrics: dict[str, float], rounding: Rounding) -> None:
-        """Raise where the engine cannot have sampled from the trainer's weights."""
-        # A function may sample with anything, and dropout moves log-probs more than stale weights do.
-        comparable = not isinstance(self.engine, FunctionEngine) and not self.learner.is_random
-        if comparable and "sampling_difference_mean" in metrics:
+        """Raise where the engine cannot have sampled from the trainer's weights, or what is trained on."""
+        # Dropout moves log-probs more than stale weights do.
+        if not self.learner.is_random and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-            self.weight_check(*differences, engine=self.engine, rounding=rounding)
+            self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         """Log a step: its metrics and the seconds of its phases."""

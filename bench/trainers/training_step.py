@@ -92,6 +92,11 @@ class Problem:
         return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
     @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The dataset of both trainers, whose rollouts are given."""
+        return [{"prompt": "2 3"}] * self.completions
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of both trainers, whose names they share."""
         return {
@@ -139,8 +144,7 @@ def no_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 def our_trainer(problem: Problem, reward: Any, *, learning_rate: float = 0.0, **given: Any) -> GRPOTrainer:
     output = str(Path(tempfile.mkdtemp()) / "run")
     args = GRPOConfig(output_dir=output, log_completions=False, learning_rate=learning_rate, **problem.options)
-    rows = [{"prompt": "2 3"}] * problem.completions
-    return GRPOTrainer(problem.model(), reward, args, rows, processing_class=problem.tokenizer(), **given)
+    return GRPOTrainer(problem.model(), reward, args, problem.rows, processing_class=problem.tokenizer(), **given)
 
 
 def trl_trainer(problem: Problem, reward: Any, *, kind: Any = None, learning_rate: float = 0.0, **given: Any) -> Any:
@@ -161,7 +165,7 @@ def trl_trainer(problem: Problem, reward: Any, *, kind: Any = None, learning_rat
             learning_rate=learning_rate,
             **problem.options,
         )
-        rows = datasets.Dataset.from_list([{"prompt": "2 3"}] * problem.completions)
+        rows = datasets.Dataset.from_list(problem.rows)
         kind = kind or trl.GRPOTrainer
         return kind(problem.model(), reward, args, rows, processing_class=problem.tokenizer(), **given)
 

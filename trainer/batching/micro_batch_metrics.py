@@ -8,6 +8,7 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     kl                                     mean over tokens of the KL estimate (use_bias_correction_kl: times the ratio)
     vespo/phi_seq_mean                     mean over sequences of their weight phi
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
+    .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
 
 The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
@@ -34,6 +35,8 @@ from fused_grpo.trainer.types import MicroBatch, Sample
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
+DIFFERENCE = "sampling/sampling_logp_difference"
+MOST_TURNS = 8  # with metrics of their own
 
 
 @torch.no_grad()
@@ -89,8 +92,11 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
     if "phi_sum" in sums:
         metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
     if "difference_sum" in sums:
-        prefix = "sampling/sampling_logp_difference"
-        metrics |= {f"{prefix}/mean": mean("difference", "known"), f"{prefix}/max": sums["difference_max"]}
+        metrics |= {f"{DIFFERENCE}/mean": mean("difference", "known"), f"{DIFFERENCE}/max": sums["difference_max"]}
+    for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
+        if f"{turn}_max" in sums:
+            metrics[f"{DIFFERENCE}/{turn}/mean"] = mean(turn, f"{turn}_known")
+            metrics[f"{DIFFERENCE}/{turn}/max"] = sums[f"{turn}_max"]
     if "rho_sum" in sums:
         prefix = "sampling/importance_sampling_ratio"
         metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
@@ -132,6 +138,36 @@ def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLos
         rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
     rhos = torch.tensor(float(len(rho)), device=rho.device)
     return sums | {"rho_sum": rho.sum(), "rhos_sum": rhos, "rho_min": rho.amin(), "rho_max": rho.amax()}
+
+
+def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:
+    """What `ratio_metrics` says of turns, from the policy's log-probs [N] of each micro-batch; empty without masks."""
+    turns, differences = list[Tensor](), list[Tensor]()
+    if not any(sample.completion_mask for sample in batch):
+        return {}
+    for sample, current in zip(batch, per_sequence(packed, logprobs, len(batch)), strict=True):
+        if sample.completion_mask is None or sample.sampling_logprobs is None or not len(current):
+            continue  # without tokens in a micro-batch, or without log-probs
+        own = torch.tensor(sample.completion_mask)
+        begins = own & ~torch.cat([own.new_zeros(1), own[:-1]])
+        turns.append(begins.cumsum(0)[own].clamp(max=MOST_TURNS))
+        old = current if sample.old_logprobs is None else sample.old_logprobs
+        differences.append((old - torch.tensor(sample.sampling_logprobs)[own]).abs())
+    if not turns:
+        return {}
+    sums, numbers, values = dict[str, float](), torch.cat(turns), torch.cat(differences)
+    for turn in range(1, int(numbers.max()) + 1):
+        known = values[(numbers == turn) & ~values.isnan()]
+        if len(known):
+            of_turn = {"sum": known.sum().item(), "known_sum": float(len(known)), "max": known.max().item()}
+            sums |= {f"turn_{turn}_{name}": value for name, value in of_turn.items()}
+    return sums
+
+
+def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
+    """(mean, maximum) of turns 1, 2, ... among the metrics of a step."""
+    names = (f"{DIFFERENCE}/turn_{number}" for number in range(1, MOST_TURNS + 1))
+    return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in names if f"{name}/max" in metrics]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

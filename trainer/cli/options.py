@@ -30,7 +30,7 @@ from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
-from fused_grpo.trainer.tasks.named import ARITHMETIC
+from fused_grpo.trainer.tasks.named import BUILT_IN
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -100,7 +100,8 @@ class TrainOptions(GRPOConfig):
     `reward_funcs` may be left out then."""
     task: str | None = None
     """Task, in the place of `dataset` and with a reward of its own: reasoning_gym:GENERATOR, such as
-    reasoning_gym:chain_sum, or arithmetic (`fused-grpo tasks` lists them). None without a model is arithmetic."""
+    reasoning_gym:chain_sum, arithmetic or calculator (`fused-grpo tasks` lists them). None without a model is
+    arithmetic."""
     task_options: list[str] = field(default_factory=list)
     """Options of the task's generator as name=value, such as min_terms=2 max_terms=2 (`fused-grpo tasks NAME` lists
     them)."""
@@ -131,6 +132,11 @@ class TrainOptions(GRPOConfig):
     reward_funcs: list[str] = field(default_factory=list)
     """Reward functions: short names that `fused-grpo rewards` lists (accuracy, format, length=TOKENS), or
     module:name or path.py:name, or reward models as paths or hub ids. With `task`: further ones."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call, as module:name or path.py:name (docs/agents.md)."""
+    environment_factory: str | None = None
+    """Class of environments, whose methods are tools, as module:name or path.py:name. With `get_reward` it needs no
+    `reward_funcs`, and with `max_steps` no `dataset`."""
     config: str | None = None
     """Path of a YAML file with values for these options, or the name of a recipe of the package. The command line
     overrides it."""
@@ -220,7 +226,7 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Raise InputError where only some of model, data and rewards are given; with a teacher, rewards may lack."""
+    """Raise InputError where some of model, data and rewards are missing that no teacher or environment replaces."""
     if options.task is not None:
         return _check_task(options, options.task)
     if options.task_options:
@@ -233,8 +239,10 @@ def check_combination(options: TrainOptions) -> None:
         "--dataset": options.dataset is not None,
         "--reward-funcs": bool(options.reward_funcs),
     }
-    if options.teacher_model is not None and options.model is not None:
+    if options.model is not None and (options.teacher_model or options.environment_factory) is not None:
         del given["--reward-funcs"]
+        if options.environment_factory is not None:  # the trainer says what it still needs
+            del given["--dataset"]
     if any(given.values()) and not all(given.values()):
         has, lacks = (" and ".join(option for option in given if given[option] is wanted) for wanted in (True, False))
         raise InputError(
@@ -251,7 +259,7 @@ def _check_task(options: TrainOptions, name: str) -> None:
                 f"got --task {name} and --{option.replace('_', '-')} {value}, want one of them: a task has rows of its "
                 "own; fix: leave one out"
             )
-    if options.model is None and name != ARITHMETIC:
+    if options.model is None and name not in BUILT_IN:
         raise InputError(f"got --task {name} without --model, want one to train; fix: add --model")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from fused_grpo.trainer.data.datasets import (
     renamed,
 )
 from fused_grpo.trainer.data.prompts import has_chat_template
+from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.loop import GRPOTrainer
 from fused_grpo.trainer.models import smollm2
@@ -55,8 +56,10 @@ class Inputs:
 
     model: Any
     reward_funcs: Any
-    train: Any
+    train: Any  # None: environments write them
     heldout: Any  # None: there are none
+    tools: Sequence[Any] = ()
+    environment_factory: Any = None
     processing_class: Any = None  # None: the tokenizer beside the model
     task: Task | None = None  # where these come from
 
@@ -88,7 +91,7 @@ def train_model(options: TrainOptions) -> None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
             torch.set_num_threads(1)
-        say("no --model given: training the small one of the built-in arithmetic task")
+        say(f"no --model given: training the small one of the built-in {options.task or ARITHMETIC} task")
     inputs = load_inputs(options)
     trainer = GRPOTrainer(
         inputs.model,
@@ -98,6 +101,8 @@ def train_model(options: TrainOptions) -> None:
         inputs.heldout,
         inputs.processing_class,
         peft_config=options.peft_config(),
+        tools=inputs.tools,
+        environment_factory=inputs.environment_factory,
         teacher_model=options.teacher_model,
     )
     trainer.facts["command"] = options.command()  # run.json and the report say what data and prompts a run had
@@ -120,18 +125,21 @@ def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterato
     except DataError:
         yield batch_table(options, processes=processes, prompts=None)
         raise
-    rows = inputs.train
+    episodes: dict[str, Any] = {"tools": inputs.tools, "environment_factory": inputs.environment_factory}
+    rows = rows_of_environments(inputs.train, inputs.environment_factory, options)
+    heldout = with_prompts(inputs.heldout, inputs.environment_factory)
     yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    check_arguments(options, rollout_func=None, eval_dataset=inputs.heldout, teacher_model=options.teacher_model)
+    check_arguments(options, rollout_func=None, eval_dataset=heldout, teacher_model=options.teacher_model, **episodes)
     start = Start(
         args=options,
         model=inputs.model,
         train=check_dataset(rows, name="train_dataset"),
-        evals=eval_sets(inputs.heldout, check=True),
+        evals=eval_sets(heldout, check=True),
         reward_funcs=inputs.reward_funcs,
         processing_class=inputs.processing_class,
         peft_config=options.peft_config(),
         teacher=options.teacher_model,
+        **episodes,
     )
     check_start(start)
     plan = Plan(start)
@@ -158,7 +166,7 @@ def load_inputs(options: TrainOptions) -> Inputs:
     """The model, the rewards, and the rows to train on and held-out ones, or None where no option names any."""
     task, name = None, options.task or (ARITHMETIC if options.model is None else None)
     if name is None:
-        train = load_prompts(options, held_out=False)
+        train = None if options.dataset is None else load_prompts(options, held_out=False)
         heldout = None if options.eval_dataset is None else load_prompts(options, held_out=True)
     else:
         with progress(f"making the rows of {name}"):
@@ -174,12 +182,15 @@ def load_inputs(options: TrainOptions) -> Inputs:
         check_source("model", model, options.model_init_kwargs)
         with loading(f"model {model!r}, whose tokenizer"):
             tokenizer = tokenizer_for(model, None, options)
+    environments = options.environment_factory
     return Inputs(
         model=model,
         processing_class=tokenizer,
         reward_funcs=options.reward_funcs if task is None else [task.reward, *options.reward_funcs],
         train=in_format(train, options, tokenizer),
         heldout=in_format(heldout, options, tokenizer),
+        tools=[*(() if task is None else task.tools), *(load_reward(name, what="tool") for name in options.tools)],
+        environment_factory=environments and load_reward(environments, what="environment_factory"),
         task=task,
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -31,5 +32,12 @@ def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The event loop of that name. A client that stays open is bound to the loop that it was opened in."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until the process ends: a task may stop the loop, and asyncio lets these two out of it."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):  # which their task has as its result
+            loop.run_forever()

@@ -23,6 +23,10 @@ have few tokens. So where the mean of a 16-bit engine is above that bound, the p
 bits too, and ROUNDINGS times what that moves them is allowed.
 
 `max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
+
+**Turns.** Of completions with several turns each turn is checked. If the first ones agree and a later one does not, the
+weights are right, and what was read before that turn is not what is trained on. A user's function may sample with
+anything; where its first turn agrees, its later ones have to.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ _MAX_BOUND = 1e-3
 # The mean was 1.05 to 2.12 times what 16 bits move the policy's own log-probs, in 16 steps of a real model
 # (bench/results/cpu-2-cores/rounding-2026-11-26.json).
 ROUNDINGS = 3.0
+OF_A_TURN = 3.0  # times the bound of the mean: a turn may have few tokens
 _MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -126,6 +131,7 @@ def check_same_weights(
     version: int,
     device: str = "cpu",
     bound: float | None = None,
+    turn: int | None = None,
 ) -> None:
     """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
 
@@ -135,21 +141,31 @@ def check_same_weights(
         engine, version: name and weight version of the engine, for the message.
         device: the type of the trainer's device.
         bound: in place of the one for `dtype` and `device`, in nats.
+        turn: which of several turns the tokens belong to, where those before it agree. None: they are of all.
 
     Raises:
         WeightSyncError: the difference is above the bound, or is NaN.
     """
     exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and device == "cpu")
     kind, got = ("max", max_difference) if exact else ("mean", mean_difference)
-    bound = bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype])
+    bound = bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else OF_A_TURN))
     # Written so that NaN fails.
     if not got <= bound:
-        raise WeightSyncError(
+        differs = (
             f"got a {kind} difference of {got:.3g} between the log-probs of the {engine} engine and the trainer's at "
-            f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: the engine "
-            "does not serve the trainer's weights, one of the two computes at lower precision, or (from version 0 on) "
-            "vLLM computes this model differently; fix: load_weights after every optimizer step, give both the same "
-            "dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
+            f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: "
+        )
+        if turn is not None and turn > 1:
+            raise WeightSyncError(
+                f"{differs}turn {turn} differs, and the turns before it agree, so what the engine read before turn "
+                f"{turn} is not what is trained on; fix: token ids as they were read and sampled, never text that is "
+                "tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask that "
+                "is 0 for all that was not sampled"
+            )
+        raise WeightSyncError(
+            f"{differs}the engine does not serve the trainer's weights, one of the two computes at lower precision, "
+            "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
+            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
             "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
         )
 
@@ -167,8 +183,7 @@ class WeightCheck:
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
         self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
         self._options: Any = {"device": device.type, "bound": args.max_logprob_difference}
-        self._warns = (args.logprob_mismatch or ("fail" if own_weights else "warn")) == "warn"
-        self._has_warned = False
+        self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
 
     def __call__(
         self,
@@ -177,25 +192,44 @@ class WeightCheck:
         *,
         engine: RolloutEngine,
         rounding: Callable[[torch.dtype], float] = lambda dtype: 0.0,
+        turns: Sequence[tuple[float, float]] = (),
     ) -> None:
         """`check_same_weights` of the differences of a step, with the reaction that the options ask for.
 
-        `rounding` is called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs.
+        `rounding` is called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs. `turns`
+        are (mean, maximum) of each turn, where there are several.
         """
+        is_function = isinstance(engine, FunctionEngine)
+        if is_function and (not turns or self._error(*turns[0], 1, engine, rounding)):
+            return  # it may sample with anything
+        parts = (*enumerate(turns, 1), (None, (mean_difference, max_difference)))
+        errors = (self._error(*differences, turn, engine, rounding) for turn, differences in parts)
+        error = next(filter(None, errors), None)
+        if error is None:
+            return
+        if (self._reaction or ("fail" if self._own_weights and not is_function else "warn")) == "fail":
+            raise error
+        if not self._has_warned:
+            _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
+        self._has_warned = True
+
+    def _error(
+        self,
+        mean_difference: float,
+        max_difference: float,
+        turn: int | None,
+        engine: RolloutEngine,
+        rounding: Callable[[torch.dtype], float],
+    ) -> WeightSyncError | None:
         computed_in = (self._dtype, getattr(engine, "weight_dtype", None) or self._dtype)
         coarser = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
-        names: Any = {"engine": engine.name, "version": engine.weight_version, "dtype": coarser}
+        names: Any = {"engine": engine.name, "version": engine.weight_version, "dtype": coarser, "turn": turn}
         try:
             check_same_weights(mean_difference, max_difference, **names, **self._options)
         except WeightSyncError as error:
             is_rounding = coarser.itemsize == 2 and self._options["bound"] is None
-            if is_rounding and mean_difference <= ROUNDINGS * rounding(coarser):
-                return
-            if not self._warns:
-                raise
-            if not self._has_warned:
-                _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
-            self._has_warned = True
+            return None if is_rounding and mean_difference <= ROUNDINGS * rounding(coarser) else error
+        return None
 
 
 def generated(
@@ -308,8 +342,9 @@ def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> s
         return wrong
     if mask is not None and (len(mask) != len(ids) or not set(map(type, mask)) <= {bool}):
         return f"a completion mask of {len(mask)} values for {len(ids)} tokens"
-    if mask is not None and not any(mask):
-        return "no token of the model's own"
+    # An episode ends with a turn of the model.
+    if mask is not None and not any(mask if sample.episode is None else mask[-1:]):
+        return "no token of the model's own" if sample.episode is None else "no token in its last turn"
     if logprobs is not None and len(logprobs) != len(ids):
         return f"{len(logprobs)} log-probs for {len(ids)} tokens"
     if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
@@ -93,7 +94,10 @@ class Template:
         try:
             return self._parsed(ids, prefix, tools) if self._has_own_parser else self._by_family(ids, tools)
         except Exception:  # of the response template, which is a program, or of what the model wrote
-            return {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
+            text = ""
+            with suppress(Exception):  # of ids that are none, which the check of completions names
+                text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
 
     def _parsed(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         options: dict[str, Any] = {}

@@ -152,7 +152,7 @@ class Environments:
                 given.setdefault("seed", seed)
             with _seeded(seed):
                 begun = environment.reset(**given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnavailableError(
                 f"got {type(error).__name__} from reset() of {kind}: {shown(error, 2000)}; want it to begin an "
                 f"episode of a row with {', '.join(given) or 'no columns'}; fix: the environment"
@@ -169,7 +169,7 @@ class Environments:
     def _made(self, name: str | None) -> Any:
         try:
             return self.factories[name]()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnavailableError(
                 f"got {type(error).__name__} from environment_factory: {shown(error, 2000)}; want an environment"
             ) from error
@@ -186,7 +186,7 @@ def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
     try:
         done = getattr(environment, "done", False)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnavailableError(
             f"got {type(error).__name__} from `done` of {type(environment).__name__}: {shown(error, 2000)}; want True "
             "or False; fix: the environment"

@@ -126,14 +126,18 @@ class EpisodeEngine:
             tools = [*rules.tools, *methods_of(environment)]
             task = random.Random(f"{self._batch}/{number}").getrandbits(32)
             if begun := rules.environments.reset(environment, row, seed=task):
+                self._check_length(len(begun) // CHARACTERS_OF_A_TOKEN)  # megabytes are not tokenised
                 prompt[-1] = {**prompt[-1], "content": (prompt[-1].get("content") or "") + begun}
             ids = rules.template.encode(prompt, tools)
-        if self._most is not None and len(ids) > self._most:
+        self._check_length(len(ids))
+        return _Played(rules, prompt, ids, environment, tools, sampling.max_tokens, random.Random(seed))
+
+    def _check_length(self, tokens: int) -> None:
+        if self._most is not None and tokens > self._most:
             raise DataError(
-                f"got {len(ids)} tokens for a prompt with what reset() returned, want at most {self._most}; fix: a "
+                f"got {tokens} tokens for a prompt with what reset() returned, want at most {self._most}; fix: a "
                 "larger vllm_max_model_length, as far as the model goes, or a shorter text"
             )
-        return _Played(rules, prompt, ids, environment, tools, sampling.max_tokens, random.Random(seed))
 
 
 def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
@@ -206,7 +210,8 @@ class _Played:
             self.rules.environments.discard(self.environment)
         messages = [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
         if is_done(self.environment):
-            self.messages += messages
+            # No token bounds these: as they are in the records.
+            self.messages += [{"role": "tool", "name": call.name, "content": call.result} for call, _ in answers]
             self.ended = "done"
             return False
         room = self.max_tokens - len(self.ids)

@@ -10,20 +10,19 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from fused_grpo.errors import InputError, elide_middle, shown
+from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread
 from fused_grpo.trainer.rewards.reward_call import ASYNC, is_async, own_copy
+from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
-_ERROR = 2000  # characters of an exception
-_RECORDED = 10_000  # of an answer, in rollouts.jsonl and the report
+_RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
 def check_tools(tools: Any) -> list[Tool]:
@@ -77,19 +76,19 @@ class Answers:
         ]
         return [self._answer(*each, start) for each in zip(calls, tools, running, strict=True)]
 
-    def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[Any]:
+    def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
         """A call that is being made."""
         arguments = own_copy(call["arguments"])  # a tool may edit what it is given
         if not is_async(tool):
-            return in_thread(partial(tool, **arguments), name="tool")
+            return in_thread(lambda: as_text(tool(**arguments)), name="tool")
 
-        async def awaited() -> Any:
-            return await tool(**arguments)
+        async def awaited() -> str:
+            return as_text(await tool(**arguments))
 
         return asyncio.run_coroutine_threadsafe(awaited(), event_loop(ASYNC))
 
     def _answer(
-        self, call: Mapping[str, Any], tool: Tool | None, running: Future[Any] | None, start: float
+        self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float
     ) -> tuple[ToolCall, str]:
         start, failed = start if running else time.perf_counter(), False
         try:
@@ -98,29 +97,15 @@ class Answers:
             if running is None and self._is_late:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
-            if not wait([running], max(0.0, start + self._timeout - time.perf_counter())).done:
+            # An isolated tool has a limit of its own, which begins when it has a process.
+            left = None if getattr(tool, "is_isolated", False) else start + self._timeout - time.perf_counter()
+            if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
-            text = _as_text(running.result())
+            text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone
-            text, failed = str({"error": _error_text(error)}), True
+            text, failed = str({"error": error_text(error)}), True
         text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes a lone surrogate
         recorded, seconds = elide_middle(text, _RECORDED), time.perf_counter() - start
         return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), text
-
-
-def _error_text(error: BaseException) -> str:
-    """What the model reads of an exception: its text, or its name where it has none."""
-    with suppress(Exception):  # of its own `__str__`
-        return shown(error, _ERROR) or type(error).__name__
-    return type(error).__name__
-
-
-def _as_text(result: Any) -> str:
-    """What the model reads: text as it is, parts of text joined, and anything else as `str` writes it."""
-    if isinstance(result, list) and any(isinstance(part, dict) and "image" in part.get("type", "") for part in result):
-        raise ValueError("the tool returned an image, and the model reads text alone")
-    if isinstance(result, list) and result and all(isinstance(part, dict) and "text" in part for part in result):
-        return "".join(str(part["text"]) for part in result)
-    return str(result)

@@ -64,6 +64,11 @@ PANELS: dict[str, dict[str, str]] = {
     "gradient norm": {"": "grad_norm"},
     "learning rate": {"": "learning_rate"},
     "sampler against trainer (|Δ log p|)": {"": "sampling/sampling_logp_difference/mean"},
+    "turns of an episode": {"": "tools/turns"},
+    "tool calls per completion, share that failed": {
+        "calls": "tools/call_frequency",
+        "failed": "tools/failure_frequency",
+    },
 }
 
 

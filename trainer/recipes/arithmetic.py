@@ -88,7 +88,13 @@ def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 def load_base_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model that adds and does not carry yet, in fp32, and its tokenizer."""
     tokenizer = build_tokenizer()
+    return load_model(tokenizer, BASE_MODEL), tokenizer
+
+
+def load_model(tokenizer: PreTrainedTokenizerFast, weights: Path) -> PreTrainedModel:
+    """The model of a built-in task in fp32, with these weights."""
     with torch.random.fork_rng(devices=[]):
         model = Qwen2ForCausalLM(build_model_config(tokenizer))
-    model.load_state_dict(load_file(BASE_MODEL))
-    return model.eval(), tokenizer
+    model.load_state_dict(load_file(weights))
+    model.eval()
+    return model

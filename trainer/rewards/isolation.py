@@ -1,7 +1,8 @@
-"""A reward function in a process of its own, with a time limit and a memory limit.
+"""A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
 
 For code that must not run in the trainer's process: code that runs or parses model output. A completion that makes the
-function loop forever or take all memory costs one worker process, and `on_failure` says what its reward is.
+function loop forever or take all memory costs one worker process, and `on_failure` says what its reward is; a model
+reads what became of its call.
 
 One worker process serves all calls, one completion at a time, so that a failure concerns one completion. If a
 completion exceeds the time limit or the worker dies, its process group is killed and the next completion gets a new
@@ -30,19 +31,21 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from fused_grpo.errors import InputError, RewardError, quoted, shown
 from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward
 
-WORKER = "fused_grpo.trainer.rewards.reward_worker"
+WORKER = "fused_grpo.trainer.rewards.worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
-REPLY_BYTES = 1 << 18  # of one completion
+REPLY_BYTES = 1 << 18  # of one completion or tool call
 Failed = float | None | Literal["raise"]
+What = Literal["reward function", "tool"]
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -70,32 +73,94 @@ def isolated(
     Raises:
         InputError: a function that a new process cannot import, an async function, or an option out of range.
     """
-    if not 0 < timeout < math.inf:
-        raise InputError(f"got timeout={timeout}, want seconds > 0")
-    if memory is not None and memory <= 0:
-        raise InputError(f"got memory={memory}, want bytes > 0, or None for no limit")
     if isinstance(on_failure, str) and on_failure != "raise":
         raise InputError(f"got on_failure={on_failure!r}, want 'raise', a number or None")
-    reference = function if isinstance(function, str) else _reference(function)
-    loaded = load_reward(function) if isinstance(function, str) else function
-    if is_async(loaded):
-        raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
+    reference, loaded = importable(function, "reward function", timeout=timeout, memory=memory)
     reward = IsolatedReward(reference, timeout=timeout, memory=memory, on_failure=on_failure, secrets=secrets)
     # The trainer reads the name and the signature.
     functools.update_wrapper(reward, loaded)
     return reward
 
 
+def importable(
+    function: RewardFunction | str, what: What, *, timeout: float, memory: int | None
+) -> tuple[str, RewardFunction]:
+    """The name by which a new process imports a function, and the function; InputError as `isolated`."""
+    if not 0 < timeout < math.inf:
+        raise InputError(f"got timeout={timeout}, want seconds > 0")
+    if memory is not None and memory <= 0:
+        raise InputError(f"got memory={memory}, want bytes > 0, or None for no limit")
+    reference = function if isinstance(function, str) else _reference(function)
+    loaded = load_reward(function, what=what) if isinstance(function, str) else function
+    if is_async(loaded):
+        raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
+    return reference, loaded
+
+
+class WorkerError(Exception):
+    """A worker exceeded its time limit, died, or answered with something that is no reply; the text says which."""
+
+
 @dataclass(eq=False)
-class IsolatedReward:
-    """A reward function that is called in a worker process; made by `isolated`."""
+class IsolatedFunction:
+    """A function that a worker process calls, for one request at a time."""
 
     reference: str
     timeout: float
     memory: int | None
-    on_failure: Failed
     secrets: Collection[str] = ()
+    what: What = "reward function"
     _worker: Worker | None = None
+    is_isolated: ClassVar[bool] = True
+
+    def reply(self, request: str, checked: Callable[[bytes], T]) -> T:
+        """What `checked` makes of the worker's reply; it raises ValueError where that is none.
+
+        Raises:
+            WorkerError: there is no reply; the next request gets a new worker.
+            InputError, RewardError: as `Worker`.
+        """
+        try:
+            return checked(self._worker_with(request).line(self.timeout))
+        except InputError:
+            raise
+        except (OSError, EOFError, ValueError, RecursionError) as error:
+            self._end_worker()
+            if isinstance(error, TimeoutError):
+                fate = f"took longer than {self.timeout} s and was killed"
+            else:
+                fate = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
+            raise WorkerError(fate) from error
+
+    def _worker_with(self, request: str) -> Worker:
+        """The worker, which has accepted the request, or else a new one.
+
+        Raises:
+            InputError: a new worker cannot load the function.
+            TimeoutError: a new worker does not accept the request.
+        """
+        if self._worker is not None:
+            if self._worker.accepts(request, self.timeout):
+                return self._worker
+            _log.warning("the process of the isolated %s accepts no more requests; starting a new one", self.reference)
+            self._end_worker()
+        public = without_secrets(os.environ, keep=self.secrets)
+        self._worker = Worker(self.reference, self.what, timeout=self.timeout, memory=self.memory, environment=public)
+        if not self._worker.accepts(request, self.timeout):
+            raise TimeoutError
+        return self._worker
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+@dataclass(eq=False)
+class IsolatedReward(IsolatedFunction):
+    """A reward function that is called in a worker process; made by `isolated`."""
+
+    on_failure: Failed = "raise"
     _lock: Any = field(default_factory=threading.Lock)
 
     def __call__(
@@ -129,17 +194,10 @@ class IsolatedReward:
                 "fix: let the function name the arguments that it needs, in place of **columns"
             ) from error
         try:
-            reply = checked_reply(self._worker_with(request).line(self.timeout))
-        except (InputError, RewardError):
-            raise
-        except (OSError, EOFError, ValueError, RecursionError) as error:
-            self._end_worker()
+            reply = self.reply(request, checked_reply)
+        except WorkerError as error:
             first = sample.get("prompts", next(iter(sample.values())))[0]
-            if isinstance(error, TimeoutError):
-                fate = f"took longer than {self.timeout} s and was killed"
-            else:
-                fate = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
-            what = f"the process of the isolated {self.reference} {fate}; at {quoted(first)}; fix the function"
+            what = f"the process of the isolated {self.reference} {error}; at {quoted(first)}; fix the function"
             reply = {"error": what}
         if "error" not in reply:
             return reply
@@ -147,29 +205,6 @@ class IsolatedReward:
             raise RewardError(f"{reply['error']}; or give such completions a reward: isolated(..., on_failure=None)")
         _log.warning("%s; its reward is %s", shown(reply["error"]), self.on_failure)
         return {"value": self.on_failure, "extra": {}, "metrics": {}}
-
-    def _worker_with(self, request: str) -> Worker:
-        """The worker, which has accepted the request, or else a new one.
-
-        Raises:
-            InputError: a new worker cannot load the function.
-            TimeoutError: a new worker does not accept the request.
-        """
-        if self._worker is not None:
-            if self._worker.accepts(request, self.timeout):
-                return self._worker
-            _log.warning("the process of the isolated %s accepts no more requests; starting a new one", self.reference)
-            self._end_worker()
-        environment = without_secrets(os.environ, keep=self.secrets)
-        self._worker = Worker(self.reference, timeout=self.timeout, memory=self.memory, environment=environment)
-        if not self._worker.accepts(request, self.timeout):
-            raise TimeoutError
-        return self._worker
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
 
 
 class Worker:
@@ -180,13 +215,15 @@ class Worker:
         RewardError: the operating system starts no process.
     """
 
-    def __init__(self, reference: str, *, timeout: float, memory: int | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, reference: str, what: What, *, timeout: float, memory: int | None, environment: Mapping[str, str]
+    ) -> None:
         self.socket, worker_socket = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         try:
             with worker_socket:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER, reference, str(timeout), str(memory or 0)],
+                    [sys.executable, "-m", WORKER, what, reference, str(timeout), str(memory or 0)],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
                     env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
@@ -231,7 +268,7 @@ class Worker:
                 return replies.readline(REPLY_BYTES)
             return b""
 
-        line = in_thread(exchange, name="isolated reward").result(seconds)
+        line = in_thread(exchange, name="isolated function").result(seconds)
         if not line:
             raise EOFError
         if not line.endswith(b"\n"):
@@ -278,7 +315,7 @@ def _reference(function: RewardFunction) -> str:
             f"got {function!r}, which a new process cannot import; "
             "fix: a function at the top level of a module, or its name as 'module:name' or 'path.py:name'"
         )
-    if module != "__main__":
+    if not source.__name__.startswith(("__main__", "reward_file_")):  # a script, or what `load_reward` ran
         return f"{module}:{name}"
     if not str(getattr(source, "__file__", "")).endswith(".py"):
         raise InputError(f"got {name}, defined in no file; fix: put it into a module, for a new process to import it")

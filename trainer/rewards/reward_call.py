@@ -248,23 +248,23 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
     return required, None if takes_any else frozenset(p.name for p in named)
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The function of that name. Its module is imported, or its file is run.
+def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
+    """The function of that name, or anything else that is callable. Its module is imported, or its file is run.
 
     Raises:
         InputError: the name has none of these forms, or there is nothing callable of that name.
     """
     source, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not source:
-        raise InputError(f"got reward function {name!r}, want module:name, module.name or path.py:name")
+        raise InputError(f"got {what} {name!r}, want module:name, module.name or path.py:name")
     _search_working_directory()
     try:
         module = _run_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         function: Any = getattr(module, attribute)
     except Exception as error:  # anything that the module raises when it is imported
-        raise InputError(f"got reward function {name!r}, which cannot be loaded: {error}") from error
+        raise InputError(f"got {what} {name!r}, which cannot be loaded: {error}") from error
     if not callable(function):
-        raise InputError(f"got reward function {name!r}, which is a {type(function).__name__}, want something callable")
+        raise InputError(f"got {what} {name!r}, which is a {type(function).__name__}, want something callable")
     loaded: RewardFunction = function
     return loaded
 

@@ -12,8 +12,9 @@ from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.tasks.reasoning_gym import generators, option_fields, reasoning_gym_task
 from fused_grpo.trainer.tasks.task import Task
 
-ARITHMETIC, REASONING_GYM = "arithmetic", "reasoning_gym:"
-FORMS = "arithmetic, or reasoning_gym:<generator> such as reasoning_gym:chain_sum"
+ARITHMETIC, CALCULATOR, REASONING_GYM = "arithmetic", "calculator", "reasoning_gym:"
+BUILT_IN = {ARITHMETIC: "addition: the demo", CALCULATOR: "products, with a calculator as a tool"}
+FORMS = f"{', '.join(BUILT_IN)}, or reasoning_gym:<generator> such as reasoning_gym:chain_sum"
 
 
 def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eval_limit: int | None) -> Task:
@@ -27,8 +28,11 @@ def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eva
         InputError: an unknown name, or an option that the task does not take.
         UnavailableError: what the task needs is not installed.
     """
-    if name == ARITHMETIC:
-        return _arithmetic(options, limit=limit, eval_limit=eval_limit)
+    if name in BUILT_IN:
+        if options:
+            raise InputError(f"got --task-options {' '.join(options)} for {name}, which has none; fix: leave it out")
+        task = _arithmetic() if name == ARITHMETIC else _calculator()
+        return dataclasses.replace(task, train=task.train[:limit], heldout=task.heldout[:eval_limit])
     if not name.startswith(REASONING_GYM):
         raise InputError(f"got --task {name}, want {FORMS}; fix: `fused-grpo tasks` lists them")
     sizes: dict[str, Any] = {key: n for key, n in (("size", limit), ("heldout_size", eval_limit)) if n is not None}
@@ -46,26 +50,39 @@ def task_lines(name: str | None = None) -> Iterator[str]:
         for entry in option_fields(name.removeprefix(REASONING_GYM)):
             yield f"{entry.name}={_default(entry)}"
         return
-    yield f"{ARITHMETIC:16} addition with a model of its own: the demo"
+    yield from (f"{task:16} {what}; has a model of its own" for task, what in BUILT_IN.items())
     try:
         yield from (f"{REASONING_GYM}{generator}" for generator in generators())
     except UnavailableError:
         yield f"{REASONING_GYM}...  generators of reasoning-gym: pip install 'fused-grpo[tasks]'"
 
 
-def _arithmetic(options: Sequence[str], *, limit: int | None, eval_limit: int | None) -> Task:
+def _arithmetic() -> Task:
     from fused_grpo.trainer.recipes import arithmetic  # imports torch
 
-    if options:
-        raise InputError(f"got --task-options {' '.join(options)} for {ARITHMETIC}, which has none; fix: leave it out")
     splits = arithmetic.build_splits()
     return Task(
         name=ARITHMETIC,
-        train=splits.train[:limit],
-        heldout=splits.heldout[:eval_limit],
+        train=splits.train,
+        heldout=splits.heldout,
         reward=arithmetic.sum_reward,
         measures="accuracy",
         load_model=arithmetic.load_base_model,
+    )
+
+
+def _calculator() -> Task:
+    from fused_grpo.trainer.recipes import calculator  # imports torch
+
+    train, heldout = calculator.build_splits()
+    return Task(
+        name=CALCULATOR,
+        train=train,
+        heldout=heldout,
+        reward=calculator.product_reward,
+        tools=(calculator.multiply,),
+        measures="accuracy",
+        load_model=calculator.load_base_model,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ Row = dict[str, Any]
 class Task:
     """Rows and their reward.
 
-    train_dataset, eval_dataset and reward_funcs of `GRPOTrainer` are `train`, `heldout` and `reward`.
+    train_dataset, eval_dataset, reward_funcs and tools of `GRPOTrainer` are `train`, `heldout`, `reward` and `tools`.
     """
 
     name: str
     train: list[Row]  # with a "prompt", and the columns that the reward reads
     heldout: list[Row]  # of the same columns, and with no prompt of `train`
     reward: Callable[..., list[float]]
+    tools: Sequence[Callable[..., Any]] = ()  # functions that the model may call
     measures: str = "reward"  # what the mean of the reward is called
     load_model: Callable[[], tuple[Any, Any]] | None = None  # of a task with its own model: that and its tokenizer
 

@@ -1,6 +1,7 @@
 """Tokens of a tool in the middle of a completion: the model reads them, and nothing is computed from them."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from batches import batch_of, column
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.batching.micro_batch_metrics import ratio_metrics, turn_differences, turn_sums
 from fused_grpo.trainer.batching.micro_batches import micro_batches, pack, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
@@ -82,6 +84,28 @@ def test_kept_tokens_stay_with_the_tokens_that_were_sampled():
     tokens, offsets = pack(batch, [[0], [1], [2]], one_row=True, device=CPU).support
     found = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
     assert found == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]
+
+
+def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
+    """It is 0.1 or 0.2 away in first turns, and 0.3 and 0.5 in the second one; one log-prob is not known."""
+    sampled = [[-2.1, -3.1, 0.0, 0.0, 0.0, -2.8, -4.0], [0.0, -3.1], [-2.1, math.nan, -3.2]]
+    batch = with_fields(BATCH, {"sampling_logprobs": sampled})
+    for sequences in (1, 3):
+        parts = micro_batches(batch, sequences, one_row=True, device=CPU)
+        rows = [
+            torch.tensor([value for index in part.sequence_index.tolist() for value in OLD[index]]) for part in parts
+        ]
+        found = ratio_metrics({"sequences_sum": 3.0, **turn_sums(batch, parts, rows)}, "vespo")
+        assert found == pytest.approx(
+            {
+                "sampling/sampling_logp_difference/turn_1/mean": (0.1 * 4 + 0.2) / 5,
+                "sampling/sampling_logp_difference/turn_1/max": 0.2,
+                "sampling/sampling_logp_difference/turn_2/mean": 0.4,
+                "sampling/sampling_logp_difference/turn_2/max": 0.5,
+            }
+        )
+        assert turn_differences(found) == [pytest.approx((0.12, 0.2)), pytest.approx((0.4, 0.5))]
+    assert turn_sums(with_fields(batch, {"completion_mask": [None] * 3}), parts, rows) == {}
 
 
 def test_a_mask_survives_a_checkpoint_and_the_way_to_another_rank():

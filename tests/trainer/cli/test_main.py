@@ -106,7 +106,10 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
             ["train", "--task", "reasoning_gym:a", "--model", "m", "--dataset", "d"],
             "InputError: got --task reasoning_gym:a and --dataset d, want one of them",
         ),
-        (["train", "--task", "sums", "--model", "m"], "InputError: got --task sums, want arithmetic, or reasoning_gym"),
+        (
+            ["train", "--task", "sums", "--model", "m"],
+            "InputError: got --task sums, want arithmetic, calc",
+        ),
         (["train", "--task-options", "a=1"], "InputError: got --task-options a=1 without --task"),
         (["train", "--task", "arithmetic", "--task-options", "a=1"], "InputError: got --task-options a=1 for arithm"),
         (["tasks", "sums"], "InputError: got the task 'sums', which has no options"),
@@ -185,7 +188,7 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").write_text("seed: 5\n")
     assert parse_train_options(["--model", "m", "--config", "demo"]).seed == 5
-    with pytest.raises(InputError, match="or one of these recipes: demo, gsm8k, gsm8k-1gpu"):
+    with pytest.raises(InputError, match="or one of these recipes: calculator, demo, gsm8k, gsm8k-1gpu"):
         parse_train_options(["--config", "no-such-thing"])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from fused_grpo.errors import WeightSyncError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, check_same_weights
+from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 
 
 def engine_in(dtype: torch.dtype | None) -> Any:
@@ -112,6 +113,47 @@ def test_what_16_bits_do_to_the_policy_is_allowed_to_its_sampler() -> None:
     with pytest.raises(WeightSyncError, match=r"want at most 0\.1"):
         strict(0.17, 3.0, engine=engine_in(torch.bfloat16), rounding=rounding)
     assert len(asked) == 3
+
+
+AGREES, DIFFERS = (1e-6, 1e-5), (0.01, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([AGREES, AGREES, DIFFERS, DIFFERS], r"got a max difference of 0\.5 .* turn 3 differs, and .* fix: token ids"),
+        ([DIFFERS, AGREES], "the vllm engine and .* the engine does not serve the trainer's weights"),
+    ],
+)
+def test_the_first_turn_that_differs_is_named(turns, message) -> None:
+    check = WeightCheck(GRPOConfig(bf16=False), nn.Linear(1, 1), torch.device("cpu"))
+    check(*AGREES, turns=[AGREES] * 3, engine=engine_in(None))
+    with pytest.raises(WeightSyncError, match=message):
+        check(*DIFFERS, turns=turns, engine=engine_in(None))
+
+
+def test_a_turn_that_differs_is_found_among_many_tokens_that_agree() -> None:
+    check = WeightCheck(GRPOConfig(bf16=False), nn.Linear(1, 1), torch.device("cpu"))
+    check(0.03, 2.0, turns=[(0.03, 0.1), (0.25, 2.0)], engine=engine_in(torch.bfloat16))  # few tokens may round so
+    with pytest.raises(
+        WeightSyncError, match=r"mean difference of 0\.35 .* want at most 0\.3 in bfloat16: turn 2 differs"
+    ):
+        check(0.03, 2.0, turns=[(0.03, 0.1), (0.35, 2.0)], engine=engine_in(torch.bfloat16))
+
+
+def test_a_function_is_told_of_a_later_turn_where_its_first_one_agrees(caplog) -> None:
+    function: Any = FunctionEngine(lambda prompts, trainer: {}, SimpleNamespace())
+    check = WeightCheck(GRPOConfig(bf16=False), nn.Linear(1, 1), torch.device("cpu"))
+    check(*DIFFERS, engine=function)
+    check(*DIFFERS, turns=[DIFFERS, DIFFERS], engine=function)
+    assert caplog.records == []  # it may sample with anything
+    for _ in range(2):
+        check(*DIFFERS, turns=[AGREES, DIFFERS], engine=function)
+    (record,) = caplog.records
+    assert "turn 2 differs" in record.getMessage()
+    strict = WeightCheck(GRPOConfig(bf16=False, logprob_mismatch="fail"), nn.Linear(1, 1), torch.device("cpu"))
+    with pytest.raises(WeightSyncError, match="turn 2 differs"):
+        strict(*DIFFERS, turns=[AGREES, DIFFERS], engine=function)
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from talkers import END, ConcurrentTalker, Talker, call
 
-from fused_grpo.errors import DataError, InputError, UnsupportedError
+from fused_grpo.errors import DataError, InputError, UnsupportedError, WeightSyncError
 
 
 def multiply(a: int, b: int) -> int:
@@ -313,3 +313,30 @@ def test_names_of_an_episodes_records_cannot_be_logged_by_a_reward(make_trainer)
     trainer.train()
     assert [one["turns"] for one in records(trainer)] == [2, 2, 2, 1]
     assert records(trainer)[0]["logged/turns"] == "mine"
+
+
+def test_episodes_are_played_while_the_batch_before_is_trained_on(make_trainer):
+    talk = lambda read, _: "done" if "<answer>" in read else call("multiply", a=1, b=2)  # noqa: E731
+    options = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 3}
+    trainer = make_trainer(talk, engine=ConcurrentTalker, tools=[multiply], **options)
+    trainer.train()
+    steps = [json.loads(line) for line in Path(trainer.args.output_dir, "metrics.jsonl").read_text().splitlines()]
+    assert [one["off_policy_steps"] for one in steps if "off_policy_steps" in one] == [0, 1, 1]
+    assert [len(one["tool_calls"]) for one in records(trainer)] == [1] * 12
+    assert steps[-1]["sampling/sampling_logp_difference/turn_2/max"] > 0.0  # of weights that are a step old
+
+
+class Drifting(Talker):
+    """Reads one more token than it says before turns that follow a tool's answer."""
+
+    def logprobs(self, prompt, completion, temperature):
+        more = self.tokenizer(" ")["input_ids"] if "<answer>" in self.tokenizer.decode(prompt) else []
+        return super().logprobs(prompt + more, completion, temperature)
+
+
+def test_a_turn_sampled_from_other_tokens_ends_the_run_before_it_updates(make_trainer):
+    trainer = make_trainer(say, engine=Drifting, tools=[multiply], logprob_mismatch="fail")
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    with pytest.raises(WeightSyncError, match="turn 2 differs, and the turns before it agree"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))

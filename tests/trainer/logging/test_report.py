@@ -261,5 +261,25 @@ def test_a_conversation_is_shown_message_by_message(tmp_path: Path) -> None:
     assert "systembe briefuserwhy?assistantbecause" in Page(write_report(tmp_path).read_text()).shown
 
 
+def test_an_episode_is_shown_with_its_calls_and_answers_and_has_charts(tmp_path: Path) -> None:
+    log, names = RunLog(tmp_path), ("tools/turns", "tools/call_frequency", "tools/failure_frequency")
+    for step in (1, 2):
+        log.log_metrics({"step": step, "reward": 0.5, **dict.fromkeys(names, 0.25 * step)})
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": HOSTILE}}}
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": HOSTILE}]
+    record = {"prompt": "why?", "completion": "", "messages": said, "turns": 1, "ended": "turn limit", "reward": 1.0}
+    log.log_rollouts(1, [record])
+    text = write_report(tmp_path).read_text()
+    page = Page(text)
+    assert "1 turns, ended: turn limit" in page.shown
+    assert "assistantlook(at='<script>" in page.shown
+    assert text.count('class="answer"') == 1
+    assert "script" not in page.tags
+    assert [chart.title for chart in panel_charts(read_metrics(tmp_path / "metrics.jsonl"))] == [
+        "turns of an episode",
+        "tool calls per completion, share that failed",
+    ]
+
+
 def test_a_moving_mean_keeps_its_length_and_narrows_at_the_ends() -> None:
     assert moving_mean([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]

@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 def test_all_kinds_of_run_have_a_recipe():
     gsm8k = ["gsm8k", "gsm8k-1gpu", "gsm8k-distill", "gsm8k-lora", "gsm8k-multi-gpu", "gsm8k-server"]
-    assert set(NAMES) == {"demo", "smollm2", *gsm8k}
+    assert set(NAMES) == {"demo", "calculator", "smollm2", *gsm8k}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +41,7 @@ def test_a_recipe_is_dry_run(name, model, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fused_grpo.trainer.collect.start_checks.check_installed", lambda: None)
     data = str(model / "rows.jsonl")
-    small = [] if name == "demo" else ["--model", str(model)]
+    small = [] if name in ("demo", "calculator") else ["--model", str(model)]
     small += ["--dataset", data, "--eval-dataset", data] if name.startswith("gsm8k") else []
     small += ["--teacher-model", str(model)] if name == "gsm8k-distill" else []
     if name == "smollm2":

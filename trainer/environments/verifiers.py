@@ -1,0 +1,92 @@
+"""A taskset of verifiers 0.4 (`verifiers.v1`) as a `Task`: its rows, and its rewards for a completion of one turn.
+
+verifiers plays its tasks in loops of its own, which ask a server for completions. Here the trainer samples, and the
+task's rewards read the conversation. Tasks that need more of such a loop are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any, cast
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.environments.packages import installed
+from fused_grpo.trainer.tasks.task import Task
+
+
+def verifiers_task(taskset: Any, *, size: int | None = None, heldout_size: int = 0) -> Task:
+    """The rows of a taskset, and the weighted sum of its rewards as one function.
+
+    Args:
+        taskset: a `Taskset`, or the id of an installed one.
+        size: rows to train on. None: all but the held-out ones.
+        heldout_size: held-out rows, the first ones.
+
+    Raises:
+        UnavailableError: verifiers is not installed.
+        InputError: no rows to train on, or a taskset without an end and no `size`.
+        UnsupportedError: tasks with tools, sandboxes, or a loop of their own.
+    """
+    vf = installed("verifiers.v1")
+    if isinstance(taskset, str):
+        taskset = vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset))
+    name = taskset.config.name or type(taskset).__name__
+    if size is None and not taskset.bounded:
+        raise InputError(f"got {name}, which has no end, and no size, want a number of rows; fix: size=...")
+    tasks = list(taskset if size is None else taskset.take(heldout_size + size))
+    if len(tasks) <= heldout_size:
+        raise InputError(f"got {len(tasks)} tasks of {name}, want more than heldout_size={heldout_size}; fix: fewer")
+    if needs := _needs(vf, taskset, tasks[0]):
+        raise UnsupportedError(
+            f"got tasks of {name} that need {', '.join(needs)}, want rewards that read a completion of one turn; fix: "
+            "an environment of your own (docs/agents.md)"
+        )
+
+    async def reward(prompts: Any, completions: Any, task_number: Any, **columns: Any) -> list[float]:
+        said = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        scores = (_score(vf, tasks[number], one) for number, one in zip(task_number, said, strict=True))
+        return list(await asyncio.gather(*scores))
+
+    reward.__name__ = name
+    rows = [{"prompt": _prompt(task.data), "task_number": number} for number, task in enumerate(tasks)]
+    train, heldout = rows[heldout_size:], rows[:heldout_size]
+    return Task(name=name, train=train, heldout=heldout, reward=cast(Any, reward))
+
+
+def _needs(vf: Any, taskset: Any, task: Any) -> list[str]:
+    """What of a task happens in the loops of verifiers alone."""
+    kind = type(task)
+    needs = [f"{hook}()" for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
+    needs += [f"the stop condition {hook.__name__}" for hook in task.hooks("stop")]
+    hooks = [hook for hook in task.hooks("reward") if "runtime" in inspect.signature(hook).parameters]
+    needs += [f"a runtime for the reward {hook.__name__}" for hook in hooks]
+    tools = [*task.toolsets(task.config), *taskset.toolsets(taskset.config)]
+    needs += [f"the tools {type(one).__name__}" for one in tools]
+    needs += ["a container"] * kind.NEEDS_CONTAINER + ["a user who begins"] * (task.data.prompt is None)
+    return needs + ["a loop of their own"] * (vf.environment_class(taskset.config.id) is not vf.SingleAgentEnv)
+
+
+def _prompt(data: Any) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(message.model_dump(exclude_none=True) for message in data.prompt)]
+
+
+async def _score(vf: Any, task: Any, conversation: list[Any]) -> float:
+    """The weighted sum of the rewards of a conversation, whose last message was sampled."""
+    last = len(conversation) - 1
+    nodes = [
+        vf.MessageNode(message=message, parent=place - 1 if place else None, sampled=place == last)
+        for place, message in enumerate(conversation)
+    ]
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data),
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+        nodes=nodes,
+        is_completed=True,
+        ok=True,
+    )
+    await task.score(trace)
+    return float(trace.reward)

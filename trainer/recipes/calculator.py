@@ -1,0 +1,98 @@
+"""The built-in task with a tool: products of two numbers of three digits, which no model of this size can compute.
+
+    <|user|>471*863<|end|>
+    <|assistant|><tool_call>{"name": "multiply", "arguments": {"a": 471, "b": 863}}</tool_call><|end|>
+    <|tool|>406473<|end|>
+    <|assistant|>406473<|end|>
+
+The base model, as large as the demo's, lies beside this file. It can write a call and repeat an answer. In six of seven
+samples it guesses a number instead, always if it decodes greedily, and no guess is right. GRPO has only prompts and an
+exact-match reward, and the model learns to call. Neither stage sees a held-out product, in either order.
+
+calculator_model.safetensors: scripts/make_base_model.py calculator wrote it with seed 1, in fp16; sha256 of the file
+25edb044b1a10c9d5d9175ec718c100d4eecb6fd87788f7e2011c6fec19f19cd
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from fused_grpo.trainer.recipes.arithmetic import PAD, load_model
+
+END, ROLES = "<|end|>", ("<|user|>", "<|assistant|>", "<|tool|>")
+# Besides single characters; `<tool_call>` before JSON is how Hermes and Qwen write calls.
+WORDS = ("<tool_call>", '{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>")
+TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+BASE_MODEL = Path(__file__).with_name("calculator_model.safetensors")
+PROMPTS, HELD_OUT_PROMPTS = 8192, 384
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return int(a) * int(b)
+
+
+def product_reward(completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 if the last turn is the answer, else 0."""
+    last = [messages[-1] for messages in completions]
+    return [
+        float(turn["role"] == "assistant" and turn["content"] == right)
+        for turn, right in zip(last, answer, strict=True)
+    ]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character but for WORDS, and a chat template that writes calls as Hermes and Qwen do."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = [one for one in string.printable if one.isprintable() or one == "\n"]
+    vocabulary = {one: number for number, one in enumerate([PAD, END, *ROLES, *WORDS, *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=list(ROLES),
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE,
+    )
+
+
+def build_splits() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on and held-out ones, of {"prompt": a message "471*863", "answer": "406473"}.
+
+    A hash of the factors says which may be held out.
+    """
+    generator, train, heldout = random.Random("calculator"), list[dict[str, Any]](), list[dict[str, Any]]()
+    while len(train) < PROMPTS or len(heldout) < HELD_OUT_PROMPTS:
+        a, b = generator.randrange(100, 1000), generator.randrange(100, 1000)
+        split = heldout if hashlib.sha256(repr((min(a, b), max(a, b))).encode()).digest()[0] < 13 else train
+        split.append({"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)})
+    return train[:PROMPTS], heldout[:HELD_OUT_PROMPTS]
+
+
+def load_base_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model that seldom calls, in fp32, and its tokenizer."""
+    tokenizer = build_tokenizer()
+    return load_model(tokenizer, BASE_MODEL), tokenizer
