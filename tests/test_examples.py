@@ -281,13 +281,6 @@ def one_of_two(folder: Path, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.learning
-def test_guesses_are_learned_from_games(ran, learning_seed, learned):
-    printed, _ = ran(ROOT / "examples" / "environment.py", *[str(learning_seed)] * bool(learning_seed))
-    start, *_, end = map(float, re.search(r"numbers found.*: ([\d. ]+)$", printed, re.MULTILINE)[1].split())
-    learned("examples/environment.py: gain of numbers found", found=end - start, least=0.15)
-
-
 def test_the_list_of_examples_has_each_of_them_once():
     listed = re.findall(r"\]\(([\w.]+\.py)\)", (ROOT / "examples" / "README.md").read_text())
     assert sorted(listed) == [path.name for path in EXAMPLES]

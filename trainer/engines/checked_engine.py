@@ -165,8 +165,9 @@ def check_same_weights(
         raise WeightSyncError(
             f"{differs}the engine does not serve the trainer's weights, one of the two computes at lower precision, "
             "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
-            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, min_p, penalty), and "
-            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
+            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, "
+            "min_p, penalty), and use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger "
+            "max_logprob_difference"
         )
 
 
