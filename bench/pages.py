@@ -50,7 +50,7 @@ from fused_grpo.bench.report.results_file import (
 )
 from fused_grpo.errors import DataError, FusedGRPOError
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md", "docs/gpu.md")
+PAGES = ("README.md", "docs/agents.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md", "docs/gpu.md")
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
 BLOCK = re.compile(START.pattern + rf"\n(?P<inside>.*?){re.escape(END)}", re.DOTALL)
