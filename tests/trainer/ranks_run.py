@@ -1,4 +1,4 @@
-"""Two steps with a tool and an environment on however many processes it is started on. Run by test_several_processes.py.
+"""Two steps with an environment on however many processes it is started on. Run by test_several_processes.py.
 
     python ranks_run.py <out folder> <sequences per process>
 

@@ -21,7 +21,9 @@ def found(farm, tmp_path_factory):
 
 def test_two_processes_play_the_episodes_of_one(found):
     (one,), two = found[1], found[2]
-    assert sorted(map(str, json.loads(one["told"]))) == sorted(str(told) for rank in two for told in json.loads(rank["told"]))
+    assert sorted(map(str, json.loads(one["told"]))) == sorted(
+        str(told) for rank in two for told in json.loads(rank["told"])
+    )
     assert len({str(prompt) for prompt, _, _ in json.loads(one["told"])}) == 2  # one task for each group
 
 
@@ -29,7 +31,7 @@ def test_two_processes_make_the_update_of_one(found):
     (one,), two = found[1], found[2]
     for name, weight in one["weights"].items():
         for rank in two:
-            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5)  # it moved by 2e-3
     names = [name for name in one["logged"] if name.startswith(("tools/", "sampling/", "reward", "completions/"))]
     assert {"tools/turns", "sampling/sampling_logp_difference/turn_4/max"} <= set(names)
     for name in names:
