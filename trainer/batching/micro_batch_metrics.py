@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 from accelerate import Accelerator
@@ -165,9 +166,10 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
 
 
 def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
-    """(mean, maximum) of turns 1, 2, ... among the metrics of a step."""
+    """(mean, maximum) of turns 1, 2, ... among the metrics of a step, up to the first one without log-probs."""
     names = (f"{DIFFERENCE}/turn_{number}" for number in range(1, MOST_TURNS + 1))
-    return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in names if f"{name}/max" in metrics]
+    known = takewhile(lambda name: f"{name}/max" in metrics, names)
+    return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in known]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -105,6 +105,7 @@ def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
             }
         )
         assert turn_differences(found) == [pytest.approx((0.12, 0.2)), pytest.approx((0.4, 0.5))]
+        assert turn_differences({name: value for name, value in found.items() if "turn_1" not in name}) == []
     assert turn_sums(with_fields(batch, {"completion_mask": [None] * 3}), parts, rows) == {}
 
 
