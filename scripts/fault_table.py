@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 # What fails -> its tests.
 AREAS = {
     "reward functions": ["tests/faults/test_rewards.py", "tests/trainer/rewards"],
-    "tools and environments": ["tests/faults/test_tools.py"],
+    "tools and environments": ["tests/faults/test_tools.py", "tests/trainer/episodes/test_isolated_tools.py"],
     "dataset rows": ["tests/faults/test_rows.py", "tests/hostile/test_data.py"],
     "options": ["tests/hostile/test_config.py"],
     "rollout engines and servers": [

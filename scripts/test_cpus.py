@@ -28,6 +28,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 LEARNING = ["tests/test_demo.py::test_the_demo_trains_with_vllm_and_reports_held_out_accuracy"]
 LEARNING += ["tests/test_examples.py", "tests/trainer/recipes/test_arithmetic.py"]
 LEARNING += ["tests/trainer/recipes/test_calculator.py"]
+LEARNING += [f"tests/trainer/episodes/test_{name}.py" for name in ("combinations", "several_processes")]
 LEARNING += [f"tests/trainer/test_{name}.py" for name in ("distillation", "loss_options", "optimizer")]
 TESTS = ["tests/ops", "tests/integrations", *LEARNING] + [
     f"tests/trainer/{name}"

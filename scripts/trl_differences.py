@@ -174,7 +174,7 @@ ABSENT: dict[str, str] = {
         is_fsdp_enabled is_fsdp_xla_enabled is_fsdp_xla_v1_enabled is_fsdp_xla_v2_enabled is_model_parallel
         is_distributed_loading_by_transformers place_model_on_device""",
     "`engine` samples": "vllm_generation generation_config continuous_batching_config eos_token_ids rollout_func",
-    "no tools or environments": """
+    "tools are called in threads of ours, by the tokenizer's chat template": """
         tools environments environment_factories chat_template async_loop async_loop_thread async_loop_ready_event""",
     "`push_to_hub` makes the repository": "init_hf_repo",
     "no use for it": """

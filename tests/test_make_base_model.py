@@ -50,7 +50,7 @@ def test_the_command_writes_a_model_of_the_train_split_with_its_origin(monkeypat
     assert given == [arithmetic.build_splits().train]
     assert hashlib.sha256(path.read_bytes()).hexdigest() in capsys.readouterr().out
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"made_by": "scripts/make_base_model.py arithmetic --seed 7"}
+        assert file.metadata() == {"made_by": "scripts/make_base_model.py --seed 7"}
     model, _ = arithmetic.load_base_model()
     torch.manual_seed(7)
     fresh = type(model)(model.config)

@@ -62,13 +62,7 @@ class Calling(Problem):
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Bytes, and each of the model's words as one token."""
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {token: index for index, token in enumerate(["<pad>", END, START, *alphabet])}
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, pad_token="<pad>", eos_token=END, additional_special_tokens=[START]
-        )
+        tokenizer = byte_tokenizer()
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in self.said])
         tokenizer.chat_template = chat_template()
         return tokenizer
@@ -80,6 +74,17 @@ class Calling(Problem):
     @property
     def options(self) -> dict[str, Any]:
         return super().options | {"max_tool_calling_iterations": self.calls, "use_vllm": False}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and for the beginning and the end of a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", END, START, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token=END, additional_special_tokens=[START]
+    )
 
 
 def question(number: int) -> list[dict[str, str]]:

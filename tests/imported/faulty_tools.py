@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from talkers import END, START, Talker, call, talking_model, talking_tokenizer
+from talkers import END, Talker, call, talking_model, talking_tokenizer
 
+from fused_grpo.bench.trainers.calling_model import START
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.types import Sample
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from numerics import logprobs_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from fused_grpo.bench.trainers.calling_model import END, byte_tokenizer
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
-START, END = "<|im_start|>", "<|im_end|>"
 # Hermes' form of calls. The last turn of the model is written differently where it is the last, as in Qwen3.
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -41,13 +40,7 @@ TEMPLATE = """
 
 
 def talking_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<pad>", END, START, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token=END, additional_special_tokens=[START]
-    )
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 

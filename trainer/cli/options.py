@@ -30,7 +30,7 @@ from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
-from fused_grpo.trainer.tasks.named import BUILT_IN
+from fused_grpo.trainer.tasks.named import BUILT_IN, CALCULATOR
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -91,10 +91,10 @@ MAX_DEPTH = 20
 
 @dataclass(kw_only=True)
 class TrainOptions(GRPOConfig):
-    """Train a causal language model with GRPO. Without --model: the built-in arithmetic task."""
+    """Train a causal language model with GRPO. Without --model: a built-in task."""
 
     model: str | None = None
-    """Path or hub id of the model. None trains the small one of the built-in arithmetic task."""
+    """Path or hub id of the model. None trains the small one of a built-in `task`."""
     teacher_model: str | None = None
     """Path or hub id of a model to distil from, with `distillation_coef`, or "self" for the reference model.
     `reward_funcs` may be left out then."""
@@ -204,16 +204,20 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
         UnsupportedError: an option of TRL's that this trainer does not have.
         SystemExit: --help, an unknown option, or a value of the wrong type.
     """
-    values: dict[str, Any] = {}
+    values, task = dict[str, Any](), None
     for position, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
+        value = value or "".join(arguments[position + 1 : position + 2])
         if option == "--config":
-            values = read_yaml(find_config(value or "".join(arguments[position + 1 : position + 2])))
+            values = read_yaml(find_config(value))
+        task = value if option == "--task" else task
         if missing := MISSING.get(option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""):
             raise UnsupportedError(
                 f"got {option}, an option of TRL's that this trainer does not have: {missing.why}; fix: leave it out"
             )
     demo = read_yaml(RECIPES / "demo.yaml")
+    if (task or values.get("task")) == CALCULATOR:  # whose completions are longer than the demo's
+        demo |= read_yaml(RECIPES / "calculator.yaml")
     no_demo = {"--model", "-h", "--help"}.intersection(argument.split("=")[0] for argument in arguments)
     parsed: Any = tyro.cli(
         _sectioned(TrainOptions() if "model" in values or no_demo else TrainOptions(**demo), demo),
@@ -233,6 +237,11 @@ def check_combination(options: TrainOptions) -> None:
         raise InputError(
             f"got --task-options {' '.join(options.task_options)} without --task, want the task that takes them; "
             "fix: add --task"
+        )
+    if options.model is None and (options.tools or options.environment_factory):
+        raise InputError(
+            "got --tools or --environment-factory without --model, want a chat model that calls them; fix: add "
+            "--model, or --task calculator"
         )
     given = {
         "--model": options.model is not None,

@@ -391,7 +391,7 @@ def check_rewards(start: Start) -> None:
     given, device = start.reward_funcs, torch.device("cpu")
     if start.accelerator is not None:
         device = start.accelerator.device
-    elif isinstance(given, list):  # of a dry run, which loads no model
+    elif isinstance(given, list) and given:  # of a dry run, which loads no model
         given = [one for one in given if callable(one) or not is_reward_model(one)] or no_reward
     classes = start.reward_processing_classes
     environments = None if start.rules is None else start.rules.environments

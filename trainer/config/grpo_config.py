@@ -233,7 +233,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Number of seconds that one call of a tool may take; then the model reads that it took longer."""
     logprob_mismatch: Literal["fail", "warn"] | None = None
     """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning. None:
-    an error, and a warning where the trainer's own model samples, which has no other weights."""
+    an error, and a warning where the trainer's own model samples, which has no other weights, or of later turns of a
+    `rollout_func`."""
     max_logprob_difference: float | None = None
     """Greatest such difference, in nats: of a token in fp32 on a CPU, of the mean elsewhere. None: by dtype and device
     (docs/engines.md)."""

@@ -31,6 +31,7 @@ anything; where its first turn agrees, its later ones have to.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
@@ -156,11 +158,12 @@ def check_same_weights(
             f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: "
         )
         if turn is not None and turn > 1:
+            or_later = " or a later one" if turn == MOST_TURNS else ""
             raise WeightSyncError(
-                f"{differs}turn {turn} differs, and the turns before it agree, so what the engine read before turn "
-                f"{turn} is not what is trained on; fix: token ids as they were read and sampled, never text that is "
-                "tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask that "
-                "is 0 for all that was not sampled"
+                f"{differs}turn {turn}{or_later} differs, and the turns before it agree, so what the engine read "
+                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that "
+                "is tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask "
+                "that is 0 for all that was not sampled"
             )
         raise WeightSyncError(
             f"{differs}the engine does not serve the trainer's weights, one of the two computes at lower precision, "
@@ -200,8 +203,8 @@ class WeightCheck:
         `rounding` is called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs. `turns`
         are (mean, maximum) of each turn, where there are several.
         """
-        is_function = isinstance(engine, FunctionEngine)
-        if is_function and (not turns or self._error(*turns[0], 1, engine, rounding)):
+        rounding, is_function = functools.cache(rounding), isinstance(engine, FunctionEngine)
+        if is_function and (not turns or self._error(*turns[0], 1, engine, lambda dtype: 0.0)):
             return  # it may sample with anything
         parts = (*enumerate(turns, 1), (None, (mean_difference, max_difference)))
         errors = (self._error(*differences, turn, engine, rounding) for turn, differences in parts)

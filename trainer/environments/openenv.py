@@ -44,7 +44,12 @@ def openenv_environment(
         def step(self, **fields: Any) -> str:
             if self.done:
                 raise ValueError("the episode has ended")
-            result = self._session.step(action(**fields).model_dump(mode="json"))
+            try:
+                result = self._session.step(action(**fields).model_dump(mode="json"))
+            except TimeoutError:  # its late answer would be read as that of the next message
+                self.done = True
+                self._session.disconnect()  # the next `reset` connects again
+                raise
             self._rewards += [] if result.reward is None else [float(result.reward)]
             return self._read(result)
 

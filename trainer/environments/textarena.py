@@ -63,7 +63,9 @@ def textarena_environment(game: str, **options: Any) -> type[Any]:
         def _news(self) -> str:
             # Of the state: the game's wrappers say everything again after each move.
             state, own = self._game.state, arena.ObservationType.PLAYER_ACTION
-            news = [text for _, text, kind in state.get_current_player_observation() if kind is not own]
+            said = [text for _, text, kind in state.get_current_player_observation() if kind is not own]
+            # Some games swap the fields of the player's own action, so that its text is a number.
+            news = [text for text in said if isinstance(text, str)]
             return "\n".join([*news, str(state.game_info[0].get("reason") or "")] if self.done else news)
 
     Game.__name__ = game  # the reward's column

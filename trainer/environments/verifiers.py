@@ -37,7 +37,7 @@ def verifiers_task(taskset: Any, *, size: int | None = None, heldout_size: int =
     tasks = list(taskset if size is None else taskset.take(heldout_size + size))
     if len(tasks) <= heldout_size:
         raise InputError(f"got {len(tasks)} tasks of {name}, want more than heldout_size={heldout_size}; fix: fewer")
-    if needs := _needs(vf, taskset, tasks[0]):
+    if needs := _needs(vf, taskset, next((one for one in tasks if one.data.prompt is None), tasks[0])):
         raise UnsupportedError(
             f"got tasks of {name} that need {', '.join(needs)}, want rewards that read a completion of one turn; fix: "
             "an environment of your own (docs/agents.md)"
@@ -59,7 +59,8 @@ def _needs(vf: Any, taskset: Any, task: Any) -> list[str]:
     kind = type(task)
     needs = [f"{hook}()" for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
     needs += [f"the stop condition {hook.__name__}" for hook in task.hooks("stop")]
-    hooks = [hook for hook in task.hooks("reward") if "runtime" in inspect.signature(hook).parameters]
+    hooks = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
+    hooks = [hook for hook in hooks if "runtime" in inspect.signature(hook).parameters]
     needs += [f"a runtime for the reward {hook.__name__}" for hook in hooks]
     tools = [*task.toolsets(task.config), *taskset.toolsets(taskset.config)]
     needs += [f"the tools {type(one).__name__}" for one in tools]

@@ -31,8 +31,9 @@ def isolated_tool(
         secrets: environment variables that a process gets although their names or values look like secrets.
 
     Raises:
-        InputError: a function that a new process cannot import, an async function, or an option out of range. A call
-            raises RuntimeError where the tool raises, exceeds a limit or ends its process.
+        InputError: a function that a new process cannot import, an async function, or an option out of range; in a
+            call, one that a new process cannot load, which ends the run.
+        RuntimeError: in a call, the tool raised, exceeded a limit or ended its process.
     """
     if workers < 1:
         raise InputError(f"got workers={workers}, want processes >= 1")

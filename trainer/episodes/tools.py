@@ -7,6 +7,7 @@ same time. A time limit ends the wait, not the call: a plain function goes on in
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -17,11 +18,12 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread
-from fused_grpo.trainer.rewards.reward_call import ASYNC, is_async, own_copy
+from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
+_ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -31,7 +33,7 @@ def check_tools(tools: Any) -> list[Tool]:
     names = set[str]()
     for tool in listed:
         name = getattr(tool, "__name__", None)
-        if not callable(tool) or name is None:
+        if not (inspect.isfunction(tool) or inspect.ismethod(tool)) or name is None:
             raise InputError(f"got {tool!r} among the tools, want functions; fix: a function or a bound method")
         if name in names:
             raise InputError(f"got two tools called {name!r}, want one of each name; fix: rename one")
@@ -60,7 +62,7 @@ class Answers:
         self.has_timed_out = False  # a call may still be running
         self._is_late = False  # a call of this turn took too long
         if any(map(is_async, tools)):
-            event_loop(ASYNC)  # made here, because two threads at once would each make one
+            event_loop(_ASYNC)  # made here, because two threads at once would each make one
 
     def start(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
         """The calls with their answers, as text in whole, in the order of the calls."""
@@ -85,7 +87,7 @@ class Answers:
         async def awaited() -> str:
             return as_text(await tool(**arguments))
 
-        return asyncio.run_coroutine_threadsafe(awaited(), event_loop(ASYNC))
+        return asyncio.run_coroutine_threadsafe(awaited(), event_loop(_ASYNC))
 
     def _answer(
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float
@@ -104,6 +106,10 @@ class Answers:
                 self.has_timed_out = self._is_late = True
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
+        except InputError as error:
+            if getattr(tool, "is_isolated", False):
+                raise  # no process can load it, which no model can mend
+            text, failed = str({"error": error_text(error)}), True
         except BaseException as error:  # of the tool's: signals reach the main thread alone
             text, failed = str({"error": error_text(error)}), True
         text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes a lone surrogate

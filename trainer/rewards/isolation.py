@@ -6,10 +6,10 @@ reads what became of its call.
 
 One worker process serves all calls, one completion at a time, so that a failure concerns one completion. If a
 completion exceeds the time limit or the worker dies, its process group is killed and the next completion gets a new
-worker. The worker is a new interpreter, not a fork: it imports the function by name and does not run the user's script
-again. Requests and replies are lines of JSON over a socket pair; a reply from a process that runs model output must
-not be unpickled. That rules out process pools (concurrent.futures, pebble): they unpickle replies, and
-"spawn" runs the script again. pebble also leaves alive what a killed worker has started.
+worker. The worker is a new interpreter, not a fork: it imports the function by name, and runs the user's script again
+only where the function is defined there. Requests and replies are lines of JSON over a socket pair; a reply from a
+process that runs model output must not be unpickled. That rules out process pools (concurrent.futures, pebble): they
+unpickle replies, and "spawn" runs the script again. pebble also leaves alive what a killed worker has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
 something behind (a busy thread, unread output), and a new worker gets the request.

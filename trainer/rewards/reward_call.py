@@ -40,7 +40,7 @@ RewardFunction = Callable[..., Any]
 T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
-ASYNC = "async functions"  # the event loop of rewards and tools
+ASYNC = "async rewards"  # the name of their event loop
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
 _SHARED = frozenset({str, int, float, bool, bytes, type(None)})
 
@@ -284,6 +284,12 @@ def names_a_function(name: str) -> bool:
 
 
 def _run_file(path: Path) -> ModuleType:
+    """The module of a file, which is run once as long as it stays as it is: its functions share their state."""
+    return _module_of(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _module_of(path: Path, changed: int) -> ModuleType:
     # A prefix keeps a user's json.py from replacing the module json.
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None

@@ -267,7 +267,7 @@ def _check_options(functions: list[Any], *, failure: str, retries: int, timeout:
         what = functions[0] if len(functions) == 1 else functions
         raise InputError(
             f"{'No reward source provided: ' * (what is None)}got reward_funcs={what!r}, want a function or a "
-            "non-empty list of functions, names or reward models"
+            "non-empty list of functions, names or reward models; fix: reward_funcs, or an environment with get_reward"
         )
     if failure not in get_args(FailurePolicy):
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")

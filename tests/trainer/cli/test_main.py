@@ -30,6 +30,14 @@ def test_without_a_model_the_demo_recipe_is_the_default_and_options_win():
     assert options.learning_rate == 1e-3
 
 
+@pytest.mark.parametrize("arguments", [["--task", "calculator"], ["--task=calculator"], ["--config", "calculator"]])
+def test_a_built_in_task_has_the_options_of_its_recipe(arguments):
+    options = parse_train_options([*arguments, "--seed", "7"])
+    assert (options.max_completion_length, options.max_tool_calling_iterations) == (32, 1)
+    assert (options.output_dir, options.learning_rate, options.seed) == ("runs/calculator", 1e-3, 7)
+    assert parse_train_options([*arguments, "--max-completion-length", "40"]).max_completion_length == 40
+
+
 def test_with_a_model_the_defaults_are_those_of_the_config():
     options = parse_train_options(["--model", "somewhere", "--dataset=data.jsonl", "--reward-funcs", "m:f", "n:g"])
     assert (options.learning_rate, options.output_dir) == (1e-6, "runs/grpo")
@@ -111,6 +119,8 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
             "InputError: got --task sums, want arithmetic, calc",
         ),
         (["train", "--task-options", "a=1"], "InputError: got --task-options a=1 without --task"),
+        (["train", "--tools", "m:f"], "InputError: got --tools or --environment-factory without --model"),
+        (["train", "--environment-factory", "m:F"], "InputError: got --tools or --environment-factory without --model"),
         (["train", "--task", "arithmetic", "--task-options", "a=1"], "InputError: got --task-options a=1 for arithm"),
         (["tasks", "sums"], "InputError: got the task 'sums', which has no options"),
         (["train", "--num-generations", "7"], "InputError: got an effective batch of 512"),

@@ -156,6 +156,17 @@ def test_a_function_is_told_of_a_later_turn_where_its_first_one_agrees(caplog) -
         strict(*DIFFERS, turns=[AGREES, DIFFERS], engine=function)
 
 
+def test_rounding_is_measured_once_for_all_turns_and_never_for_a_function() -> None:
+    asked: list[torch.dtype] = []
+    options: dict[str, Any] = {"rounding": lambda dtype: asked.append(dtype) or 0.2}
+    check = WeightCheck(GRPOConfig(bf16=True), nn.Linear(1, 1), torch.device("cpu"))
+    check(0.4, 2.0, turns=[(0.4, 2.0)] * 3, engine=engine_in(torch.bfloat16), **options)
+    assert asked == [torch.bfloat16]
+    function: Any = FunctionEngine(lambda prompts, trainer: {}, SimpleNamespace())
+    check(0.4, 2.0, turns=[(0.4, 2.0)] * 3, engine=function, **options)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(make_trainer, served_engine, stale) -> None:
     """Logits of a few hundred, in which bf16 has steps of 1 or 2."""

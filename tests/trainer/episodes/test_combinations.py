@@ -113,4 +113,4 @@ def test_turns_of_vllm_are_what_is_trained_on(trained, name):
     assert all((sample.support_ids is not None) is ("top_p" in options) for batch in batches for sample in batch)
     logged = trainer.results.metrics
     for turn in (1, 2):
-        assert logged[f"sampling/sampling_logp_difference/turn_{turn}/max"] < 1e-4
+        assert logged[f"sampling/sampling_logp_difference/turn_{turn}/max"] < 1e-3

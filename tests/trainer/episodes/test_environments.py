@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from datasets import Dataset
-from talkers import call
+from talkers import call, talking_model
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, RewardError, UnavailableError
+from fused_grpo.trainer.cli.main import main
 
 
 class Guess:
@@ -332,3 +333,16 @@ def test_an_environment_whose_call_took_too_long_is_not_reset_again(make_trainer
         False,
         True,
     ]
+
+
+def test_a_dry_run_refuses_an_environment_without_a_reward(tokenizer, tmp_path):
+    talking_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    code = "class {}:\n    def reset(self, **row): return 'Say.'\n{}    def say(self) -> str:\n        'Say it.'\n"
+    scores = "    def get_reward(self) -> float: return 1.0\n"
+    (tmp_path / "mine.py").write_text(code.format("Silent", "") + code.format("Scored", scores))
+    command = ["train", "--dry-run", "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "run")]
+    command += ["--max-steps", "1", "--environment-factory", f"{tmp_path / 'mine.py'}"]
+    main([*command[:-1], f"{command[-1]}:Scored"])
+    with pytest.raises(SystemExit, match=r"got reward_funcs=\[\], want .*get_reward"):
+        main([*command[:-1], f"{command[-1]}:Silent"])

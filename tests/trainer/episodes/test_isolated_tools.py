@@ -229,6 +229,15 @@ def test_what_cannot_be_isolated_is_refused(make, tool, options, text):
         make(tool, **options) if isinstance(tool, str) else isolated_tool(tool, timeout=1.0)
 
 
+def test_a_tool_that_no_process_can_load_ends_the_run(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE_API_KEY", "12")  # which a new process does not get
+    (tmp_path / "needs.py").write_text(f"import os\nkey = os.environ['MINE_API_KEY']\n{SOURCE}")
+    tool = isolated_tool(f"{tmp_path / 'needs.py'}:run", timeout=5.0)
+    trainer = make_trainer(lambda *_: call("run", code="answer = 1"), tools=[tool], max_steps=1)
+    with pytest.raises(InputError, match=r"which a new process cannot load: .*MINE_API_KEY"):
+        trainer.train()
+
+
 def test_an_episode_goes_on_after_a_call_that_went_wrong(make, make_trainer):
     bad = ["answer = 6 * 7", *(BAD[name][0] for name in ("ends", "hangs", "returns 50 MB"))]
     texts = ["42", *(BAD[name][1] for name in ("ends", "hangs", "returns 50 MB"))]

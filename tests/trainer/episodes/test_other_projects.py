@@ -12,6 +12,7 @@ import tomllib
 import types
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 from talkers import call
@@ -141,6 +142,13 @@ def test_a_game_that_cannot_be_played_is_refused_at_once(game, options, error, t
         textarena_environment(game, **options)
 
 
+@needs("textarena")
+def test_a_game_that_swaps_the_fields_of_an_observation_is_played():
+    environment = textarena_environment("Countdown-v0")()
+    assert "target" in environment.reset(seed=1).lower()
+    assert isinstance(environment.act(action="1 + 1"), str)
+
+
 # OpenEnv.
 
 
@@ -197,6 +205,18 @@ def test_rewards_and_observations_are_those_of_the_session(server):
         step(number=number)
     assert environment.reset(seed=3) == first
     assert (environment.done, environment.get_reward()) == (False, 0.0)
+
+
+@needs("openenv")
+def test_an_answer_that_comes_too_late_is_not_that_of_the_next_message(server, monkeypatch):
+    environment = openenv_environment(*server)()
+    first = environment.reset(seed=3)
+    monkeypatch.setattr(environment._session, "step", mock.Mock(side_effect=TimeoutError))
+    with pytest.raises(TimeoutError):
+        environment.step(number=1)
+    assert environment.done
+    monkeypatch.undo()
+    assert environment.reset(seed=3) == first
 
 
 @needs("openenv")
@@ -294,6 +314,7 @@ BEYOND = {
     "a runtime for the reward hook": lambda vf: {"hook": vf.reward(hook())},
     "the tools Toolset": lambda vf: {"toolsets": staticmethod(lambda config: [vf.Toolset(vf.ToolsetConfig())])},
     "a container": lambda vf: {"NEEDS_CONTAINER": True},
+    "finalize()": lambda vf: {"finalize": hook()},
 }
 
 
