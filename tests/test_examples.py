@@ -62,6 +62,15 @@ def test_students_learn_from_rewards_and_from_a_teacher(ran, learning_seed, lear
         assert "held-out reward" in report
 
 
+@pytest.mark.learning
+def test_a_game_of_several_turns_is_learned(ran, learning_seed, learned):
+    printed, folder = ran(ROOT / "examples" / "environment.py", *[str(learning_seed)] * bool(learning_seed))
+    shares = [float(share) for share in re.search(r"^numbers found: ([\d. ]+)$", printed, re.MULTILINE)[1].split()]
+    assert len(shares) == 12
+    learned("examples/environment.py: gain of games won, five steps", found=shares[-1] - shares[0], least=0.1)
+    assert "higher" in (folder / "runs" / "environment" / "report.html").read_text()
+
+
 @parametrized(EXAMPLES)
 def test_an_example_is_short_and_built_from_public_things(path):
     assert len(path.read_text().splitlines()) <= 80
