@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from talkers import call, talking_model
+from transformers import TrainerCallback
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, RewardError, UnavailableError
 from fused_grpo.trainer.cli.main import main
+
+
+class OnStep(TrainerCallback):
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, args, state, control, **_):
+        self.call()
 
 
 class Guess:
@@ -147,6 +156,31 @@ def test_a_row_of_no_environment_is_found_before_the_first_step(make_trainer):
     with pytest.raises(DataError, match="environment='chess' in row 7 of train_dataset, which is not among the env"):
         trainer.train()
     assert trainer.step == 0
+
+
+def stream(rows: list[dict]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_rows_of_a_stream_choose_among_several_too(make_trainer):
+    rows = [{"environment": name, "level": level} for level, name in enumerate(("guess", "guess", "echo"))]
+    factories = {"guess": Guess, "echo": Echo}
+    options = {"environment_factory": factories, "reward": lambda completions, **_: [0.0] * 4, "max_steps": 3}
+    trainer = make_trainer(play, rows=stream(rows), shuffle_dataset=False, **options)
+    seen = []
+    trainer.add_callback(OnStep(lambda: seen.append([(type(one).__name__, one.row) for one in trainer.environments])))
+    trainer.train()
+    assert [step[0] for step in seen] == [("Guess", {"level": 0}), ("Guess", {"level": 1}), ("Echo", {"level": 2})]
+    assert all(len(set(map(repr, step))) == 1 for step in seen)
+
+
+def test_a_row_of_no_environment_in_a_stream_ends_the_run_when_it_comes(make_trainer):
+    rows = stream([{"environment": "guess"}, {"environment": "chess"}])
+    factories = {"guess": Guess}
+    trainer = make_trainer(play, reward=None, environment_factory=factories, rows=rows, shuffle_dataset=False)
+    with pytest.raises(DataError, match="environment='chess'"):
+        trainer.train()
+    assert trainer.step == 1
 
 
 def test_rewards_see_environments_and_the_prompt_with_the_task(make_trainer):
